@@ -1,6 +1,7 @@
-"""torch.compile(model, backend="memeff"): the usual compiler, without unread buffers.
+"""torch.compile(model, backend="memeff"): the usual compiler, without buffers that no code reads.
 
-Found by its entry point. Public names are loaded on first use, as TORCH_LOGS imports this early.
+PyTorch finds the backend by its entry point. Public names are loaded on first use, because
+TORCH_LOGS imports this module early.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from memeff_compile.errors import MemeffError
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Names the defaults that say something."""
+    """Adds defaults to the help of arguments, if they are informative."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         says = action.default not in (None, False, [])
@@ -24,7 +24,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the command that is nearest to one that there is not."""
+    """Names the most similar command if a command does not exist."""
 
     def error(self, message: str) -> NoReturn:
         given = re.search(r"invalid choice: '([^']*)'", message)

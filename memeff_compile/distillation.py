@@ -1,6 +1,6 @@
 """The divergence between a student's and a teacher's output projection, as a plain function.
 
-It computes what F.kl_div of both softmaxes computes, without ever building the logits of either.
+The result is that of F.kl_div of both softmaxes, but the logits of neither are built.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def coefficients_of(kind: str, beta: float) -> Coefficients:
-    """Return the sums of a divergence by its name; `beta` is the teacher's share of the jsd."""
+    """Return the coefficients of a divergence by its name.
+
+    `beta` is the teacher's share of the jsd.
+    """
     if kind == "jsd" and beta not in (0, 1):
         return Coefficients(beta, 0.0, 1 - beta, 0.0, -beta, beta - 1, beta)
     if kind == "reverse_kl" or (kind == "jsd" and beta == 1):
@@ -47,10 +50,10 @@ def linear_divergence(
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute a divergence of a student's head from a teacher's, never building their logits.
+    """Compute a divergence between the softmaxes of two heads, without building their logits.
 
-    With p = softmax(z / temperature) of the student's logits z = hidden @ weight.T + bias, and q
-    likewise of the teacher's, a row's number is
+    With p = softmax(z / temperature) of the student's logits z = hidden @ weight.T + bias, and q =
+    the same for the teacher, the result for a row is
 
         forward_kl      sum(q (log q - log p)), KL(teacher || student)
         reverse_kl      sum(p (log p - log q)), KL(student || teacher)
@@ -58,21 +61,21 @@ def linear_divergence(
                         beta = 0 it is forward_kl, with beta = 1 reverse_kl, as in TRL
         cross_entropy   -sum(q log p), with the gradient of forward_kl
 
-    The student gets gradients, the teacher none. Multiply the loss by temperature**2 where your
-    recipe says so.
+    The student gets gradients, the teacher does not. Multiply the loss by temperature**2 yourself
+    if your recipe does so.
 
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
         weight: (V, D), the student's head, in the dtype of hidden.
-        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits
-            stay deferred, unless they are capped; a teacher under torch.no_grad() has none.
+        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits are
+            not computed, unless they are capped. (Under torch.no_grad() logits are not deferred.)
         teacher_weight: (V, K), the teacher's head, in the dtype of teacher; None for logits.
         kind: as above.
         beta: between 0 and 1, for jsd.
         temperature: a positive number that divides the logits of both.
         mask: (...), True or not 0 in the rows that count; None: every row counts.
         reduction: "mean" over the rows that count, "sum" of these, or "none", which has 0 in the
-            others. "mean" is F.kl_div's "batchmean" of (N, V) logits.
+            other rows. "mean" is F.kl_div's "batchmean" of (N, V) logits.
         bias: (V,) or None.
         teacher_bias: (V,) or None.
 
@@ -84,7 +87,7 @@ def linear_divergence(
 
     Example: linear_divergence(hidden, head.weight, teacher_hidden, teacher_head.weight) is
     F.kl_div(head(hidden).log_softmax(-1), teacher_head(teacher_hidden).softmax(-1),
-    reduction="batchmean") of (N, D) hidden states, but for the order of rounding.
+    reduction="batchmean") of (N, D) hidden states, except for the order of rounding.
     """
     _require(kind, beta, temperature, reduction, mask, hidden)
     hidden, weight, bias = as_autocast_would(hidden, weight, bias)
@@ -124,7 +127,8 @@ def linear_divergence(
 
 
 def _factors_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-    """Return hidden states, weight, bias and scale of deferred logits, which then stay deferred."""
+    """Return hidden states, weight, bias and scale of deferred logits, without computing the
+    logits."""
     if type(logits) is Tensor:
         return None
     from .logits.tensor import DeferredLogits
@@ -148,7 +152,7 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 def _require(
     kind: str, beta: float, temperature: float, reduction: str, mask: Tensor | None, hidden: Tensor
 ) -> None:
-    """Refuse settings that the op itself would not check; it checks the rest."""
+    """Raise for unsupported settings that the op itself would not check."""
     sentence = None
     if kind not in _KINDS:
         sentence = f"kind is {kind!r}; use one of {', '.join(_KINDS)}."

@@ -1,6 +1,6 @@
 """Every exception class of memeff_compile.
 
-Each message names the input, the requirement and the way out. All classes derive from `MemeffError`
+Each message names the input, the requirement and a remedy. All classes derive from `MemeffError`
 and from the built-in class that a caller would expect, so that `except ValueError` keeps working
 for someone who does not know memeff_compile. This module has no imports, because it is imported
 while torch itself may still be starting.
@@ -37,11 +37,11 @@ class StrictError(MemeffError, RuntimeError):
 
 
 class StaleLogitsError(MemeffError, RuntimeError):
-    """Deferred logits were read after the weights they come from had been changed in place."""
+    """Deferred logits were read after their output projection had been changed in place."""
 
 
 class ShardedLogitsError(MemeffError, RuntimeError):
-    """Deferred logits of a head that is split over ranks were read by one of them alone."""
+    """Deferred logits of a head that is split over ranks were read on only one rank."""
 
 
 class TargetRangeError(MemeffError, IndexError):
@@ -49,11 +49,11 @@ class TargetRangeError(MemeffError, IndexError):
 
 
 class DoubleBackwardError(MemeffError, RuntimeError):
-    """A second derivative was asked of an op that has only a first one."""
+    """A second derivative was requested of an op that has only a first derivative."""
 
 
 class UnsupportedInputError(MemeffError, TypeError):
-    """An op was called with a dtype, layout or setting that it cannot serve."""
+    """An op was called with a dtype, layout or setting that it does not support."""
 
 
 class CodedWeightError(MemeffError, RuntimeError):
@@ -61,15 +61,15 @@ class CodedWeightError(MemeffError, RuntimeError):
 
 
 class VerifyError(MemeffError, RuntimeError):
-    """`memeff.verify` is 'raise', and a rewritten graph computed something else."""
+    """`memeff.verify` is 'raise', and a rewritten graph gave a different result."""
 
 
 class ExplainError(MemeffError, ValueError):
-    """A model or setting that `explain` was asked about cannot be read, built or captured."""
+    """A model or setting for `explain` cannot be read, built or captured."""
 
 
 class CalibrationError(MemeffError, ValueError):
-    """A calibration has no inputs, no layer to score, or is asked for an unknown level."""
+    """A calibration has no inputs, no layer to score, or an unknown level."""
 
 
 def first_line(error: BaseException) -> str:

@@ -23,10 +23,10 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 class Stats(NamedTuple):
-    """Numbers per row, each in the shape of the targets; all but `top` carry gradients.
+    """Numbers per row, each in the shape of the targets; all except `top` have gradients.
 
-    lse: the log-sum-exp of the logits. entropy: of the softmax of the logits, in nats. top: the
-    index of the largest logit, int64; the first one if several are equal. log_probs: the
+    lse: the log-sum-exp of the logits. entropy: the entropy of the softmax of the logits, in nats.
+    top: the index of the largest logit, int64; the first one if several are equal. log_probs: the
     log-probability of the target; 0 if the target is ignored.
     """
 
@@ -96,19 +96,21 @@ def linear_cross_entropy(
     cap if softcap is 0. Under autocast the operands are cast as F.linear would cast them.
 
     Args:
-        hidden: (..., D), bf16, fp16, fp32 or fp64; if weight is a DTensor, a DTensor too, or equal
-            on all ranks.
+        hidden: (..., D), bf16, fp16, fp32 or fp64; if weight is a DTensor, then a DTensor or a
+            tensor that is equal on all ranks.
         weight: (V, D), in the dtype of hidden; or a DTensor that is split over ranks by its
-            classes, as ColwiseParallel leaves it. Then all ranks call this together.
+            classes, as ColwiseParallel leaves it. In that case, call this function on all ranks.
         target: (...), int64 or int32 class indices.
-        bias: (V,) or None; laid out as weight.
+        bias: (V,) or None; split over ranks as weight is.
         ignore_index: rows with this target do not count; None: every row counts.
-        reduction: "mean" over the rows that count (by weight, with class weights), "sum", "none".
+        reduction: "mean" over the rows that count (weighted by class weights, if given), "sum" or
+            "none".
         scale: as above.
         softcap: as above.
         label_smoothing: between 0 and 1, as in F.cross_entropy.
         class_weight: (V,) or None, as `weight` of F.cross_entropy.
-        z_loss: adds z_loss * lse**2 to each row that counts, averaged over their number by "mean".
+        z_loss: adds z_loss * lse**2 to each row that counts; "mean" divides the sum by the number
+            of these rows.
         filter: "exact", or another mode of `memeff.linear_cross_entropy`.
         return_stats: also return `Stats`, computed in the same passes over the head.
 
@@ -121,7 +123,7 @@ def linear_cross_entropy(
         TargetRangeError: on the CPU, a target that is no class and not ignore_index.
 
     Example: linear_cross_entropy(hidden, head.weight, labels) is
-    F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten()) but for the order of rounding.
+    F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten()) except for the order of rounding.
     """
     numbers = {"scale": scale, "softcap": softcap, "z_loss": z_loss}
     numbers["label_smoothing"] = label_smoothing
@@ -204,7 +206,7 @@ def _of_this_rank(
 def _kept_and_norm(
     target: Tensor, class_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return which rows count, and for how much in a mean."""
+    """Return which rows count, and the divisor of a mean."""
     kept = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         kept = target != ignore_index
@@ -222,7 +224,7 @@ def _total(
     *,
     is_split: bool,
 ) -> Tensor:
-    """Return a mean or a sum from the op that also makes the gradients."""
+    """Return a mean or a sum, from the op that computes the gradients in its forward pass."""
     hidden, *_, target = operands
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     _, norm = _kept_and_norm(target, class_weight, how["ignore_index"], dtype)
@@ -259,7 +261,7 @@ def _require_settings(
     ignore_index: int | None,
     class_weight: Tensor | None,
 ) -> None:
-    """Refuse settings that the op itself would not check; it checks the rest."""
+    """Raise for unsupported settings that the op itself would not check."""
     odd = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
     no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     sentence = None

@@ -1,9 +1,9 @@
-"""Every option of the backend: one frozen dataclass that holds, validates and documents them.
+"""Every option of the backend: one frozen dataclass that stores, validates and documents them.
 
 `torch.compile(model, backend="memeff", options={...})` takes two kinds of keys. Keys that start
 with `memeff.` are the fields of `Options`; every other key is an Inductor config key and is passed
 on to Inductor. `docs/options.md` is printed from the fields below (`python -m memeff_compile
-options --page`), so the page cannot drift from the code.
+options --page`), so the page always agrees with the code.
 
 This module imports torch only to look up an Inductor key or a mode name.
 """
@@ -40,7 +40,7 @@ _CORE = (
     PassFacts("keep_activations", "recompute", ("as_written",), may_find_nothing=True),
 )
 PASS_FACTS = in_order(_CORE, lambda facts: facts.name, lambda each: each.facts)
-"""Every pass, the systems' included, in the order in which they run."""
+"""Every pass, including those of the systems, in the order in which they run."""
 
 _FACTS = {facts.name: facts for facts in PASS_FACTS}
 PASS_NAMES = tuple(_FACTS)
@@ -102,7 +102,7 @@ def _suggest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _suggest_of_all(name: str, candidates: Collection[str]) -> str:
-    """Return the nearest candidate and the page of the others, or all candidates."""
+    """Return the most similar candidate and the page that lists the others, or all candidates."""
     nearest = _suggest(name, candidates)
     if nearest:
         return f"{nearest} `memeff options` lists all of them."
@@ -301,7 +301,7 @@ def _check_paths(key: str, value: object) -> tuple[str, ...]:
 
 
 def plain_path(path: str) -> str:
-    """Return a module path without the `_orig_mod` that `torch.compile(module)` puts into it."""
+    """Return a module path without the `_orig_mod` that `torch.compile(module)` inserts."""
     return re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path).removeprefix(".")
 
 
@@ -350,7 +350,7 @@ _NOT_CHOSEN = object()
 
 
 def is_disabled() -> bool:
-    """Return whether `MEMEFF_DISABLE` in the environment switches everything off."""
+    """Return whether the environment variable `MEMEFF_DISABLE` switches everything off."""
     return os.environ.get("MEMEFF_DISABLE", "") not in ("", "0")
 
 
@@ -410,7 +410,7 @@ class Options:
         "changes rounding order at most. `fast` has `linear_cross_entropy=mass` and "
         "`attention=8b`: lossy, each measured on trained models. `paper` has the published forms, "
         "`attention=8b` and `linear_cross_entropy=block`. `off` switches everything off, whatever "
-        "else is given: the graph goes on as it came, and `generate()` makes the model's own "
+        "other options are set: graphs are not changed, and `generate()` uses the model's default "
         "cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
     )
     linear_cross_entropy: str = _choice(
@@ -427,9 +427,9 @@ class Options:
         0,
         "`auto`, `minimal`, bytes, or a size such as `64MiB`",
         _check_bytes,
-        "Upper bound of the block of logits that exists at a time. Smaller saves memory, larger "
-        "runs fewer and bigger products. `auto`: 640 MiB on compute capability 9.0, 64 MiB on other "
-        "GPUs and 8 MiB on the CPU, more for many rows. "
+        "Upper limit of the block of logits that exists at a time. A smaller block saves memory, "
+        "a larger one needs fewer and larger products. `auto`: 640 MiB on compute capability 9.0, "
+        "64 MiB on other GPUs and 8 MiB on the CPU, more for many rows. "
         "`minimal`: in 16 bits on a GPU, work inside the weight's gradient; always exact.",
     )
     linear_cross_entropy_eps: float | None = _option(
@@ -479,7 +479,7 @@ class Options:
         _check_recompute,
         "The part of activation checkpoints that the backward pass recomputes. `as_written`: "
         "everything. `attention`: everything except the results of attention, which are kept. A "
-        "size: up to so many bytes of attention and linears are kept, those that save most.",
+        "size: the results of attention and linears that save most, up to this many bytes.",
     )
     rotary_tables: str = _switch(
         "On a GPU, compute the cosines and sines of positions once, not in every kernel "
@@ -506,8 +506,8 @@ class Options:
     )
     kv_reads: str = _switch("Whether attention reads only the filled part of static KV caches.")
     kv_codes: str = _switch(
-        "Whether attention reads the codes of a `KVCache` themselves, instead of keys and "
-        "values rebuilt from them."
+        "Whether attention reads the codes of a `KVCache` directly, instead of rebuilt keys and "
+        "values."
     )
     ternary: str = _choice(
         "exact off b1.58 a4.8 a4.8-fp4",
@@ -518,7 +518,7 @@ class Options:
     ternary_gate: str = _choice(
         "recompute keep",
         "Whether training keeps the results of ternary gate and up projections for the "
-        "backward, or multiplies their codes again there: the same integers, in less memory.",
+        "backward, or computes them again from their codes: the same integers, in less memory.",
     )
     weights: str = _choice(
         "exact off win4 win4:k3 win4:k1 win4:k0 tier rans",
@@ -559,7 +559,7 @@ class Options:
         1.0,
         "`1.0`, or another positive number",
         _check_factor,
-        "Every tolerance of `memeff.verify` is multiplied by it.",
+        "A factor for every tolerance of `memeff.verify`.",
     )
     verify_folder: str | None = _option(
         None,
@@ -657,7 +657,7 @@ class Options:
 
     @property
     def pass_names(self) -> tuple[str, ...]:
-        """Every pass that `memeff.skip` and `memeff.strict` may name: ours, and the user's."""
+        """Every pass that `memeff.skip` and `memeff.strict` may name, including the user's."""
         return (*PASS_NAMES, *(each.name for each in self.passes))
 
     def _check_pass_names(self) -> None:
@@ -677,7 +677,8 @@ class Options:
                 )
 
     def _check_filter_knobs(self) -> None:
-        """Refuse an option of a filter that is off, because it would have no effect."""
+        """Raise OptionError for an option of a filter that is off, because it would have no
+        effect."""
         either = ("mass", "block")
         owners = {"eps": ("block",), "tau": ("mass",), "parts": either, "sort_vocabulary": either}
         for knob, modes in owners.items():
@@ -712,7 +713,7 @@ class Options:
     def parse(cls, mode: str | None = None, options: Mapping[str, object] | None = None) -> Options:
         """Validate `mode` and `options` of `torch.compile`, and change neither.
 
-        OptionError names the wrong key or value, the nearest valid name, and the way out.
+        OptionError names the wrong key or value, the most similar valid name, and a remedy.
         """
         if options is not None and not isinstance(options, Mapping):
             takes = "it takes a mapping such as {'memeff.logits': 'eager'}."
@@ -769,7 +770,7 @@ class Options:
 
 
 def or_off(options: Options) -> Options:
-    """Return the options, with everything off if the environment variable is set."""
+    """Return the options; if `MEMEFF_DISABLE` is set, with everything off."""
     return replace(options, preset="off") if is_disabled() else options
 
 
@@ -800,7 +801,7 @@ def _field_of(key: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the option key of a field name that `memeff_compile.compile` takes, or OptionError."""
+    """Return the option key of a field name for `memeff_compile.compile`, or raise OptionError."""
     known = _by_field()
     if name not in known:
         raise OptionError(
@@ -840,7 +841,7 @@ def option_facts() -> tuple[OptionFacts, ...]:
 
 
 def facts_of(key: str) -> OptionFacts:
-    """Return the facts about an option; OptionError for an unknown key.
+    """Return the facts about an option; raise OptionError for an unknown key.
 
     The keyword of `compile` is also accepted: `verify_limit` for `memeff.verify.limit`.
     """
@@ -890,7 +891,7 @@ _EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "verify_limit": {"verify": "on", "verify_limit": "1GiB"},
     "mode": {"mode": "max-autotune"},
 }
-"""Examples for options whose second value on the page is not an example by itself."""
+"""Examples for options for which the page's second value is not a valid example."""
 
 _PAGE_HEAD = """\
 # Options
@@ -903,8 +904,8 @@ memeff_compile.compile(model, logits="eager", options={"max_autotune": True})  #
 ```
 
 Keys that start with `memeff.` are in the table below; every other key is an Inductor config key
-and is handed on to Inductor. A key that neither side knows is an `OptionError` with the nearest
-right name. The first value is the default.
+and is passed on to Inductor. A key that neither knows raises an `OptionError` with the most
+similar name. The first value is the default.
 
 | key | values | meaning |
 |---|---|---|
@@ -921,7 +922,7 @@ further dot: `linear_cross_entropy_workspace="64MiB"`.
 ```python
 options={{"memeff.skip": "draft_head"}}                                   # every pass, one module
 options={{"memeff.skip": {{"defer_logits": ["lm_head", "heads.*"]}}}}       # one pass, some modules
-options={{"memeff.strict": "fuse_linear_cross_entropy"}}                  # raise if it did not fire
+options={{"memeff.strict": "fuse_linear_cross_entropy"}}                  # raise unless it applies
 ```
 """
 

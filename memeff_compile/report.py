@@ -1,4 +1,4 @@
-"""Reports: the rewrites, the declines with their reasons, and the bytes that are never allocated.
+"""Reports: the rewrites, the declines with their reasons, and the bytes that are not allocated.
 
 The backend records one `GraphReport` per compiled graph; `last_report()` returns them all since the
 last reset, as text (`print`) or JSON. Byte counts are sympy formulas over the sizes of the user's
@@ -59,7 +59,7 @@ _TWO_LINES = 145  # characters of a source line that are shown, wherever the tex
 
 
 def text_width(most: int = _WIDEST) -> int:
-    """Return the largest width of a line in columns: that of the terminal, within bounds."""
+    """Return the maximum width of a line in columns: the terminal's width, within bounds."""
     return max(_NARROWEST, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
@@ -85,8 +85,8 @@ _NUMBER = re.compile(r"\d+")
 class VerbReport(ABC):
     """The report of a function on a model: one line, more as text, everything as JSON.
 
-    `print` shows the text, whose first line is `summary`; a notebook folds the rest. A function
-    that returns the model keeps its report for `verb_report(model)`.
+    `print` shows the text, whose first line is `summary`; a notebook collapses the rest. If the
+    function returns the model, `verb_report(model)` returns its report.
     """
 
     @property
@@ -149,13 +149,13 @@ class Record:
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record with the locations of another one, which says the same, added."""
+        """Return this record, with the locations of an otherwise equal record added."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
     @property
     def formula(self) -> sympy.Expr | None:
-        """Bytes saved as a formula, or None without a formula."""
+        """The formula of the bytes saved, or None if there is none."""
         if self.bytes_before is None:
             return None
         return self.bytes_before - (0 if self.bytes_after is None else self.bytes_after)
@@ -188,7 +188,7 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Its location, as in "lm_head" or "layers.0.mlp and 31 more", or ""."""
+        """The record's location, for example "lm_head" or "layers.0.mlp and 31 more", or ""."""
         more = f" and {self.sites - 1} more" if self.sites > 1 else ""
         return f"{self.module or 'here'}{more}" if self.module or more else ""
 
@@ -289,12 +289,12 @@ class LogitsUse:
         self.is_counted = False
 
     def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
-        """Count a call that used the op, and the bytes of its logits."""
+        """Count a call of the fused op, and the bytes of the logits that it did not build."""
         self.unbuilt = max(self.unbuilt, unbuilt)
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
     def count_computed(self, reason: str, line: str = "", *, graded: bool = False) -> None:
-        """Count a product for a reader at the user's line."""
+        """Count a product that computed logits, for an op that read them at a line of the user."""
         self.computed[reason] = self.computed.get(reason, 0) + 1
         self.computing_steps += not self.is_counted
         self.is_counted = True
@@ -303,7 +303,7 @@ class LogitsUse:
 
     @property
     def calls(self) -> int:
-        """Calls that used the op."""
+        """Calls of the fused op."""
         return sum(self.fused.values())
 
     @property
@@ -312,7 +312,7 @@ class LogitsUse:
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
-        """Return a copy of the present counts."""
+        """Return a copy of the current counts."""
         return replace(
             self, fused=dict(self.fused), computed=dict(self.computed), readers=dict(self.readers)
         )
@@ -357,7 +357,7 @@ class LogitsUse:
 
 
 def _op(reason: str) -> str:
-    """Return the op that a reason names, as in user code."""
+    """Return the op that a reason names, as it is written in user code."""
     plain = reason.strip("_")
     return _SPELLED.get(plain, plain)
 
@@ -437,7 +437,7 @@ class GraphReport:
         return f"{heading}\n{text}" if text else heading
 
     def as_it_is(self) -> GraphReport:
-        """Return this report with a copy of the present counts."""
+        """Return this report with a copy of the current counts."""
         logits = None if self.logits is None else self.logits.copy()
         replays = None if self.replays is None else replace(self.replays)
         return replace(self, logits=logits, replays=replays)
@@ -445,7 +445,7 @@ class GraphReport:
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
         """Return this report with the result of `memeff.verify` from the graph's first run.
 
-        With ``undo`` the original graph runs instead, and no change of this graph counts.
+        If ``undo`` is set, the original graph runs from now on, and no change of this graph counts.
         """
         records = [
             replace(r, action="undone") if undo and r.action in CHANGES else r for r in self.records
@@ -492,7 +492,7 @@ class Report(VerbReport):
 
     @property
     def bytes_saved(self) -> int:
-        """Sum over all changes, and losses outside the graph, whose saving is known."""
+        """The sum over all changes, and losses outside the graph, for which the saving is known."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
@@ -546,7 +546,7 @@ class Report(VerbReport):
         return (before, sum(size or 0 for _, size in sizes)) if before else None
 
     def _repr_html_(self) -> str:
-        """Return the short form for a notebook, with bars and the details folded in."""
+        """Return the short form for a notebook, with bars and collapsed details."""
         return pre(str(self)) + self._bars() + folded(self.details())
 
     def _changed(self) -> str:
@@ -568,7 +568,8 @@ class Report(VerbReport):
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:
-        """Return the next steps: about errors, then a loss, then the largest possible saving."""
+        """Return the next steps: first about errors, then a loss, then the largest possible
+        saving."""
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
         losses = self._unfused()
@@ -683,13 +684,13 @@ _graphs: deque[GraphReport] = deque(maxlen=MAX_GRAPHS)
 
 
 def record_graph(report: GraphReport) -> None:
-    """Keep the report of a graph that was just compiled (the newest 64 are kept)."""
+    """Store the report of a graph that was just compiled; the newest 64 are kept."""
     with _lock:
         _graphs.append(report)
 
 
 def amend(old: GraphReport, new: GraphReport) -> None:
-    """Replace `old` by `new`, if it is still kept."""
+    """Replace the report `old` by `new`, if `old` is still kept."""
     with _lock:
         for place, report in enumerate(_graphs):
             if report is old:
@@ -697,7 +698,7 @@ def amend(old: GraphReport, new: GraphReport) -> None:
 
 
 def clear() -> None:
-    """Forget every report; `torch._dynamo.reset()` does this through the backend."""
+    """Delete every report; `torch._dynamo.reset()` does this through the backend."""
     with _lock:
         _graphs.clear()
 
@@ -706,7 +707,7 @@ def graphs() -> Sequence[GraphReport]:
     """Return every graph compiled since the last reset, oldest first.
 
     Each has the text of the graph before and after the passes, identical on every supported torch,
-    so that a user's test can use it as a golden.
+    so a user's test can compare it with a stored text.
 
     Example:
         >>> print(memeff_compile.graphs()[-1].after)  # doctest: +SKIP

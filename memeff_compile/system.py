@@ -1,10 +1,10 @@
 """The contract between the core and its systems.
 
 The core is the backend, its passes over losses and attention, deferred logits and the planner. The
-systems are compressed weights, KV caches, ternary linears and attention in low bits. A system adds
+systems are compressed weights, KV caches, ternary linears and low-bit attention. A system adds
 passes, ops, and work that a compiler must not do itself, such as compressing a model. Each folder
 of `model/` with a file `system.py` holds one `System`, which names everything it adds. The core
-iterates over `systems()` without naming any: without the files of a system, the rest works.
+iterates over `systems()` without naming any: if the files of a system are missing, the rest works.
 
 A `System` names its code as text, ``"module:name"``, so that reading one imports neither torch nor
 kernels. `Hooks` lists the calls that the core makes.
@@ -77,17 +77,17 @@ class Graph(Protocol):
 
 
 class Hooks:
-    """The calls that the core makes to a system. The defaults return without effect."""
+    """The calls that the core makes to a system. By default they have no effect."""
 
     def refuse(self, options: Any) -> None:  # noqa: ANN401
-        """Raise OptionError for options that a backend alone cannot serve."""
+        """Raise OptionError for options that need more than a backend."""
 
     def wants(self, request: Request) -> bool:
         """Return whether a call of `compile` asks for work on the model itself."""
         return False
 
     def check(self, request: Request) -> None:
-        """Raise for a request that cannot be served, before any system changes the model."""
+        """Raise for an unsupported request, before any system changes the model."""
 
     def prepare(self, request: Request) -> Any:  # noqa: ANN401
         """Change the model, and return the options for the compilation that follows."""
@@ -98,11 +98,11 @@ class Hooks:
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Remove everything of the system from a model, as far as possible."""
+        """Remove all changes of the system from a model, as far as possible."""
         return Undone()
 
     def guard(self, graph: Graph) -> None:
-        """Add guards for inputs of a graph through which no gradient flows."""
+        """Add guards for the inputs of a graph that need no gradient."""
 
     def forget(self) -> None:
         """Free all memory that is kept between calls, for `reset()`."""

@@ -1,4 +1,4 @@
-"""The backend: the entry points, one graph's trip through the passes, CUDA graphs of steps.
+"""The backend: entry points, the steps of one graph through the passes, CUDA graphs.
 
 torch finds `memeff` here by the entry point group ``torch_dynamo_backends``.
 """

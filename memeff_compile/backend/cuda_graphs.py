@@ -1,11 +1,11 @@
 """Chooses the graphs to replay as CUDA graphs: steps of generation only.
 
-A step of few tokens launches several hundred small kernels, and the host is slower than the GPU. A
-graph is such a step if it has no gradient, attention of few queries, and caches as inputs that it
-writes to in place.
+A step of few tokens launches several hundred small kernels, and the host launches them more slowly
+than the GPU runs them. A graph is such a step if it has no gradient, attention of few queries, and
+caches as inputs to which it writes in place.
 
-If you set a mode, Inductor decides instead. Then it is told which inputs keep their address, and
-which graphs return memory that outlives them.
+If you set a mode, Inductor decides instead. Then this module tells Inductor which inputs keep their
+address, and which graphs return memory that outlives them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEVICES = ("cuda",)
 INNERS = ("inductor",)
 
 _COUNTING = (operator.add, operator.sub, operator.mul)
-"""Operations on the numbers that a step counts by, as a cache does in Python."""
+"""Operations with which a step counts, such as a cache's Python code for its length."""
 
 _STATIC = (
     "Generate with a cache that stays where it is: cache_implementation='static', or "
@@ -43,7 +43,7 @@ _WAYS_OUT = {
     "grouped_mm_fallback": "Load the model in bfloat16: in other dtypes transformers multiplies "
     "experts one by one, and reads on the host how many tokens each has.",
 }
-"""The ways out for ops that cannot be recorded, by the ops' names."""
+"""The remedies for ops that cannot be recorded, by the ops' names."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def decide(info: GraphInfo, options: Options) -> Choice:
 
 
 def undecided(error: Exception) -> Choice:
-    """Return the choice for a graph whose decision raised: do not record it."""
+    """Return the choice for a graph if `decide` raised an error: do not record it."""
     why = f"no CUDA graph: deciding about it failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs as it is. Please report it."
     return Choice(Record("backend", "internal_error", "decision_failed", why, hint))
@@ -92,7 +92,7 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """Tell Inductor, whose CUDA graphs the user asked for, facts that it cannot see."""
+    """Tell Inductor's CUDA graphs, which the user requested, facts that Inductor cannot see."""
     made = step.made_inside()
     if made is not None:
         why = f"`{made.name}` is made here, written to and returned, as a cache is that is "
@@ -119,12 +119,12 @@ class _Step:
 
     @property
     def device(self) -> torch.device | None:
-        """The device that it runs on; None if that device cannot record."""
+        """The device of the step; None if this device cannot record."""
         devices = {value.device for value in self.tensors.values()}
         return next((each for each in devices if each.type in DEVICES), None)
 
     def _queries(self, node: Node) -> Any:
-        """Return the queries of each sequence, where a node is attention or its softmax."""
+        """Return the number of queries per sequence, if a node is attention or its softmax."""
         name = node_name(node)
         if node.op == "placeholder" or not ("attention" in name or name == "softmax"):
             return None
@@ -133,13 +133,13 @@ class _Step:
         return query.shape[2] if query is not None and query.dim() == 4 else None
 
     def queries(self) -> str:
-        """Say how many tokens of each sequence a step is of."""
+        """Return how many tokens of each sequence a step processes."""
         most = max(compat.size_hint(self._queries(node)) for node in self.attentions)
         return f"{most} token{'' if most == 1 else 's'} per sequence"
 
     @property
     def written(self) -> tuple[int, ...]:
-        """The inputs that it writes to."""
+        """The inputs to which the step writes."""
         keys = self._written_memory()
         return tuple(p for p, value in self.tensors.items() if compat.storage_keys(value) & keys)
 
@@ -148,7 +148,7 @@ class _Step:
         return {key for value in targets if value is not None for key in compat.storage_keys(value)}
 
     def made_inside(self) -> Node | None:
-        """Return a tensor that the graph makes, writes to and returns."""
+        """Return a tensor that the graph creates, writes to and returns."""
         given = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
         made = self._written_memory() - given
         found = (node for node, value in self._returned() if compat.storage_keys(value) & made)
@@ -159,7 +159,8 @@ class _Step:
         return [(node, v) for node in nodes if (v := self.info.tensor(node)) is not None]
 
     def obstacles(self) -> Iterator[tuple[str, ...]]:
-        """Yield the obstacles to recording it: code, sentence and, if there is one, the way out."""
+        """Yield the obstacles to recording the step: code, sentence and, if there is one, the
+        remedy."""
         for node in self.attentions:
             queries = compat.known_size(self._queries(node))
             if queries is None or queries > MAX_QUERIES:
@@ -220,8 +221,9 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return how to count a step's returned numbers, and the numbers that only this reads. A
-        new value of these needs no new recording, as no tensor depends on them.
+        """Return how to compute a step's returned numbers, and the numbers that only this
+        computation reads. A new value of these needs no new recording, because no tensor depends on
+        them.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}
@@ -245,8 +247,10 @@ class _Step:
         return Counts(tuple(given.values()), tuple(places), count), counted
 
     def _stays(self, place: int) -> bool:
-        """Return whether an input is expected to keep its address. Attributes of an object do, such
-        as weights and caches; arguments that a caller passes by name are new in each call.
+        """Return whether an input is expected to keep its address.
+
+        Attributes of an object, such as weights and caches, keep it; arguments that a caller passes
+        by name are new in each call.
         """
         node, value = self.info.placeholders[place], self.tensors[place]
         is_held = isinstance(compat.example_input(node), torch.nn.Parameter)

@@ -41,7 +41,7 @@ def memeff(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a captured graph: our passes, then the inner compiler.
+    """Compile a captured graph: first the passes, then the inner compiler.
 
     Args:
         gm: the graph Dynamo captured.
@@ -74,7 +74,7 @@ trace_torch_losses_whole(memeff)  # torch loads this module before it traces a f
 def _inner(trip: Trip) -> Callable[..., Any]:
     """Compile the graph with the inner compiler.
 
-    It is compiled in partitions if gradients must be available one by one.
+    The graph is compiled in partitions if gradients must be available one by one.
     """
     gm, options = trip.gm, trip.options
     if options.inner == "eager":
@@ -98,8 +98,8 @@ def _inner(trip: Trip) -> Callable[..., Any]:
 def keep_transformers_losses_in_one_graph() -> None:
     """Make Dynamo ignore a one-time warning of transformers while tracing.
 
-    It would cause a graph break between output projection and loss, for classes without a
-    ``loss_type`` (GPT-2).
+    For classes without a ``loss_type`` (GPT-2), the warning would cause a graph break between
+    output projection and loss.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     warn_once = getattr(getattr(modeling, "logger", None), "warning_once", None)
@@ -146,7 +146,7 @@ def compile(
     kv_cache: int | str | Mapping[str, Any] | None = None,
     **settings: object,
 ) -> Compilable | Callable[[Compilable], Compilable]:
-    """Compile with `backend="memeff"`, checking the options now and not at the first call.
+    """Compile with `backend="memeff"`, and check the options now instead of at the first call.
 
     A module is compiled in place and returned, as `module.compile()` does; `undo(model)` reverts
     it. `torch.compile` reads a backend's options only at the first call, and refuses `mode` next to
@@ -224,7 +224,7 @@ def _parse(
 
 
 def reset() -> None:
-    """Forget every compiled graph, report and kept cache; calls `torch._dynamo.reset()`."""
+    """Delete every compiled graph, report and kept KV cache; this calls `torch._dynamo.reset()`."""
     torch.compiler.reset()
     for hooks in system.hooks():
         hooks.forget()

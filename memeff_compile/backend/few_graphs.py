@@ -1,8 +1,8 @@
 """Few graphs for batches of any size: sizes that vary become symbols together.
 
-Dynamo compiles the first batch for its sizes, and makes a size a symbol once it differs. Each size
-that differs for the first time costs a graph. Here batch and length become symbols together, at the
-second shape, for one compiled model alone.
+Dynamo compiles the first batch for its sizes. When a size differs for the first time, Dynamo makes
+it a symbol, which costs a graph per size. Here batch and length become symbols together, at the
+second shape. Only the model that is compiled with this setting is affected.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""A compiled step of generation as a CUDA graph: recorded when it is called again, then replayed.
+"""A compiled step of generation as a CUDA graph: recorded early, replayed in later calls.
 
 Arguments that are new in each call (ids, masks, positions) are copied into static buffers. Weights
-and caches are read and written at their addresses: each recording is valid for one set of
-addresses, sizes and numbers, by which each call looks it up. Results are cloned, so that the next
-step does not overwrite them.
+and caches are read and written at their addresses. So a recording is valid for one set of
+addresses, sizes and numbers, and each call looks up its recording by these. Results are cloned, so
+that the next step does not overwrite them.
 
-    a call with these addresses      what happens
+    a call with these addresses      the result
     the first of all                 the compiled step runs
-    the second                       it runs on our buffers: every kernel is loaded by then
+    the second                       it runs on static buffers, and loads every kernel
     the third                        it is recorded, and replayed
-    the first with other addresses   it is recorded, and replayed, if recordings have paid so far
+    the first with other addresses   the same, if earlier recordings were worthwhile
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 Step: TypeAlias = Callable[..., Any]
 Key: TypeAlias = tuple[int, Hashable, Hashable]
-"""A stream, addresses of weights and caches, sizes and numbers."""
+"""The key of a recording: the stream, addresses of weights and caches, sizes and numbers."""
 
 MAX_RECORDINGS = 8  # recordings of one step that are kept, the latest used
 MAX_WAITING = 32  # sets of addresses that are remembered after one call
@@ -50,9 +50,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """Returned numbers that a step computes from number arguments; a replay does not compute
-    them.
-    """
+    """The returned numbers that a step computes from number arguments: a replay does not."""
 
     given: tuple[int, ...]  # places of the arguments
     returned: tuple[int, ...]  # places of the results
@@ -72,7 +70,7 @@ class Roles:
 
 
 class _Unfit(Exception):
-    """A step that cannot be recorded, and why, for the report."""
+    """Raised if a step cannot be recorded; the report shows the reason."""
 
 
 class Recorder:
@@ -111,7 +109,8 @@ class Recorder:
         return (*(args[place] for place in self._roles.numbers), *sizes)
 
     def _prepare(self, key: Key, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return a function for a call without a recording yet; None: run the step itself."""
+        """Return a function for a call that has no recording yet, or None to run the step
+        itself."""
         if self._is_stopped:
             return None
         kind = self._engine.stream(), self._signature(args), self._alignments(args)
@@ -139,11 +138,14 @@ class Recorder:
         return tuple(part % 16 == 0 for part in parts if isinstance(part, int))
 
     def _pays(self) -> bool:
-        """Return whether recordings were replayed often enough to make another at first sight."""
+        """Return whether earlier recordings were replayed often enough to record at once."""
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
     def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return a function that runs the step on static buffers, and keep these for recording."""
+        """Return a function that runs the step on static buffers.
+
+        Keep the buffers for recording.
+        """
         buffers = _Buffers(self._roles, args)
 
         def run(args: Sequence[Any]) -> Any:
@@ -186,7 +188,7 @@ class Recorder:
         return recording
 
     def _stop(self, why: str) -> None:
-        """From now on run the step without recording."""
+        """Run the step without recording from now on."""
         self._is_stopped, self._use.stopped = True, why
         self._waiting.clear()
         self._recordings.clear()
@@ -241,8 +243,9 @@ class _Buffers:
             self._filled.append((place, _unexpanded(made), _unexpanded(made) is not made))
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
-        """Copy the arguments into the buffers; return the arguments with the buffers in their
-        place.
+        """Copy arguments into the buffers.
+
+        Return the arguments, with buffers instead of those copied.
         """
         inputs = list(args)
         with torch.no_grad():
@@ -253,7 +256,7 @@ class _Buffers:
         return inputs
 
     def require_unchanged(self, args: Sequence[Any]) -> None:
-        """Refuse a step that wrote to an input that it was expected only to read."""
+        """Raise if a step wrote to an input that it was expected only to read."""
         for place, buffer in self.tensors.items():
             if not torch.equal(buffer, args[place]):
                 raise _Unfit("it writes to an input that is a new tensor in each call")
@@ -275,7 +278,7 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether every place in the memory of a tensor is one entry of it."""
+    """Return whether each position in a tensor's memory is exactly one element."""
     expected = 1
     steps = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     for stride, size in steps:
@@ -286,7 +289,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Outputs:
-    """How results are returned: inputs as the caller's objects, tensors as clones."""
+    """The form of returned results: inputs as the caller's objects, tensors as clones."""
 
     def __init__(self, found: Any, inputs: Sequence[Any]) -> None:
         if type(found) not in (tuple, list):
@@ -348,8 +351,10 @@ class _Recording:
 
 
 class CudaEngine:
-    """Records on one GPU: a memory pool, used in turns, and a recording stream for each stream of
-    work. Its lock keeps a replay together with the copies before and the clones after it.
+    """Records on one GPU, with a memory pool and a recording stream for each stream of work.
+
+    A lock makes sure that the copies before a replay, the replay and the clones after it are not
+    interrupted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -359,7 +364,7 @@ class CudaEngine:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def is_free(self) -> bool:
-        """Return whether no other code records a CUDA graph or traces calls."""
+        """Return whether no other code is recording a CUDA graph or tracing calls."""
         return not torch.cuda.is_current_stream_capturing() and not compat.is_traced()
 
     def stream(self) -> int:
@@ -371,7 +376,8 @@ class CudaEngine:
         return torch.cuda.get_rng_state(self._device).numpy().tobytes()
 
     def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:
-        """Record on a stream aside, in memory that other recordings for this stream share."""
+        """Record on a separate stream, in memory that all recordings for the current stream
+        share."""
         with compat.capturing_alone(), _collecting_nothing(), torch.cuda.device(self._device):
             pool = self._pools.setdefault(self.stream(), _Pool())
             handle, graph = pool.opened()
@@ -391,8 +397,8 @@ class CudaEngine:
 
 
 class _Pool:
-    """The memory that the recordings for one stream of work share, and the stream they are made on.
-    CUDA's allocators drop a pool with its last recording, and refuse its handle from then on.
+    """The memory that the recordings for one stream of work share, and the stream on which they are
+    made. CUDA's allocators drop a pool with its last recording, and refuse its handle afterwards.
     """
 
     def __init__(self) -> None:
@@ -401,7 +407,7 @@ class _Pool:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def opened(self) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Return the handle of a pool that lives, and a graph that will keep it."""
+        """Return the handle of a live pool, and a graph that keeps the pool alive."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -425,7 +431,8 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Step, inputs: Sequen
 
 
 def _record_nothing(idle: Tensor) -> None:
-    """Record something that works: only that lets random numbers be drawn after a failure."""
+    """Make a trivial recording: after a failed one, random numbers work only after a successful
+    one."""
     graph = torch.cuda.CUDAGraph()
     with contextlib.suppress(Exception):
         graph.capture_begin(capture_error_mode="thread_local")
@@ -435,7 +442,7 @@ def _record_nothing(idle: Tensor) -> None:
 
 @contextlib.contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Keep garbage from being collected: freeing CUDA objects would end the capture."""
+    """Suspend garbage collection, because freeing CUDA objects would end the capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:

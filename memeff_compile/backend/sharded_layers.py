@@ -1,9 +1,9 @@
-"""Layers that FSDP2 shards, where Dynamo leaves them out of every graph.
+"""Layers that FSDP2 shards, and that Dynamo leaves out of every graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
 hooks, as in transformers before 5.23, Dynamo skips the layer: under any backend that compiles the
-whole model, such layers run op by op. Compiled one by one they have separate graphs, inside their
-checkpoints.
+whole model, such layers run op by op. If layers are compiled one by one, each has a separate graph
+inside its checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def notice(inputs: Iterable[object]) -> list[Tensor]:
-    """Return the gathered weights among the inputs of a graph, and remember whose they are."""
+    """Return the gathered weights among the inputs of a graph, and record which modules have
+    them."""
     weights = [each for each in inputs if isinstance(each, Tensor) and compat.fsdp_group(each)]
     for weight in weights:
         _in_graphs.update(compat.fsdp_group(weight))
@@ -34,7 +35,7 @@ def left_out(weights: Sequence[Tensor]) -> Record | None:
     """Return a remark on layers that appeared in no graph, after the graph of a head with these
     gathered weights.
 
-    Layers of one class share a graph: if one of them was in it, all are.
+    Layers of one class share a graph: if one layer was in it, all layers are.
     """
     every = compat.sharded_with(weights[0]) if weights else []
     every = [each for each in every if not compat.is_compiled_by_itself(each)]

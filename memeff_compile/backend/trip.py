@@ -1,8 +1,8 @@
-"""The trip of one graph through the backend, and the wrappers of the compiled result.
+"""The steps of one graph through the backend (its trip), and the wrappers of the compiled result.
 
 A trip reads the graph once before and once after the passes. A wrapper takes the compiled callable
-and the trip, and returns a callable of the same arguments, or the original one if it has nothing to
-add.
+and the trip. It returns a callable of the same arguments, or the compiled callable itself if it has
+nothing to add.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Trip:
             log.warning("memeff_compile: internal error, masks were not handed over", exc_info=True)
 
     def _look_for_layers(self, info: GraphInfo) -> None:
-        """Report the layers of a sharded model that are in no graph, once its loss is in one."""
+        """Report the layers of a sharded model that are in no graph, once the model's loss is in a
+        graph."""
         if not compat.shards_by_fsdp2():
             return
         done = self.outcome.report
@@ -159,7 +160,7 @@ class Trip:
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
-        """The settings that Inductor's config is patched with: advice of passes, the user's keys,
+        """Patches of Inductor's config: the passes' advice, the user's keys, and settings for
         safety.
         """
         advice, given = self.outcome.inductor, self.options.inductor_patches()
@@ -192,9 +193,11 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
 
 
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
-    """Remove outputs that are None from the graph; return which ones stayed, or None if all did.
+    """Remove outputs that are None from the graph.
 
-    AOTAutograd rejects them, but only if DDP splits the model.
+    Return which outputs stayed, or None if all stayed.
+
+    AOTAutograd rejects such outputs, but only if DDP splits the model.
     """
     output = gm.graph.output_node()
     values: Any = output.args[0]
@@ -233,8 +236,10 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
-    """Return the outermost callable in a form that `aot_compile` can save: the inner compiler's,
-    and the wrappers that every process needs. Verification and recordings are not saved.
+    """Return the outermost callable in a form that `aot_compile` can save.
+
+    It has the inner compiler's callable and the wrappers that every process needs; verification and
+    recordings are not saved.
     """
     around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)
     how = "in pieces" if trip.cuts else f"with memeff.inner={trip.options.inner!r}"

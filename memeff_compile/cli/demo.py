@@ -1,8 +1,9 @@
-"""`memeff demo`: train a small Llama with and without the backend: same loss, less memory.
+"""`memeff demo`: train a small Llama with and without the backend, and compare loss and memory.
 
 The training text is the Python sources on this machine, so the demo downloads no data. Each run is
 a new process that compiles, warms up, and then reports the peak memory of its training steps: the
-allocator's on a GPU, the resident set of the process on the CPU. The plot is saved in demo_output/.
+allocator's peak on a GPU, the peak of the process's resident set on the CPU. The plot is saved in
+demo_output/.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def compare(steps: int) -> None:
-    """Run both, then print the results."""
+    """Run both backends, then print the results."""
     problem = inductor_problem(DEVICE)
     inner = "aot_eager" if problem else "inductor"
     if problem:
@@ -180,7 +181,7 @@ def compare(steps: int) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Compare, or do one run for `compare`; return 1 if a package is missing."""
+    """Compare both backends, or make one run for `compare`; return 1 if a package is missing."""
     missing = [name for name in NEEDS if not installed(name)]
     if missing:
         sys.stderr.write(

@@ -1,8 +1,8 @@
 """Diagnose this machine: versions, devices, compilers, engines, and a remedy for each problem.
 
-`memeff doctor` prints the findings and exits with 0 if the backend is usable. The last findings
-are measured: the doctor compiles, trains and compares a toy model, and lets a transformers model
-generate after `memeff_compile.compile(model, kv_cache="static")`.
+`memeff doctor` prints the findings and exits with 0 if the backend is usable. The last findings are
+trials: the doctor compiles, trains and compares a toy model, and generates with a transformers
+model after `memeff_compile.compile(model, kv_cache="static")`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TESTED = {
     "triton": ((3, 6), (3, 7), (3, 8), (3, 9)),
     "transformers": ((5, 16), (5, 17), (5, 23), (5, 24)),
 }
-"""The releases with which the tests ran: docs/measured/tested-stacks.md."""
+"""The releases with which the tests ran; see docs/measured/tested-stacks.md."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _required(package: str, minimum: tuple[int, int]) -> Finding:
 
 
 def _tested(found: Finding) -> Finding:
-    """Add to the finding of a usable package whether the tests ran with its release."""
+    """Add to a usable package's finding whether the tests ran with this release of the package."""
     releases, release = TESTED.get(found.label, ()), _release(found.text)
     if found.remedy or not release or not releases or release in releases:
         return found
@@ -217,7 +217,7 @@ def _backend() -> list[Finding]:
 def card_text(name: str) -> str:
     """Return the engines for a GPU that this machine does not have.
 
-    For an unknown name, ExplainError lists the nearest names.
+    For an unknown name, ExplainError lists the most similar names.
     """
     import torch
 
@@ -312,7 +312,7 @@ def _trains(device: str, inner: str) -> str:
 
 
 def _generates(device: str, inner: str) -> str:
-    """Generate as docs/use/serving.md describes."""
+    """Generate as described in docs/use/serving.md."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

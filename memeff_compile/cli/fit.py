@@ -35,7 +35,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 def fit(given: argparse.Namespace) -> int:
     """Print the table, write it if requested; return the exit status.
 
-    If no setting fits, the status is still 0, as for `memeff explain`: this is a valid answer.
+    The status is 0 even if no setting fits, because this is a valid answer.
     """
     try:
         return _fit(given)

@@ -47,7 +47,10 @@ def options_text() -> str:
 
 
 def option_text(name: str) -> str:
-    """Return the full description of an option; OptionError suggests a name if it is unknown."""
+    """Return the full description of an option.
+
+    For an unknown name, OptionError suggests another.
+    """
     facts = facts_of(name if name.startswith(PREFIX) else PREFIX + name)
     rows = {
         "takes": _plain(facts.values),

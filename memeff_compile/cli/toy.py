@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class ToyModel(nn.Module):
-    """An embedding, an output projection and a cross entropy, which the first pass rewrites."""
+    """An embedding, an output projection and a cross entropy, which the backend fuses."""
 
     def __init__(self, vocabulary: int = 64, width: int = 16) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[]
 
 
 def may_be_under_policy(target: object) -> bool:
-    """Return whether a checkpoint with a policy may contain a call.
+    """Return whether a call may be inside a checkpoint with a policy.
 
     Some higher-order operations have no rule for policies. Nested checkpoints and autograd
     functions need no rule, because tracing goes into them.
@@ -115,7 +115,8 @@ def beside_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unseen_by_saved_tensor_hooks() -> Iterator[None]:
-    """Save tensors for a backward pass, also on fake tensors, without the hooks around the call."""
+    """Save tensors for a backward pass without the saved-tensor hooks around the call, also for
+    fake tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         yield
         return
@@ -139,7 +140,8 @@ def is_forward_mode_active() -> bool:
 
 
 def frees_saved_tensors() -> bool:
-    """Return whether a backward runs that frees a node's saved tensors when the node is done."""
+    """Return whether a backward pass is running that frees each node's saved tensors after the
+    node."""
     return (
         torch._C._current_graph_task_id() != -1
         and not torch._C._autograd._get_current_graph_task_keep_graph()
@@ -147,7 +149,7 @@ def frees_saved_tensors() -> bool:
 
 
 def packs_saved_tensors() -> bool:
-    """Return whether hooks see the tensors that autograd saves now."""
+    """Return whether hooks process the tensors that autograd saves now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -176,10 +178,10 @@ def revive_hooks(tensor: torch.Tensor) -> None:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
-    """Return whether hooks run around the steps of an optimizer.
+    """Return whether an optimizer has hooks that run before or after its steps.
 
-    Global hooks that run after every optimizer's step do not count, nor does ``but``, a global
-    hook that runs before every step.
+    Global hooks that run after every optimizer's step do not count. ``but``, a global hook that
+    runs before every step, does not count either.
     """
     return bool(
         optimizer._optimizer_step_pre_hooks
@@ -195,8 +197,8 @@ def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> None:
-    """Call a function when the gradients of the nodes that made these results are computed, before
-    autograd passes these gradients on.
+    """Call a function when the nodes that made these results have computed their gradients, before
+    autograd passes these on.
     """
     for result in results:
         made_by = result.grad_fn if isinstance(result, torch.Tensor) else None

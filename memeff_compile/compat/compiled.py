@@ -19,7 +19,7 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def is_compiled_by_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module has its own compiled or replaced call, whoever calls it."""
+    """Return whether a module itself has a compiled or replaced call."""
     return module._compiled_call_impl is not None or "forward" in vars(module)
 
 

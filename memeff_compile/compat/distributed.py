@@ -1,4 +1,4 @@
-"""DTensor and FSDP: which rank holds which part of a parameter."""
+"""DTensor and FSDP: which rank has which part of a parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_tensor_parallel(weight: torch.Tensor) -> bool:
-    """Return whether ranks compute with parts of ``weight``, so not only FSDP2 has sharded it."""
+    """Return whether ranks compute with parts of ``weight``, unlike with FSDP2 alone."""
     return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
 
 
@@ -42,7 +42,7 @@ def gathering_ops() -> tuple[Any, Any]:
 
 
 def ignores_gradients(hook: Any) -> bool:
-    """Return whether a tensor hook is one of FSDP2's, which do not read the gradient."""
+    """Return whether a tensor hook is FSDP2's; these do not read the gradient."""
     owner = getattr(hook, "__self__", None)
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     return states is not None and isinstance(owner, states.FSDPState)
@@ -61,7 +61,7 @@ def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> b
     """Replace this rank's shard of a parameter that FSDP2 shards by ``local``, with gradients off.
 
     ``local`` may be of a subclass with FSDP2's hooks around its all-gather. Return False unless
-    FSDP2 shards the parameter, keeps shards on their device, and currently has it sharded.
+    FSDP2 shards the parameter, leaves shards on their device, and has it sharded at this time.
     """
     old: Any = module._parameters[name]
     param = _find_fsdp2_shard(old)
@@ -77,7 +77,7 @@ def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> b
 
 
 def is_fsdp_shard(weight: torch.Tensor) -> bool:
-    """Return whether ``weight`` is a parameter that FSDP2 holds in shards on their device."""
+    """Return whether ``weight`` is a parameter that FSDP2 stores in shards on their device."""
     param = _find_fsdp2_shard(weight)
     return param is not None and not param.offload_to_cpu
 
@@ -89,7 +89,8 @@ class FsdpShard:
     _param: Any
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether FSDP2 runs this parameter's hooks: another may have replaced it."""
+        """Return whether FSDP2 still runs this parameter's hooks: another parameter may have
+        replaced it."""
         return self._param.sharded_param is parameter
 
     @property
@@ -121,7 +122,7 @@ def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
 
 
 def sharded_with(weight: torch.Tensor) -> list[torch.nn.Module]:
-    """Return all modules that FSDP2 shards under the root of the one that ``weight`` belongs to."""
+    """Return all modules that FSDP2 shards under the same root as the module of ``weight``."""
     for state in _fsdp2_states():
         if any(module in state._modules for module in fsdp_group(weight)):
             return [module for each in state._state_ctx.all_states for module in each._modules]
@@ -155,12 +156,12 @@ def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor that this rank holds of a distributed one."""
+    """Return this rank's local tensor of a distributed tensor."""
     return cast("torch.Tensor", getattr(tensor, "_local_tensor", tensor))
 
 
 def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a distributed tensor like ``tensor``, of which this rank holds ``local``."""
+    """Return a distributed tensor like ``tensor`` with ``local`` as this rank's local tensor."""
     from torch.distributed.tensor import DTensor
 
     like: Any = tensor
@@ -172,7 +173,7 @@ def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def fsdp_frees_after_forward(weight: Any) -> bool:
     """Return whether FSDP frees ``weight`` before the caller of the model can use it.
 
-    FSDP1 does. FSDP2 does, except in the outermost group and in groups that do not reshard.
+    FSDP1 frees it. FSDP2 frees it, except in the outermost group and in groups that do not reshard.
     """
     if not isinstance(weight, torch.Tensor):
         return False

@@ -1,4 +1,4 @@
-"""Dynamo: the records of a graph, tracing, guards and recompilation."""
+"""Dynamo: facts about captured graphs, tracing, guards and recompilation."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def plain_source(path: str) -> str:
 
 
 def running_modules() -> list[torch.nn.Module]:
-    """Return the modules whose calls led here, without wrappers of data parallelism.
+    """Return the modules whose calls are on the stack, without wrappers of data parallelism.
 
-    Modules on which ``torch.compile`` was called come first, from the innermost on. The others
-    follow, from the outermost on.
+    Modules on which ``torch.compile`` was called come first, the innermost one at the start. The
+    others follow, the outermost one first.
     """
     from torch._dynamo import eval_frame
 
@@ -158,8 +158,8 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
 def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
     """Return a mapping in which a graph partition leaves notes for later partitions of DDP.
 
-    The keys are the example values of the tensors that cross a split. They are held weakly, and
-    only for this compilation. Return None if the graph is not split.
+    The keys are the example values of the tensors that cross a split. The mapping has weak
+    references to them, and exists only for this compilation. Return None if the graph is not split.
     """
     context: Any = TracingContext.try_get()
     cut = getattr(context, "ddp_optimizer_ctx", None)
@@ -226,8 +226,8 @@ def chunks_probability_targets() -> bool:
 class _NamedFunction(str):
     """A function's name that equals the function.
 
-    Dynamo writes its ignored functions to its logs as JSON. Up to torch 2.12 a function object
-    there makes the log entry of every compilation fail.
+    Dynamo writes its list of ignored functions to its logs as JSON. Up to torch 2.12, a function
+    object in the list makes the log entry of every compilation fail.
     """
 
     _function: Callable[..., Any]
@@ -315,7 +315,8 @@ def cut_inside(gm: GraphModule) -> str:
 
 
 def is_cut_in(gm: GraphModule, file: str) -> bool:
-    """Return whether the graph break after ``gm`` is in code that a file called."""
+    """Return whether the graph break after ``gm`` is in a file's code, or in code that it
+    called."""
     frames = getattr(getattr(gm, "compile_subgraph_reason", None), "user_stack", None) or []
     return feeds_resumed_code(gm) and any(frame.filename.endswith(file) for frame in frames)
 
@@ -329,7 +330,7 @@ def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
 def fresh_capture() -> Iterator[None]:
     """Isolate captures in this context from other compilations.
 
-    Their limits do not apply, and sizes are not shared in either direction: a size seen here would
+    The limits of other compilations do not apply, and no sizes are shared: a size seen here would
     otherwise be dynamic in the next compilation.
     """
     from torch._dynamo import config, pgo
@@ -344,7 +345,8 @@ def fresh_capture() -> Iterator[None]:
 
 
 def forget_failures(functions: Iterable[Any]) -> None:
-    """Let Dynamo compile functions again: it skips those whose capture ended in an exception."""
+    """Let Dynamo compile functions again that it skips because their capture raised an
+    exception."""
     from torch._C._dynamo.eval_frame import reset_code
 
     for function in functions:
@@ -372,10 +374,11 @@ def mark_varying(tensor: torch.Tensor, dim: int) -> None:
 
 
 def room_for_graphs(limit: int = 64) -> dict[str, Any]:
-    """Return arguments of torch.compile that give a model its own, larger limit of graphs.
+    """Return arguments of torch.compile that give a model a separate, larger limit of graphs.
 
-    Without them all models of a process share a limit, because the compiled function is a decorator
-    of transformers. Before torch 2.13 these arguments do not exist, and the shared limit is raised.
+    Without these arguments all models of a process share a limit, because the compiled function is
+    a decorator of transformers. Before torch 2.13 the arguments do not exist, so this function
+    increases the shared limit.
     """
     from torch._dynamo import config
 

@@ -58,9 +58,9 @@ def compile_with_inductor(
 ) -> Compiled:
     """Compile the graph with Inductor; ``patches`` also apply to the backward it compiles later.
 
-    Its caches on disk only know the names of our ops, and other versions have other ops. So each
-    entry is tagged with our schemas. ``tag`` is everything else that our ops were compiled for and
-    that no graph shows.
+    Inductor's caches on disk contain only the names of our ops, and these may differ between
+    versions. So each entry is tagged with our schemas. ``tag`` describes everything else for which
+    our ops were compiled and that is not visible in the graph.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
@@ -72,14 +72,14 @@ def compile_with_inductor(
 
 
 def is_to_be_saved() -> bool:
-    """Return whether `aot_compile` compiles the graph, so that its caller may save it."""
+    """Return whether `aot_compile` compiles the graph: then the caller may save it."""
     from torch._functorch import config
 
     return bool(config.bypass_autograd_cache_key)
 
 
 def has_artifact(compiled: Compiled) -> bool:
-    """Return whether AOTAutograd made a callable, and can save its artifact."""
+    """Return whether AOTAutograd created a callable and can save its artifact."""
     return getattr(compiled, "serialize", None) is not None
 
 
@@ -108,8 +108,8 @@ def deserialized(artifact: bytes) -> Compiled:
 def apart_in_tracing() -> Iterator[None]:
     """Compile one of several partitions of a captured graph, separately from the others.
 
-    AOTAutograd notes facts about a graph and reads them when it compiles the backward. Here it
-    cannot read those of another partition.
+    AOTAutograd records facts about a graph and reads them when it compiles the backward. In this
+    context it cannot read those of another partition.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -160,7 +160,7 @@ def op_fingerprint() -> str:
 
 
 def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-    """Compile the graph with AOTAutograd, whose result runs op by op."""
+    """Compile the graph with AOTAutograd alone; the result runs op by op."""
     from torch._dynamo.backends.debugging import aot_eager
 
     inputs: Any = example_inputs
@@ -168,7 +168,7 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
 
 
 def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor on the device of a tensor, which must be the current one if a GPU.
+    """Return an empty tensor on the device of a tensor; a GPU must be the current one.
 
     Inductor's code allocates its buffers in this way, because the dispatcher takes three times as
     long.
@@ -214,7 +214,8 @@ def is_unsafe_to_record(node: Node) -> bool:
 
 @contextlib.contextmanager
 def capturing_alone() -> Iterator[None]:
-    """Allow one recording of a CUDA graph at a time: a capture is a state of the process."""
+    """Allow only one recording of a CUDA graph at a time, because a capture affects the whole
+    process."""
     from torch._inductor import cudagraph_trees
 
     lock = getattr(cudagraph_trees, "graph_capture_lock", None)  # since torch 2.13
@@ -226,7 +227,8 @@ _capture_lock = threading.Lock()
 
 
 def forget_workspaces() -> None:
-    """Make cuBLAS allocate new workspaces: one from before a capture may be freed after it."""
+    """Make cuBLAS allocate new workspaces: an older one may be freed after a capture that uses
+    it."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -242,12 +244,14 @@ def multiplies_bf16() -> bool:
 
 
 def tracing_again() -> Callable[[], Any]:
-    """Return a function that makes a context in which code compiles as if it were here."""
+    """Return a function that creates a context in which code compiles as if at the current
+    point."""
     return functools.partial(tracing, TracingContext.try_get())
 
 
 def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
-    """Return AOTAutograd's graphs for ``gm`` as Inductor would get them, the forward first."""
+    """Return AOTAutograd's graphs for ``gm`` in the form that Inductor would get, the forward
+    first."""
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 

@@ -31,12 +31,12 @@ schema: Callable[[Any], Any] = attrgetter("_schema")
 
 
 def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
-    """Return the reduction that the two deprecated arguments of a loss mean."""
+    """Return the reduction that corresponds to the two deprecated arguments of a loss."""
     return str(_reduction.legacy_get_string(size_average, reduce, emit_warning=False))
 
 
 def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
-    """Return a tensor of a subclass that has sizes and no memory."""
+    """Return a tensor of a subclass that has sizes but no memory."""
     made: Any = torch.Tensor._make_wrapper_subclass(kind, *args, **kwargs)
     return cast("_Tensor", made)
 
@@ -62,7 +62,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 @functools.cache
 def _let_fake_modes_ask() -> None:
-    """Make fake modes, which only know fake tensors, pass on queries for a tensor's device."""
+    """Make fake modes, which only handle fake tensors, pass on queries for a tensor's device."""
     op = torch.ops.prim.device.default
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
     usual = handlers[op]
@@ -78,7 +78,8 @@ def _let_fake_modes_ask() -> None:
 def can_be_swapped(tensor: torch.Tensor) -> bool:
     """Return whether `torch.utils.swap_tensors` accepts a tensor.
 
-    It does not if an autograd graph holds the tensor, or a weak reference, as compiled code has.
+    It does not if an autograd graph or a weak reference refers to the tensor; compiled code has
+    weak references.
     """
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
@@ -98,7 +99,7 @@ def make_without_memory(
     storage_offset: int | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """Make a wrapper subclass that no code can mistake for a tensor with memory.
+    """Create a wrapper subclass that no code can mistake for a tensor with memory.
 
     A usual wrapper has its device's dispatch keys and a null pointer. Code that reaches memory
     without Python then crashes: raw pointers, storages, a plain tensor whose `.data` it became.
@@ -152,7 +153,8 @@ ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
 
 @functools.cache
 def _refuse_assigned_data() -> torch.library.Library:
-    """Make assignments to `.data` call `_shares_metadata` if one of the tensors has meta's keys.
+    """Make assignments to `.data` call `_shares_metadata` if one of the tensors has the meta
+    device's keys.
 
     PyTorch's check is an operation that is never dispatched to Python.
     """
@@ -162,7 +164,7 @@ def _refuse_assigned_data() -> torch.library.Library:
 
 
 def storage_key(value: torch.Tensor) -> int:
-    """Return a key equal for fake tensors that share memory."""
+    """Return a key that is equal for fake tensors that share memory."""
     return int(value.untyped_storage()._cdata)
 
 
@@ -173,7 +175,7 @@ def parts_of(tensor: torch.Tensor) -> tuple[Sequence[str], Any]:
 
 
 def storage_keys(value: torch.Tensor) -> set[int]:
-    """Return keys equal for fake tensors that share memory, one per part of a subclass."""
+    """Return keys that are equal for fake tensors that share memory, one per part of a subclass."""
     if not hasattr(type(value), "__tensor_flatten__"):
         return {storage_key(value)}
     names, _ = parts_of(value)
@@ -185,13 +187,13 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
-    """Return whether tensors represent others, or a mode sees the operations on them."""
+    """Return whether tensors stand for other tensors, or a mode intercepts operations on them."""
     stands_for_others = any(type(tensor) is not torch.Tensor for tensor in tensors)
     return stands_for_others or torch._C._len_torch_dispatch_stack() > 0
 
 
 def fake_mode(outside: Callable[..., Any]) -> Any:
-    """Return a mode under which tensors have sizes and no memory.
+    """Return a mode under which tensors have sizes but no memory.
 
     An op outside Dynamo's traces calls ``outside(op, args, kwargs, run)``, which returns the
     result. ``run()`` runs the op on sizes.
@@ -240,12 +242,13 @@ def is_item(op: Any) -> bool:
 
 
 def is_drawn(op: Any) -> bool:
-    """Return whether an op's result is random or uninitialized memory."""
+    """Return whether an op's result is random, or uninitialized memory."""
     return torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.name()
 
 
 def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
-    """Count the references to the one tensor in a list: to its memory, tensor and Python objects.
+    """Count the references to the only tensor in a list: to its memory, its tensor and its Python
+    object.
 
     Besides the list, no variable of the caller may hold the tensor. See `SOLE_OWNER`.
     """
@@ -262,9 +265,9 @@ SOLE_OWNER = (2, 1, 2, 2)
 
 
 def is_sole_owner(held: list[torch.Tensor]) -> bool:
-    """Return whether only this list of one tensor holds the tensor or its memory.
+    """Return whether only this list of one tensor refers to the tensor or its memory.
 
-    A view, a detached tensor, a NumPy array or a saved tensor would also hold it. While Dynamo
-    traces the answer is unknown, hence False.
+    A view, a detached tensor, a NumPy array or a saved tensor would be another reference. While
+    Dynamo traces, the answer is unknown, hence False.
     """
     return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER

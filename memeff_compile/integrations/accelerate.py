@@ -62,7 +62,7 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         self.use_regional_compilation = use_regional_compilation
 
     def __post_init__(self) -> None:
-        """Do nothing: accelerate looks up names here, and this class has no names to look up."""
+        """Do nothing: in accelerate's class this method looks up names, and this class has none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as accelerate logs and stores them."""

@@ -32,7 +32,7 @@ _TOP_LEVEL = ("mode", "dynamic", "fullgraph")
 MemeffArgs: Any = create_model("MemeffArgs", memeff=(dict[str, Any] | None, None))
 """The keys that the plug-in adds to the YAML file.
 
-They are options by their names in docs/options.md, and mode, dynamic or fullgraph of torch.compile.
+Keys are the names of options in docs/options.md, and mode, dynamic or fullgraph of torch.compile.
 """
 
 
@@ -40,8 +40,9 @@ class MemeffPlugin(BasePlugin):  # type: ignore[misc]
     """Add the callback to Axolotl's trainer, which compiles the model in place.
 
     Raises:
-        OptionError: When the configuration is read: an option has an unknown name, a wrong type
-            or a value out of range, or Axolotl itself is to compile or to replace the loss.
+        OptionError: When the configuration is read: an option has an unknown name, a wrong type or
+            a value out of range, or the configuration also makes Axolotl compile or replace the
+            loss.
     """
 
     def get_input_args(self) -> str:

@@ -39,9 +39,9 @@ class Request:
         """Read the arguments of an integration, which are those of `memeff_compile.compile`.
 
         Raises:
-            OptionError: An option has an unknown name, a wrong type or a value out of range, is
-                given twice, would compress weights after the optimizer was created, or would make
-                linears ternary.
+            OptionError: An option has an unknown name, a wrong type or a value out of range, is set
+                twice, would compress weights after the optimizer was created, or would make linears
+                ternary.
         """
         given = options.to_dict() if isinstance(options, Options) else dict(options or {})
         named = {key_of(name): value for name, value in settings.items()}
@@ -69,7 +69,7 @@ class Request:
 
 
 _asked: weakref.WeakKeyDictionary[nn.Module, Request] = weakref.WeakKeyDictionary()
-"""The request that each model was compiled with."""
+"""The request with which each model was compiled."""
 
 
 def compile_in_place(model: nn.Module, request: Request) -> bool:

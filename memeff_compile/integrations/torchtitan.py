@@ -35,13 +35,13 @@ _METHOD = "memeff_loss"
 class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
     """A loss that computes output projection and cross entropy in one op, without logits.
 
-    torchtitan's chunks compute the loss if tensor parallelism splits the projection, or if the
-    projection has hooks or is not a plain linear layer. The log then gives the reason.
+    torchtitan still computes the loss in chunks if tensor parallelism splits the projection, or if
+    the projection has hooks or is not a plain linear layer. The log then gives the reason.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """The configuration of the chunks, for a projection that torchtitan computes."""
+        """The configuration of the chunks, for projections that torchtitan itself computes."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
@@ -83,7 +83,7 @@ def _loss_of(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def _unserved(head: Any, *tensors: Tensor) -> str | None:
-    """Return the reason why this projection and its loss stay with torchtitan, or None."""
+    """Return why torchtitan itself has to compute this projection and its loss, or None."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"the output projection is a {type(head).__name__}, and no plain linear layer"
     mesh = head.weight.device_mesh if isinstance(head.weight, DTensor) else None

@@ -1,8 +1,8 @@
 """Let the backend compute output projection and loss of TRL's trainers.
 
 TRL's trainers call `model(..., labels=labels, fused_lm_head=True)`. TRL's patched `forward` then
-computes log-probabilities by chunks, in an autograd function that breaks every graph. While this
-backend captures such a model, the same formula in plain PyTorch replaces that function, and the
+computes log-probabilities in chunks, in an autograd function that breaks every graph. While this
+backend captures such a model, the same formula in plain PyTorch replaces this function, and the
 pass `fuse_linear_cross_entropy` rewrites the formula into one op. Outside such a capture, and for
 any other backend, TRL's function runs. On a GPU, TRL selects the rows whose labels count before it
 calls the function. Their number depends on the data, so the graph of the model ends there. The next

@@ -11,12 +11,12 @@ from ..errors import UnsupportedInputError
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DEPTH = 256
-"""Head dimensions that attention serves."""
+"""The largest head dimension that attention supports."""
 INDICES = (torch.int32, torch.int64)
 
 
 def require(op: str, sentence: str | None) -> None:
-    """Raise if there is a sentence that says why an op cannot serve its inputs."""
+    """Raise an error with a sentence about unsupported inputs; do nothing if it is None."""
     if sentence is not None:
         raise UnsupportedInputError(f"{op}: {sentence}")
 
@@ -67,8 +67,8 @@ def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str 
 def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
     """Return why queries, keys and values do not fit together, or None.
 
-    Each tensor is (batch, heads, length, depth). Layout, dtype, number of axes and device have to
-    be those of the first tensor.
+    Each tensor is (batch, heads, length, depth). Layout, dtype, number of axes and device must be
+    the same for all of them.
     """
     first, of_first = next(iter(named.items()))
     for name, tensor in named.items():

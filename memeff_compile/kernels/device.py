@@ -1,4 +1,4 @@
-"""Answers which GPU is present and which kernels it runs; makes a GPU and a stream current."""
+"""Says which GPU is present and which kernels it runs; makes a GPU and a stream current."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._triton.gpus import Gpu as Gpu
 from ._triton.gpus import gpu_of as gpu_of
 
 DEFAULT_PROCESSORS = 132
-"""Multiprocessors of an H200; the width rules also assume this many if there is no GPU to ask."""
+"""Multiprocessors of an H200; the width rules also assume this number if no GPU is present."""
 MEASURED = ("NVIDIA H200",)
 """The GPUs on which the choices of engines were measured, as torch names them."""
 
@@ -37,7 +37,7 @@ _planned: ContextVar[_Planned | None] = ContextVar("planned device", default=Non
 
 @contextmanager
 def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
-    """Choose engines for `device`, which need not be present, whatever device the tensors are on.
+    """Choose engines for `device` instead of the tensors' device; it need not be present.
 
     If `device` is a GPU, engines are chosen for the kind `gpu`.
     """
@@ -77,9 +77,7 @@ def runs_kernels(index: int) -> bool:
 
 
 def kernels_need(device: torch.device) -> str:
-    """Return the requirement that a GPU misses if `kernels_serve` is false, worded to follow the
-    verb "need".
-    """
+    """Return what a GPU lacks if `kernels_serve` is false, as the object of the verb "need"."""
     owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
     return f"triton and {owner}compute capability 8.0 or later"
 
@@ -105,7 +103,10 @@ def gpu(device: torch.device) -> Gpu:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Return whether a kernel may start before the previous one ends, and waits before it reads."""
+    """Return whether a kernel may start before the previous one ends.
+
+    It then waits before it reads.
+    """
     return device.type == "cuda" and gpu(device).starts_early
 
 

@@ -50,7 +50,8 @@ def op(
 
 
 def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[Function]:
-    """Return functions of one named tuple as functions of its fields, the arguments of an op."""
+    """Turn functions of one named tuple into functions of its fields, which are an op's
+    arguments."""
 
     def apart(function: Callable[[T], Any]) -> Function:
         return lambda *args, **kwargs: function(arguments(*args, **kwargs))
@@ -59,7 +60,7 @@ def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[
 
 
 def heads_inside(like: Tensor) -> Tensor:
-    """Return an empty (B, H, L, D) tensor, in memory in the order (B, L, H, D) of models."""
+    """Return an empty (B, H, L, D) tensor whose memory has the order (B, L, H, D), as in models."""
     batch, heads, length, depth = like.shape
     return like.new_empty((batch, length, heads, depth)).transpose(1, 2)
 

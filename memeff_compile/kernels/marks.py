@@ -10,11 +10,11 @@ Announce = Callable[[Sequence[Tensor]], None]
 
 
 class Mark:
-    """Attribute that marks a parameter as updated in the backward pass; copies of the parameter
-    ignore it.
+    """An attribute that marks a parameter as updated in the backward pass; copies ignore it.
 
-    Copies do not have the parameter's hook. A copy that shares attributes differs in identity; a
-    deep or pickled copy gets an empty set instead, which any reader of pickles knows.
+    Copies do not have the parameter's hook. A copy that shares attributes is recognised by its
+    identity. A deep or pickled copy gets an empty set instead of the mark, so that pickles can be
+    read without this package.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ def is_updated_in_backward(parameter: Tensor | None) -> bool:
 
 
 def announce(parameters: Sequence[Tensor]) -> None:
-    """Announce that all gradients of these parameters exist and will come next."""
+    """Announce that all gradients of these parameters exist and are about to arrive."""
     told: dict[Announce, list[Tensor]] = {}
     for parameter in parameters:
         mark = getattr(parameter, "updated_in_backward", None)

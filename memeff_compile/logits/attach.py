@@ -3,7 +3,7 @@
 
 `defer` makes them from hidden states and a head, `attach` from the outputs of a compiled graph, and
 `accept` gives compiled code their values. `_Defer` is the autograd function whose result the logits
-are: its backward pass multiplies with the head once more, so that autograd sees an ordinary
+are: its backward pass multiplies with the head once more. So for autograd they are an ordinary
 non-leaf tensor.
 """
 
@@ -45,7 +45,8 @@ def defer(
     loss: LossSettings | None = None,
     use: LogitsUse | None = None,  # counts how the logits are used
 ) -> Tensor:
-    """Return the logits of `hidden` as a `DeferredLogits`, with the autograd graph of real logits.
+    """Return the logits of `hidden` as `DeferredLogits`, with the autograd graph of ordinary
+    logits.
 
     Reading it for the first time after the head or the hidden states were changed in place raises a
     `StaleLogitsError`; `logits[:, -1].argmax(-1)` computes only the last rows.

@@ -2,11 +2,11 @@
 
 `Head` is some rows of logits in factored form: hidden states, and the head that turns them into
 logits. The op gives their log-sum-exp, target logit and sum without building them. `FusedRows` is
-the gradient of such rows, factored as well: it stays a few numbers per row until the backward of
-the deferred logits asks the op for the gradients of hidden states and head.
+the gradient of such rows, also in factored form: a few numbers per row. The backward of the
+deferred logits passes it to the op, which computes the gradients of hidden states and head.
 
-This is the only module outside the passes that calls the op. It calls it exactly: the lossy modes
-of memeff.linear_cross_entropy are for the graph.
+This is the only module outside the passes that calls the op, and it always uses the exact mode: the
+lossy modes of memeff.linear_cross_entropy apply only inside the graph.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Folded(NamedTuple):
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Return a recipe in the op's form, or a sentence with the reason why not."""
+    """Return a recipe in the op's form, or a sentence that says why this is not possible."""
     names = [name for name, _ in recipe.steps]
     end = names.index("log_softmax") if "log_softmax" in names else len(names)
     factor = _product(recipe.steps[end + 1 :])
@@ -140,8 +140,9 @@ class Head:
         return found[:4]
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-        """Return hidden states, weight, bias and scale whose product these rows are, or None if
-        they are capped, or not logits.
+        """Return the hidden states, weight, bias and scale whose product these rows are.
+
+        Return None if the rows are capped, or are not logits.
         """
         folded = fold_recipe(self.recipe)
         if isinstance(folded, str) or folded.softcap or folded.factor is not None:
@@ -149,7 +150,10 @@ class Head:
         return *self._operands(), folded.scale
 
     def logits(self, recipe: LogitsRecipe) -> Tensor:
-        """Compute these rows' result of `recipe`, which is this head's recipe or a part of it."""
+        """Compute the result of `recipe` for these rows.
+
+        It is this head's recipe or a part of it.
+        """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
     @property
@@ -182,7 +186,7 @@ class Head:
 
 
 def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
-    """Return the gradient of a weight or a bias if the logits have only some of the classes."""
+    """Return the gradient of a whole weight or bias from that of some classes."""
     total = torch.zeros_like(whole)
     classes = slice(*head.recipe.classes or (None, None))
     is_last = part.dim() == 2 and head.recipe.transposed
@@ -252,8 +256,9 @@ class FusedRows:
     def joined(
         parts: Sequence[FusedRows], join: Callable[[Sequence[Tensor]], Tensor]
     ) -> FusedRows | None:
-        """Return the gradient of all rows of `parts`, which `join` concatenates or stacks along one
-        of their dimensions, or None if they are of different kinds.
+        """Return the gradient of all rows of `parts`, or None if these are of different kinds.
+
+        `join` concatenates or stacks them along a dimension.
         """
         first = parts[0]
         settings = (first.outer, first.ignore_index)
@@ -313,15 +318,15 @@ class FusedRows:
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
-        """Return this gradient times the log-probabilities, as that of the probabilities."""
+        """Return this gradient times the log-probabilities, as a gradient of the probabilities."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:
-        """Return the gradient of log-probabilities, if these rows are that of the probabilities."""
+        """Return the gradient of log-probabilities, if this is a gradient of the probabilities."""
         return replace(self, is_log=True, is_exp=False)
 
     def before_log_softmax(self) -> FusedRows:
-        """Return the gradient of the logits, if these rows are that of their log-probabilities."""
+        """Return the gradient of the logits, if this is a gradient of their log-probabilities."""
         lse = None
         if self.total is not None:
             weight = self.column_weight
@@ -376,8 +381,9 @@ class FusedRows:
         return grad.mul_(self.outer).to(dtype)
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, weight, bias and vectors of the deferred logits; their
-        recipe `base` is a part, from the front, of this head's.
+        """Return the gradients of hidden, weight, bias and vectors of the deferred logits.
+
+        Their recipe `base` is the beginning of this head's recipe.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head

@@ -2,10 +2,10 @@
 """The base of tensors whose values are computed on first use.
 
 A wrapper subclass has a shape, a dtype, a device and a node in the autograd graph, but no memory.
-Everything that reaches memory without the dispatcher would therefore read no values, or fail:
-pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` sends each of these to a plain
+Code that reaches memory without the dispatcher would therefore read no values, or fail: pickling,
+numpy, raw pointers, storages, shared memory. `LazyTensor` redirects each of these to a plain
 tensor: `_values` for functions that only read, `_memory` for those that may also write. Functions
-for which neither works raise (`compat.make_without_memory`).
+for which neither works raise an error (`compat.make_without_memory`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LazyTensor(torch.Tensor):
         raise UnsupportedInputError(_NO_DATA.format(type(self).__name__))
 
     def _values(self) -> Tensor:
-        """Return the values as a plain tensor without autograd, to be read and not written."""
+        """Return the values as a plain tensor without autograd, for reading only."""
         raise NotImplementedError
 
     def _memory(self) -> Tensor:
@@ -88,8 +88,10 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
-        """Return a plain tensor over the same values, a leaf if `self` is one: then eager PyTorch
-        raises the usual errors, such as that of `numpy()` on a tensor that requires grad.
+        """Return a plain tensor with the same values; it is a leaf if `self` is one.
+
+        So PyTorch raises its usual errors, for example for `numpy()` on a tensor that requires
+        grad.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:

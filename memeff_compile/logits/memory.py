@@ -22,7 +22,7 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Part(Protocol):
-    """A view of a memory: deferred logits, as the memory sees them."""
+    """A view of a memory: the interface of deferred logits that the memory uses."""
 
     own: Tensor | None  # the view's values while the memory has none
 
@@ -36,7 +36,10 @@ class Part(Protocol):
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view, and the function of its values, that give this part; else None."""
+        """Return the view, and the function of its values, from which this part is made.
+
+        Otherwise None.
+        """
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function's result for the view's rows, with dimensions as in the memory."""
@@ -50,7 +53,7 @@ class Statistics(NamedTuple):
     logit_sum: Tensor | None
 
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
-        """Return the numbers of `view`: the same rows, or one of them along dimension 0."""
+        """Return the numbers for `view`, which has the same rows, or one index of dimension 0."""
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:
             return self.lse, self.logit_sum
@@ -66,9 +69,9 @@ class Statistics(NamedTuple):
 class Memory:
     """One allocation of eager PyTorch: a tensor and all its views.
 
-    It holds the values of all rows once they are computed, and every view reads them here. Before
-    that, a view that needs only some of the rows computes just these, privately and for reading
-    only. A write, or a plain alias that could be written through, computes all rows first.
+    It stores the values of all rows once they are computed, and every view reads them here. Before
+    that, a view that needs only some of the rows computes only these, for itself and for reading
+    only. A write, or a plain alias through which code could write, computes all rows first.
     """
 
     source: LogitsSource
@@ -116,7 +119,7 @@ class Memory:
         return self.value.as_strided(*view.place)
 
     def write(self, view: Part) -> Tensor:
-        """Return the memory of `view` for a caller who may write to it unnoticed."""
+        """Return the memory of `view` for a caller whose writes to it cannot be detected."""
         self.is_open = True
         return self.link(view)
 

@@ -5,13 +5,13 @@
 
 `SERVED` names the PyTorch functions that are handled before autograd sees them. Each handler
 returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states and
-head, or a decline; then PyTorch's function runs on computed values.
+head. If it declines, PyTorch's function runs on computed logits.
 
-`_Rows` is the autograd function in the middle: logits in, numbers per row out. Its backward sends
-the gradient of the logits in factored form (`FusedRows`) through all earlier views, casts and
-scales, so hooks, `retain_grad` and `torch.autograd.grad` see the graph of eager PyTorch, and a
-reader of that gradient gets the dense one. Log-probabilities (`_LogSoftmax`) are also deferred
-tensors: if they are gathered, summed or passed to `nll_loss`, they are never built.
+`_Rows` is the autograd function from logits to numbers per row. Its backward passes the gradient of
+the logits in factored form (`FusedRows`) through all earlier views, casts and scales. So hooks,
+`retain_grad` and `torch.autograd.grad` see the graph of eager PyTorch, and code that reads that
+gradient gets it in dense form. Log-probabilities (`_LogSoftmax`) are also deferred tensors: if they
+are gathered, summed or passed to `nll_loss`, they are never built.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class _Function(torch.autograd.Function):
 
 
 class _Rows(_Function):
-    """From logits z with target t to nll = lse - z_t, lse, and the weighted sum of z, row by row;
-    from log-probabilities l to nll = -l_t and the weighted sum of l.
+    """From logits z with target t to nll = lse - z_t, lse, and the weighted sum of z, row by row.
+
+    From log-probabilities l to nll = -l_t and the weighted sum of l.
     """
 
     @staticmethod
@@ -225,7 +226,7 @@ class _PLogP(_Function):
 
 
 class _NegativeEntropy(_Function):
-    """From deferred p log p to their sum over the classes; `logs` is not for autograd to see."""
+    """From deferred p log p to their sum over the classes; `logs` is hidden from autograd."""
 
     @staticmethod
     def forward(ctx: Any, terms: View, logs: tuple[View]) -> Tensor:
@@ -248,8 +249,9 @@ class _NegativeEntropy(_Function):
 
 
 def _needs_nothing(ctx: Any) -> bool:
-    """Return whether a sum's backward must work like eager's, which saves no tensors: in a second
-    derivative or a second backward pass.
+    """Return whether a sum's backward must work like eager's, which saves no tensors.
+
+    This is so in a second derivative or a second backward pass.
     """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors
@@ -262,7 +264,8 @@ def _spread(ctx: Any, grad: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
-    """The data that a backward pass keeps of deferred logits, besides tensors saved by autograd."""
+    """The data of deferred logits that is kept for a backward pass, besides tensors saved by
+    autograd."""
 
     view: View | None
     memory: Memory | None  # where the values that it needs may be
@@ -273,8 +276,9 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
-        """Save others and the tensors that the values come from, if a backward pass follows; return
-        the rest.
+        """Save `others` and the sources of the values, if a backward pass follows.
+
+        Return the remaining data.
         """
         if not any(ctx.needs_input_grad):
             return None
@@ -284,8 +288,9 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the same data for other values of the same head, whose tensors autograd frees with
-        these.
+        """Return the same data for other values of the same head.
+
+        Autograd frees the tensors of both together.
         """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
@@ -296,7 +301,7 @@ class _Kept(NamedTuple):
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
-        """Return the rows in the form for a loss."""
+        """Return the rows in the form that a loss needs."""
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
 
@@ -316,7 +321,7 @@ class _Kept(NamedTuple):
 
     def plain(self, made_of: Sequence[Any]) -> Tensor:
         """Return the logits of the forward pass as a plain tensor that is a view of the deferred
-        ones.
+        logits.
         """
         if self.view is None:
             raise DoubleBackwardError(
@@ -351,12 +356,15 @@ def _result(ctx: Any, kept: _Kept) -> Tensor | None:
 
 
 def _written_by(view: Any) -> Any:
-    """Return autograd's node of the last write to a view's memory; a view's node is made again."""
+    """Return autograd's node of the last write to a view's memory.
+
+    Autograd recreates a view's node.
+    """
     return (view if view._base is None else view._base).grad_fn
 
 
 class Declined(Exception):
-    """Raised for a call that PyTorch has to run, with the reason for the report, or ""."""
+    """Raised for a call that PyTorch must run, with the reason for the report, or ""."""
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
@@ -405,7 +413,10 @@ def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Te
 
 
 def _no_view(made: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a new tensor in a shape without making it a view, as eager's results are."""
+    """Return a new tensor in a shape.
+
+    Unlike a reshaped tensor it is no view, as in eager PyTorch.
+    """
     result: Tensor = torch.ops.aten._unsafe_view.default(made, shape)
     return result
 
@@ -423,7 +434,7 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return PyTorch's dtype of a result under the current autocast, found by a run on one row."""
+    """Return PyTorch's dtype of a result under the current autocast, from a run on one row."""
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key = (name, view.dtype, view.device, autocast)
@@ -543,7 +554,8 @@ def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = Non
 
 
 def _get_item(input: Any, index: Any) -> Any:
-    """`log_probs[rows, targets]`: one index per dimension, the vocabulary's last."""
+    """Handle `log_probs[rows, targets]`: one index per dimension, the vocabulary's is the last
+    one."""
     is_one_each = isinstance(index, tuple) and _is_deferred(input) and len(index) == input.dim()
     if not is_one_each or len(index) < 2 or input.order is not None:
         return NotImplemented
@@ -576,7 +588,7 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
 
 
 def _exp(input: Any, *, out: Any = None) -> Any:
-    """Probabilities, from an exact log_softmax without later steps."""
+    """Return probabilities, from an exact log_softmax without later steps."""
     if not _is_deferred(input) or input.recipe.steps[-1:] != (("log_softmax", None),):
         return NotImplemented
     is_last = input.order is None and out is None
@@ -589,7 +601,7 @@ def _exp(input: Any, *, out: Any = None) -> Any:
 
 
 def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
-    """p log p, from the same log-probabilities that the probabilities were computed from."""
+    """Return p log p, if the probabilities were computed from the same log-probabilities."""
     for probs, logs in ((input, other), (other, input)):
         if not _is_deferred(probs) or probs.log_probs is not logs or out is not None:
             continue

@@ -1,10 +1,10 @@
-"""The steps from hidden states to logits: data that a pass writes and the runtime reads.
+"""The steps from hidden states to logits, as data: a pass writes it, and the runtime reads it.
 
-A `LogitsRecipe` is the head of a model in four facts: the dtype of the product, the orientation of
-the weight, and the pointwise steps after the product, in the model's order. `LogitsRecipe.logits`
-runs the same PyTorch calls that the model would have run, so its values have the model's exact
-bits; `LogitsRecipe.gradients` is their derivative, computed as autograd computes it, without a
-forward product that the derivative does not need.
+A `LogitsRecipe` describes the head of a model: the dtype of the product, the orientation of the
+weight, and the pointwise steps after the product, in the model's order. `LogitsRecipe.logits` runs
+the same PyTorch calls that the model would have run, so its values have the same bits as the
+model's. `LogitsRecipe.gradients` computes their derivative as autograd does, but without a forward
+product that the derivative does not need.
 
 Row selections are not part of a recipe. They commute with the product and with every step, so they
 are applied to the hidden states beforehand.
@@ -30,7 +30,7 @@ _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
 
 @dataclass(frozen=True)
 class Adapter:
-    """The product that a LoRA adapter of the head adds: ``scale * B(A(x))``, of the hidden states
+    """The product that a LoRA adapter adds to the head's: ``scale * B(A(x))`` of the hidden states
     x.
     """
 
@@ -93,12 +93,12 @@ _IN_PLACE: _Steps = {
 class LogitsRecipe:
     """The head of a model, from hidden states to logits.
 
-    Its pointwise steps after the product are, in order: ("to", dtype), ("mul", number), ("div",
-    number), ("tanh", None) and ("bias", None), which adds the next of `vectors` and names the new
-    dtype if it changes; before them ("adapter", Adapter), of the next two, A and B; between them
-    ("classes", (first, last + 1, how many there were)), which drops the others. Code outside the
-    graph makes ("log_softmax", None), ("exp", None) and ("times_exp", None), x * exp(x); recipes of
-    graphs, which have gradients, have none of these.
+    These are the pointwise steps: ("to", dtype), ("mul", number), ("div", number), ("tanh", None),
+    and ("bias", None), which adds the next of `vectors` and names the new dtype if it changes.
+    Before them may be ("adapter", Adapter), which takes the next two vectors as A and B. Between
+    them may be ("classes", (first, last + 1, their number before)), which drops all other classes.
+    Only code outside the graph adds ("log_softmax", None), ("exp", None) and ("times_exp", None),
+    which is x * exp(x); recipes of graphs, which have gradients, do not have these steps.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -127,7 +127,7 @@ class LogitsRecipe:
 
     @cached_property
     def classes(self) -> tuple[int, int] | None:
-        """Return the first of the weight's classes in the logits, and the one after the last.
+        """Return the first class of the weight in the logits, and the class after the last one.
 
         None means all classes.
         """
@@ -212,7 +212,7 @@ class LogitsRecipe:
 
     @cached_property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the dtype of the product, and that after every step."""
+        """Return the dtype of the product, and the dtypes after every step."""
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             if name == "adapter":
@@ -257,7 +257,7 @@ class LogitsRecipe:
     def _product_gradients(
         self, grad: Tensor, made_of: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of hidden, weight and bias, given that of the product alone."""
+        """Return the gradients of hidden, weight and bias, from the gradient of the product."""
         hidden, weight, bias = made_of
         dtype = self.compute_dtype
         rows = grad.reshape(-1, grad.shape[-1])
@@ -284,7 +284,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class DeferredOutput:
-    """One output of a compiled graph that carries hidden states instead of logits."""
+    """One output of a compiled graph that has hidden states instead of logits."""
 
     output: int  # index of the output
     weight: int  # index of the head's weight among the graph's arguments
@@ -364,7 +364,7 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """Why steps cannot be folded: a code, a sentence, and the index of the step."""
+    """The reason why steps cannot be folded: a code, a sentence, and the index of the step."""
 
     code: str
     sentence: str

@@ -1,14 +1,14 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """Gradients of logits that are zero except in a few rows, stored as those rows.
 
-`logits[:, -1]` has the autograd node that eager PyTorch gives it, and that node's backward returns
-a gradient as large as all logits, zeros nearly everywhere. A `RowGradient` passes through these
-nodes instead: each passes it to the dispatcher, which records the operation without running it. The
-backward pass of deferred logits takes the blocks of rows and computes only these; any other
-operation on a `RowGradient` gets the dense tensor of eager PyTorch.
+`logits[:, -1]` has the same autograd node as in eager PyTorch, whose backward returns a gradient as
+large as all logits, nearly all zeros. Here a `RowGradient` passes through these nodes instead: each
+node passes it to the dispatcher, which records the operation without running it. The backward pass
+of deferred logits takes the blocks of rows and computes only these; any other operation on a
+`RowGradient` gets the dense tensor of eager PyTorch.
 
 The gradient of a fused loss outside the graph is also a `RowGradient`: its blocks are `FusedRows`,
-a few numbers per row that are not multiplied out on the way.
+a few numbers per row, which are not expanded on the way.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ aten = torch.ops.aten
 
 
 class RowStep(NamedTuple):
-    """One selection of rows, and its transpose: both work on any tensor with these leading
-    dimensions, gradients (whose last dimension is the vocabulary) and hidden states alike.
+    """One selection of rows, and its transpose.
+
+    Both work on any tensor with these leading dimensions: on hidden states and on gradients, whose
+    last dimension is the vocabulary.
     """
 
     select: Callable[[Tensor], Tensor]
@@ -40,7 +42,8 @@ class RowStep(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A gradient of some rows, and the steps that lead from all rows to these, last one first."""
+    """A gradient of some rows, and the steps that select these from all rows, the last step
+    first."""
 
     rows: Tensor | FusedRows
     steps: tuple[RowStep, ...]
@@ -62,7 +65,8 @@ class Piece(NamedTuple):
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of all rows: those of `tensor`, which are this block's, and zeros."""
+        """Return a tensor of all rows: this block's rows come from `tensor`, the others are
+        zero."""
         for step in self.steps:
             tensor = step.scatter(tensor)
         return tensor
@@ -90,8 +94,9 @@ class RowGradient(LazyTensor):
     @staticmethod
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
-        """Wrap the gradient of a few rows; a gradient with an autograd graph is returned
-        unchanged.
+        """Wrap the gradient of a few rows.
+
+        A gradient with an autograd graph is returned unchanged.
         """
         if type(rows) is not Tensor or rows.requires_grad or compat.is_batched(rows):
             return rows
@@ -109,8 +114,9 @@ class RowGradient(LazyTensor):
 
     @staticmethod
     def of_fused(rows: FusedRows) -> Tensor:
-        """Return the gradient of all rows of a head: under vmap, which sees no notes, multiplied
-        out.
+        """Return the gradient of all rows of a head.
+
+        Under vmap, which cannot see `RowGradient`, it is dense.
         """
         head = rows.head
         if rows.is_batched:
@@ -151,7 +157,10 @@ class RowGradient(LazyTensor):
         return self._dense
 
     def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
-        """Return the gradient in front of one more selection; `shape` is that of all rows."""
+        """Return the gradient before one more selection of rows.
+
+        `shape` is the shape of all rows.
+        """
         pieces = tuple(Piece(piece.rows, (*piece.steps, step)) for piece in self.pieces)
         return RowGradient(shape, pieces, self)
 
@@ -185,7 +194,7 @@ def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
 
 
 def _with_last(shape: Sequence[int], tensor: Tensor) -> list[int]:
-    """`shape` with the last dimension of `tensor`."""
+    """Return `shape` with the last dimension of `tensor`."""
     return [*shape[:-1], tensor.shape[-1]]
 
 
@@ -297,7 +306,7 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Add up factored gradients of the same rows, which then cost one call of the op."""
+    """Add up factored gradients of the same rows, so that these need only one call of the op."""
     result: list[Piece] = []
     for piece in pieces:
         for place, other in enumerate(result):
@@ -363,7 +372,7 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Join gradients: into one block if all are factored and of one kind, else as separate
+    """Join gradients into one block if all are factored and of the same kind, otherwise as separate
     blocks.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]

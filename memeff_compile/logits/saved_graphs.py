@@ -47,7 +47,7 @@ class SavedGraph:
         self.run, self.inner, self.around = run, inner, around
 
     def __call__(self, *args: object) -> object:
-        """Run the graph in its wrappers."""
+        """Run the graph with its wrappers."""
         return self.run(*args)
 
     @classmethod
@@ -84,7 +84,10 @@ def savable(
     around: Around,
     how: str,  # how the graph is compiled, for the error where that cannot be saved
 ) -> Callable[..., Any]:
-    """Return a compiled graph that `aot_compile` can save, if it asks for one, else the graph."""
+    """Return a compiled graph that `aot_compile` can save, if it is running.
+
+    Otherwise the graph itself.
+    """
     if not compat.is_to_be_saved():
         return run
     if not compat.has_artifact(inner):

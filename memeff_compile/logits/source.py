@@ -1,8 +1,9 @@
-"""The tensors that deferred logits are computed from, and whether they are still unchanged.
+"""The tensors from which deferred logits are computed, and checks that they are unchanged.
 
-Eager PyTorch computes logits before anything can change the head. Deferred logits are computed when
-they are read, and by then an optimizer may have stepped. The result must never be wrong, so a
-`LogitsSource` stamps its tensors when it is made and compares before it computes.
+Eager PyTorch computes logits before the head can change. Deferred logits are computed when they are
+read, and an optimizer may have run a step before that. The result must never be wrong. So a
+`LogitsSource` records a stamp of its tensors when it is created, and compares stamps before it
+computes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """Set the name of the reader of values computed in this block; the outermost name counts."""
+    """Set the name of the op that reads values computed in this block.
+
+    The outermost name counts.
+    """
     _reading.append(reason)
     try:
         yield
@@ -44,8 +48,9 @@ def reading_for(reason: str) -> Iterator[None]:
 
 
 class LogitsSource:
-    """The hidden states and the head that logits come from, as detached aliases: the autograd graph
-    of the hidden states is that of the logits alone, and no detached copy keeps it alive.
+    """The hidden states and the head from which logits are computed, as detached aliases.
+
+    Only the logits keep the autograd graph of the hidden states alive; detached copies do not.
     """
 
     def __init__(
@@ -109,9 +114,11 @@ class LogitsSource:
             return recipe.logits(rows, self.weight, self.bias, self.vectors, gather)
 
     def require_unchanged(self) -> None:
-        """Raise a StaleLogitsError if something has changed, without waiting for a GPU as reading
-        the head's values would. Until a gradient has come back, an assertion on the device checks
-        the values instead; no ordinary loop writes to the head before that.
+        """Raise a StaleLogitsError if something has changed.
+
+        Reading the head's values would wait for the GPU, so before the backward pass an assertion
+        on the device checks the values instead; ordinary loops do not write to the head before
+        that.
         """
         if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
             self._refuse(self.change())
@@ -138,7 +145,7 @@ class LogitsSource:
         return _EDITED if is_edited else None
 
     def _sampled(self) -> Tensor:
-        """Return a few entries of the head's weight and of its adapters."""
+        """Return a few elements of the head's weight and of its adapters."""
         adapters = [_sample(each).flatten() for each in self.vectors if _is_matrix(each)]
         sample = _sample(self.weight)
         return torch.cat([sample.flatten(), *adapters]) if adapters else sample.clone()
@@ -169,19 +176,24 @@ def _is_matrix(added: Tensor) -> bool:
 
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
-    """Return a stamp that shows changes without reading values; inference tensors count no
-    versions.
+    """Return a stamp that shows changes without reading values.
+
+    Inference tensors have no version counter.
     """
     return (None if tensor.is_inference() else compat.version_of(tensor)), tensor.data_ptr()
 
 
 def _shard_stamp(shard: Tensor) -> tuple[Any, ...]:
-    """Return a stamp for a distributed tensor: it and its local part count writes separately."""
+    """Return a stamp for a distributed tensor.
+
+    The tensor and its local part count writes separately.
+    """
     return compat.version_of(shard), *_stamp(compat.local_part(shard))
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return a few entries spread over a weight, which a hand-written update of `.data` changes."""
+    """Return a few evenly spread elements of a weight, which an explicit update of `.data`
+    changes."""
     rows, columns = weight.shape
     down, right = weight.stride()
     return weight.as_strided(
@@ -190,7 +202,7 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _differences(left: Tensor, right: Tensor) -> Tensor:
-    """Return whether values differ, where NaN equals NaN."""
+    """Return whether values differ; NaN counts as equal to NaN."""
     return (left != right) & ~(left.isnan() & right.isnan())
 
 
@@ -199,7 +211,7 @@ _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
-    """Detect optimizer steps that no version counter shows: fused ones, and writes through
+    """Detect optimizer steps that version counters do not show: fused ones, and writes through
     `.data`.
     """
     register_optimizer_step_post_hook(_after_step)

@@ -1,23 +1,22 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """Logits that are computed on first use.
 
-A graph whose loss no longer needs the logits returns the hidden states in their place, and
-`attach.attach` turns these into a `DeferredLogits`: a tensor with the shape, dtype and autograd
-node of the logits and none of their memory. A training loop that never reads the logits never
-computes them. A reader gets the values that eager PyTorch would have given, and gradients through
-them.
+A graph whose loss no longer needs the logits returns the hidden states instead, and `attach.attach`
+turns these into a `DeferredLogits`: a tensor with the shape, dtype and autograd node of the logits,
+but without their memory. If a training loop never reads the logits, they are never computed. Code
+that reads them gets the same values, and gradients, as in eager PyTorch.
 
 From the outside in:
 
 * `attach.defer` makes them from a graph's outputs, with a separate autograd function.
-* `DeferredLogits` is the wrapper subclass. Views and other operations that leave the vocabulary
-  dimension alone (`_LAZY`) give another `DeferredLogits`; every other operation computes the values
-  and continues with a plain tensor. Both happen below autograd, so the autograd graph, the views
-  and the version counters are those of eager PyTorch. Every other view is also a `DeferredLogits`,
-  so that no write is missed. Functions that have to act above autograd are in `_ABOVE_AUTOGRAD`.
+* `DeferredLogits` is the wrapper subclass. Views and other operations that do not touch the
+  vocabulary dimension (`_LAZY`) return another `DeferredLogits`. Every other operation computes the
+  values and continues with a plain tensor. Both happen below autograd, so the autograd graph, the
+  views and the version counters are those of eager PyTorch. Other views are also `DeferredLogits`,
+  so that every write is detected. Functions that must act above autograd are in `_ABOVE_AUTOGRAD`.
 * `Memory` stands for one allocation of eager PyTorch: the logits and all their views share one, a
   copy or a cast starts another.
-* `LogitsSource` holds the hidden states and the head, and detects whether they have changed.
+* `LogitsSource` has the hidden states and the head, and detects whether they have changed.
 * `outside_loss` computes losses of these logits without computing the logits.
 
 Dynamo traces none of this module.
@@ -98,8 +97,10 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a tensor in separate memory. `recipe` computes it from these hidden states, or
-        `function` from the values if they exist. `is_whole`: all rows, in order.
+        """Return a tensor in separate memory. `recipe` computes it from these hidden states.
+
+        If the values already exist, `function` computes it from them. `is_whole` means all rows, in
+        order.
         """
         memory = self.memory
         rows, shape = (memory.rows, memory.shape) if is_whole else (self.rows, self.dims)
@@ -115,17 +116,18 @@ class DeferredLogits(LazyTensor):
         return self.as_plain().as_subclass(cls)
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that is a view of this one for autograd; it must not be written
-        to.
+        """Return an ordinary tensor that is a view of this one for autograd.
 
-        It is the only view that is not a `DeferredLogits`, which `implicit` asks for.
+        It must not be written to.
+
+        It is the only view that is not a `DeferredLogits`; `implicit` requests it.
         """
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
         return plain
 
     def __getattr__(self, name: str) -> Any:
-        """If the head is split over ranks there is a `full_tensor()`, as DTensors have."""
+        """Provide `full_tensor()`, as DTensors have it, if the head is split over ranks."""
         memory = self.__dict__.get("memory")
         if name == "full_tensor" and memory is not None and memory.source.ranks is not None:
             return self._asked_by_all
@@ -146,7 +148,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def head(self) -> Head:
-        """Return these rows in the form for a loss outside the graph."""
+        """Return these rows in the form that a loss outside the graph needs."""
         source = self.memory.source
         assert source.loss is not None
         made_of = (self.rows, source.weight, source.bias, source.vectors)
@@ -163,7 +165,7 @@ class DeferredLogits(LazyTensor):
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
-        """Return why the values differ, or may differ, from a new product of the head, or None."""
+        """Return why the values (may) differ from a new product of the head, or None."""
         memory = self.memory
         if memory.is_open:
             return "the logits were written to, or may have been"
@@ -222,8 +224,9 @@ class DeferredLogits(LazyTensor):
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
-    """Return whether a rule applies to `view`; few do if its vocabulary is not the last
-    dimension.
+    """Return whether a rule applies to `view`.
+
+    Few rules do if the vocabulary is not the last dimension.
     """
     if view.window is not None:
         return rule in (_shaped_like, _itself, _recorded)
@@ -466,7 +469,7 @@ def _itself(call: _Call) -> DeferredLogits:
 
 
 def _recorded(call: _Call) -> object:
-    """Keep the tensors that the values come from until another stream has used them."""
+    """Keep the tensors from which the values are computed until another stream has used them."""
     view = call.view
     for tensor in (view.rows, view.memory.source.weight, view._peek()):
         if tensor is not None:
@@ -475,7 +478,7 @@ def _recorded(call: _Call) -> object:
 
 
 _NOTHING = object()
-"""The result of a rule for an operation without a result; None means that a rule has none."""
+"""The result of a rule for an operation that returns nothing; None means that no rule applies."""
 
 _RULES: dict[_Rule, str] = {
     _same_rows: "alias.default detach.default view.default _unsafe_view.default "
@@ -528,7 +531,7 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
-    """Keep the gradient of selected rows in rows; their autograd node would make a dense one."""
+    """Keep the gradient of selected rows as rows; their autograd node would make it dense."""
     is_part = view.window is None and prod(view.dims) < prod(base.dims)
     if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook
@@ -536,7 +539,7 @@ def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
 
 
 def _register_hook(func: Any, view: DeferredLogits, hook: Callable[[Tensor], Any]) -> Any:
-    """Hooks see the gradients that eager PyTorch would show them."""
+    """Register a hook; it sees the same gradients as in eager PyTorch."""
     _forget_rows(view)
     if compat.ignores_gradients(hook):
         return func(view, hook)
@@ -568,9 +571,12 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Return `.data`: rows stay deferred; a part of rows may become the memory of another tensor.
+    """Return `.data`. Whole rows stay deferred.
 
-    In eager the result is not a view: a write with a gradient belongs to the new tensor only.
+    A part of rows may become the memory of another tensor.
+
+    In eager PyTorch the result is not a view: a write with a gradient affects only the new tensor's
+    gradient.
     """
     data: DeferredLogits = func(view)
     # Without a node first: that of a view which a write made stale would raise.
@@ -584,7 +590,8 @@ def _set_data(func: Any, view: Tensor, data: Tensor) -> None:
 
 
 def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function on plain tensors: one that reads memory in C++, or another class's."""
+    """Run a function on plain tensors: it reads memory in C++, or belongs to another tensor
+    class."""
     given = (args, kwargs)
     args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.as_plain, given)
     return func(*args, **kwargs)
@@ -592,7 +599,8 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute values without gradient at once: a copy, or a move to the CPU, is usually read later,
-    when the head may have changed. One with a gradient may be on its way to a loss.
+    when the head may have changed. Values with a gradient may be used in a loss, so they stay
+    deferred.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:
@@ -604,7 +612,7 @@ def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _method(func: Any, view: LazyTensor, *args: Any, **kwargs: Any) -> Any:
-    """`Tensor.numpy(logits)` is `logits.numpy()`."""
+    """Handle `Tensor.numpy(logits)` as `logits.numpy()`."""
     return getattr(view, func.__name__)(*args, **kwargs)
 
 

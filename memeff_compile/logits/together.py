@@ -1,8 +1,8 @@
-"""Logits of a head that DTensor splits over ranks: all ranks compute them together.
+"""Logits of a head that DTensor splits over ranks; all ranks compute them together.
 
-Each rank has a shard of the head. A read on one rank alone, for example to print a sample on rank
-0, would wait for the other ranks, so it raises an error at once. Call `full_tensor()`, DTensor's
-name for it, on every rank.
+Each rank has a shard of the head. A read on only one rank, for example to print a sample on rank 0,
+would wait for the other ranks, so it raises an error at once. Call `full_tensor()`, as for a
+DTensor, on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """Return which tensor has changed on any rank; all ranks have to call this."""
+        """Return which tensor has changed on any rank; all ranks must call this."""
         if not _asking:
             raise ShardedLogitsError(
                 "These logits were left out of the forward pass, and their head is split over "

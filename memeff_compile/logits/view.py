@@ -22,7 +22,7 @@ class View(Part, Protocol):
 
     @property
     def head(self) -> Head:
-        """Return these rows in the form for a loss outside the graph."""
+        """Return these rows in the form that a loss outside the graph needs."""
 
     @property
     def recipe(self) -> LogitsRecipe:

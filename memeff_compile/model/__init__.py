@@ -1,9 +1,10 @@
-"""Functions that change whole models, which `torch.compile` cannot do: it must not free the user's
-tensors.
+"""Functions that change whole models, which `torch.compile` must not do, because it must not free
+the user's tensors.
 
-A function here changes a model, or makes an object for one, because the user called it. It may use
-kernels; it does not depend on graphs and passes, and passes do not depend on it. Names are loaded
-on first use: `ternary.pretrained` is imported with transformers' quantizers, and kernels are not.
+The user calls these functions to change a model or to create an object for it. They may use
+kernels. They do not depend on graphs and passes, and passes do not depend on them. Names are loaded
+on first use, because transformers' quantizers import `ternary.pretrained` early, and this must not
+import kernels.
 """
 
 from __future__ import annotations

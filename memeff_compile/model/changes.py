@@ -19,7 +19,7 @@ Kept = TypeVar("Kept", bound=VerbReport)
 class Changes(VerbReport, int):
     """The report of a function that changed a model.
 
-    As a number, it is the count of changed modules or weights.
+    The report is also a number: the count of changed modules or weights.
     """
 
     verb: str  # its name
@@ -30,7 +30,7 @@ class Changes(VerbReport, int):
     def __new__(
         cls, verb: str, sentence: str, places: Mapping[str, str], left: Mapping[str, str] | None
     ) -> Changes:
-        """Make the number, and set the attributes."""
+        """Create the number, and set the attributes."""
         self = super().__new__(cls, len(places))
         self.verb, self._sentence, self.places, self.left = verb, sentence, places, left or {}
         return self
@@ -83,7 +83,7 @@ def require_module(model: object, verb: str) -> None:
 
 
 def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
-    """Keep a function's report about a model, as its latest, and return it."""
+    """Store a function's report about a model, as the latest one, and return it."""
     reports = _kept.setdefault(compat.without_compile(model), {})
     reports.pop(verb, None)
     reports[verb] = report
@@ -94,7 +94,7 @@ def verb_report(model: nn.Module, verb: str | None = None) -> VerbReport | None:
     """Return the report of the last function that changed a model in place, or None.
 
     Args:
-        model: the argument of that function, compiled since or not.
+        model: the argument of that function; it may have been compiled since.
         verb: the name of a function, such as "ternarize_", to get the last report of that one.
 
     Example:

@@ -35,7 +35,7 @@ def _is_off() -> bool:
 
 @dataclass(frozen=True)
 class _Heads:
-    """An attention function of transformers over quantised heads."""
+    """An attention function of transformers that quantises the heads first."""
 
     inner: Any  # the function that attends
     query: int  # bits; 16: unchanged
@@ -97,16 +97,16 @@ def use_low_bit_heads_(
 ) -> Undo:
     """Give a model's attention low-bit heads; gradients pass through unchanged.
 
-    Queries, keys and values are rounded after their rotary embedding, one scale per token and head.
-    The paper's settings are ``key_value=4``; ``query=4, key_value=4``; and
-    ``query=4, key_value=3, first=1``.
+    Queries, keys and values are rounded after their rotary embedding, with one scale per token and
+    head. The paper's settings are ``key_value=4``; ``query=4, key_value=4``; and ``query=4,
+    key_value=3, first=1``.
 
     Args:
         model: a transformers model with an attention implementation other than "eager".
         query: bits of queries: 16 (unchanged), 8, 4, 3 or 2.
         key_value: bits of keys and values.
-        first: number of first tokens that keep `first_bits`, counted from position 0: pad on the
-            right.
+        first: number of first tokens that keep `first_bits`. They are counted from position 0, so
+            pad on the right.
         first_bits: bits of these first tokens.
 
     Returns:

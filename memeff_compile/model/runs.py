@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 def runs_of(inputs: object) -> Iterable[Any] | None:
-    """Return the arguments of each run of a model; None if these are no inputs.
+    """Return the arguments of each run of a model, or None if the inputs have no such form.
 
-    A mapping or a tensor by itself is that of one run.
+    A single mapping or tensor is one run.
     """
     if isinstance(inputs, (Tensor, Mapping)):
         return [inputs]

@@ -1,4 +1,4 @@
-"""undo(model): remove everything that this package put into a model."""
+"""undo(model): remove all changes that this package made to a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BACKEND = "memeff"
 
 
 def undo(model: nn.Module) -> Changes:
-    """Remove everything of this package from a model, in place; return a report.
+    """Remove all changes of this package from a model, in place; return a report.
 
     It undoes:
 
     - compiled calls, of the model and of modules inside it;
     - KV caches of `compile(kv_cache=)` and `use_kv_cache_`;
-    - attention over low-bit heads;
+    - attention with low-bit heads;
     - compressed weights, and linear layers that `ternarize_` changed. The weights are restored bit
       for bit, with all training since then.
 
@@ -31,7 +31,7 @@ def undo(model: nn.Module) -> Changes:
             `torch.compile` returned.
 
     Returns:
-        The number of changes, with a list of them that you can `print`.
+        The number of changes; `print` shows the list.
 
     Raises:
         UnsupportedInputError: The model is not a module.
@@ -70,7 +70,7 @@ def _compiled(model: nn.Module) -> system.Undone:
 
 
 def _unwrap(model: nn.Module, wrapper: nn.Module) -> None:
-    """Replace a `torch.compile` wrapper by its module, wherever the model holds the wrapper."""
+    """Replace a `torch.compile` wrapper by its module, wherever the model uses the wrapper."""
     original = compat.original_of(wrapper)
     if original is None:
         return

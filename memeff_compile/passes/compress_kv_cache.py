@@ -6,8 +6,9 @@
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
-The user creates the cache, a `memeff_compile.KVCache`. Its appends keep their positions and order.
-A declined call is correct but slow: every step decodes all keys and values (the dense view).
+The user creates the cache, a `memeff_compile.KVCache`. The pass does not move or reorder its
+appends. A declined call is correct but slow: every step decodes all keys and values (the dense
+view).
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class CompressKVCache(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula of the view, and of its copies per query head."""
+        """Return the formula of the bytes of the view, and of its copies per query head."""
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = match.tensors(info)
         codes, window = pool[0], pool[op_folder.POOL.index("k_window")]
@@ -127,7 +128,7 @@ class CompressKVCache(cached.CachedPass):
 
 
 def _keepers(info: GraphInfo) -> list[op_folder.Keeper]:
-    """Return caches of few bits whose exact layers a whole graph reads."""
+    """Return the low-bit caches whose exact layers a whole graph reads."""
     if info.parent is not None:
         return []
     return op_folder.keepers_of(map(compat.example_input, info.placeholders))
@@ -142,13 +143,14 @@ def _is_view(node: Node) -> bool:
 
 
 def _bits(view: Node) -> int | None:
-    """Return the bits of a view's codes as a number, even if a second cache made it a symbol."""
+    """Return the bits of a view's codes as a number, even if a second cache made them a symbol."""
     bits = compat.known_number(view.args[_POOL + 2])
     return None if bits is None else int(bits)
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Return the dense view that nodes which repeat the heads read, if any, and these nodes."""
+    """Return the dense view from which a node comes, if any, and the nodes that repeat its
+    heads."""
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
         if not isinstance(node, Node):
@@ -247,7 +249,8 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _leads_to(node: Node, end: Node) -> bool:
-    """Return whether `node` leads to `end` in a few steps, each the only user of the one before."""
+    """Return whether `node` leads to `end` in a few steps, each of which is the only user of the
+    previous one."""
     for _ in range(cached.MAX_CHAIN):
         if node is end:
             return True

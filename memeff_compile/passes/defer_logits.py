@@ -1,23 +1,24 @@
 """Decides whether a logits output can be returned as a deferred tensor, and plans it.
 
-Two callers: the fused loss, for logits that the model returns with it, and the pass of this file,
-for logits of a training graph that has no loss. Their loss is computed outside the graph, and
-deferred logits pass it to the fused op (`memeff_compile/logits/outside_loss.py`).
+There are two callers. The fused loss uses it for logits that the model returns with the loss. The
+pass of this file uses it for logits of a training graph that has no loss: this loss is computed
+outside the graph, and deferred logits pass it to the fused op
+(`memeff_compile/logits/outside_loss.py`).
 
-A Hugging Face model returns its logits with the loss. A graph output that needs a gradient is kept,
-and the backward pass would add a logits-sized tensor of zeros. So the fused loss replaces that
-output by the hidden states (N x D) and the backend wraps them: ``out.logits`` has the right shape,
-dtype and gradient, and is computed when it is read.
+A Hugging Face model returns its logits with the loss. As a graph output that needs a gradient, they
+would stay in memory, and the backward pass would add a tensor of zeros of the same size. So the
+fused loss replaces that output by the hidden states (N x D) and the backend wraps them:
+``out.logits`` has the right shape, dtype and gradient, and is computed when it is read.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)
 
 Without a loss: logits = linear(h, W); return logits   ->   return h   (+ a plan)
 
-Logits are not deferred, and the report gives the reason, if the weight is not a direct input of the
-graph, if FSDP frees it after the forward pass, in checkpoint bodies, and in export. Logits without
-a loss are also not deferred if the graph uses or writes to them, if gradients are off, if the head
-is no wider than a layer inside a model, or if a graph break follows.
+Logits are not deferred if the weight is not a direct input of the graph, if FSDP frees it after the
+forward pass, in checkpoint bodies, and in export. Logits without a loss are also not deferred if
+the graph uses or writes to them, if gradients are off, if the head is no wider than a layer inside
+a model, or if a graph break follows. The report gives the reason.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ OUTSIDE_SENTENCE = (
 
 
 class DeferLogits(GraphPass):
-    """The pass: logits of a training graph without a loss are computed when first read."""
+    """The pass: defers the logits of a training graph that has no loss."""
 
     name = "defer_logits"
 
     def find(self, info: GraphInfo) -> Iterable[outputs.Returned | Decline]:
-        """Yield one match per head whose logits are only returned; a note per narrow one."""
+        """Yield one match per head whose logits are only returned, and a note per narrow head."""
         found = [m for m in outputs.returned_logits(info) if outputs.is_unused(info, m)]
         return [*found, *narrow_heads(info)]
 

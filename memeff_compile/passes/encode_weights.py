@@ -2,20 +2,19 @@
 
     before: out = linear(x, W, b)       after: out = memeff.coded_weight_linear(x, W, b)
 
-W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without this
-pass the linear would decode it, and autograd would keep every layer's decoded weight for the
-backward pass. That would use up the saved memory, and cost decoding time. The op keeps the
-compressed weight and decodes it again. The rewrite has to come before autograd is traced, also
-inside checkpoints.
+W is a `CodedWeight`, with which `memeff_compile.compress_` replaces a dense weight. Without this
+pass, the linear would decode it, and autograd would keep every layer's decoded weight for the
+backward pass: the memory would not be saved. The op keeps the compressed weight and decodes it
+again. The rewrite must come before autograd is traced, also inside checkpoints.
 
-Without training, two or three linears of one input, such as those of queries, keys and values,
+In inference, two or three linears with the same input, such as those of queries, keys and values,
 become one op, which needs a single launch for one token:
 
     before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
 
-A compressed weight with another reader (an embedding, a product by hand) is decoded there. That is
-correct but takes memory, and the report mentions it.
+If another operation reads a compressed weight (an embedding, an explicit product), the weight is
+decoded there. That is correct but takes memory, and the report mentions it.
 """
 
 from __future__ import annotations
@@ -51,15 +50,19 @@ class Coded:
 
 @dataclass(frozen=True)
 class Several:
-    """Linears of one input, in order; `split` is the reason why others are not included."""
+    """Linears with the same input, in order.
+
+    `split` is the reason why other linears are not included.
+    """
 
     sites: tuple[Coded, ...]
     split: str = ""
 
 
 class EncodeWeights(GraphPass):
-    """The pass. Its sentence contains each layer's saving, since equal layers are counted
-    together.
+    """The pass.
+
+    Its sentence contains each layer's saving, since equal layers are counted together.
     """
 
     name = "encode_weights"
@@ -179,7 +182,8 @@ def _coded(node: Node) -> op_folder.CodedWeight | None:
 
 
 def _whole(node: Node) -> Node:
-    """Return the graph input if ``node`` is this process's part of it, or the node itself."""
+    """Return the graph input if ``node`` is this process's part of one, otherwise the node
+    itself."""
     if node.target != "to_local" or node.kwargs or len(node.args) != 1:
         return node
     (whole,) = node.args

@@ -8,8 +8,8 @@
 This function has two implementations in PyTorch. With ``need_weights=True``, the default, PyTorch
 builds the scores and the weights, even if no node reads them. Otherwise PyTorch calls
 scaled_dot_product_attention, with a mask per head if both masks are given. If no node reads the
-weights, this pass writes the second form, with one mask for all heads, in a form that
-``recover_attention`` reads. A node without a gain is not changed.
+weights, this pass inserts the second form, with one mask for all heads, so that
+``recover_attention`` can read it. If that gains nothing, the node is not changed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ _PLAIN = (
 
 
 def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
-    """Read a mask; nn.MultiheadAttention hands truth values on as zero and minus infinity."""
+    """Read a mask; nn.MultiheadAttention turns booleans into zero and minus infinity."""
     tensor = info.tensor(node)
     if tensor is None:
         return None
@@ -159,7 +159,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 
 def _turned_from(node: Node) -> Node | None:
-    """Return the node whose batch and length were swapped, or None."""
+    """Return the node from which swapping batch and length made this node, or None."""
     if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]
@@ -167,7 +167,7 @@ def _turned_from(node: Node) -> Node | None:
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
-    """Return in words the savings of the second form; empty if PyTorch already uses it."""
+    """Return the savings of the second form in words, or "" if PyTorch already uses it."""
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
     is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"
@@ -217,7 +217,7 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 
 def _unserved(match: Multihead) -> Decline | None:
-    """Return which arguments the rewritten parts would not handle like the original, or None."""
+    """Return which arguments the inserted nodes would not handle like the original, or None."""
     kind, given = kind_among(match.node.all_input_nodes), match.given
     if kind:
         return subclass(kind)
@@ -316,7 +316,7 @@ class _Expansion:
         return found
 
     def _split(self, packed: Node | None, *shares: int) -> list[Node | None]:
-        """Cut a packed weight or bias into shares of the width."""
+        """Split a packed weight or bias into parts of the module's width."""
         if packed is None or len(shares) == 1:
             return [packed] * len(shares)
         sizes = [share * self.width for share in shares]
@@ -379,8 +379,8 @@ class _Expansion:
         return node
 
     def _nothing_is_nan(self, mask: Node) -> Node:
-        """Return nan for queries that attend to no key, else 1: a softmax of minus infinities gives
-        nan.
+        """Return nan for queries that attend to no key, otherwise 1: a softmax of minus infinities
+        is nan.
         """
         if compat.example_value(mask).dtype != torch.bool:
             mask = self.call(aten.gt.Scalar, mask, -math.inf)

@@ -8,10 +8,11 @@
 A match is one number per row that compares the softmax of a student's head with that of a teacher,
 which is a head of this graph or a tensor of logits. `losses/divergences.py` reads the spellings. If
 the rows are only masked, scaled and summed afterwards, the op returns that one number and its
-gradients, in four products; else the backward computes the logits again.
+gradients, in four products; otherwise the backward pass computes the logits again.
 
-The pass declines: teachers that train, other readers of the logits, softcaps and vectors over the
-vocabulary, in-place writes in between, tensor subclasses. The docs page lists every code.
+The pass declines teachers that train, other readers of the logits, softcaps and vectors over the
+vocabulary, in-place writes before the divergence, and tensor subclasses. The docs page lists every
+code.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class FuseDivergence(GraphPass):
     name = "fuse_divergence"
 
     def find(self, info: GraphInfo) -> Iterable[Divergence | Decline]:
-        """Yield every divergence of a head, and a Decline per `kl_div` of one that is not read."""
+        """Yield every divergence of a head, and a Decline for each `kl_div` of a head that cannot
+        be read."""
         nodes = list(info.gm.graph.nodes)
         if not any(node_name(node) in _SOFTMAXES for node in nodes):
             return
@@ -106,7 +108,7 @@ class FuseDivergence(GraphPass):
         return [*(side.chain.head.node for side in sides if side.chain is not None), match.node]
 
     def rewrite(self, info: GraphInfo, match: Divergence, editor: Editor) -> Done:
-        """Emit the op before the divergence, and restore its result."""
+        """Insert the op before the divergence, and compute the divergence's result from it."""
         for side in (match.student, match.teacher):
             for step in () if side.chain is None else side.chain.steps:
                 compat.hold_constant(step.symbol)
@@ -136,7 +138,7 @@ def _head(side: Side) -> Any:
 
 
 def _unread(info: GraphInfo, reader: DivergenceReader, node: Node) -> Iterable[Decline]:
-    """Return a decline for a divergence of a head's log-probabilities that is not read."""
+    """Return a decline for a divergence of a head's log-probabilities that the pass cannot read."""
     given = kl_arguments(node) or {"input": node.args[0] if node.args else None}
     sides = [reader.softmax.log_probs(given.get(name)) for name in ("input", "target")]
     if any(isinstance(side, Soft) for side in sides):
@@ -186,7 +188,7 @@ def _check_sides(info: GraphInfo, match: Divergence) -> Decline | None:
 
 
 def _check_readers(info: GraphInfo, match: Divergence) -> Decline | None:
-    """Return a decline if anything else needs the logits, except a loss or an output."""
+    """Return a decline if a node needs the logits that is neither a loss nor an output."""
     covered, reader = set(match.covered), HeadReader(info)
     tails = TailReader(info, reader)
     for side in (match.student, match.teacher):
@@ -226,7 +228,7 @@ def _is_of_side(match: Divergence, node: Node) -> bool:
 
 
 def _is_of_a_loss(tails: TailReader, user: Node) -> bool:
-    """Return whether a reader of logits is a loss on class indices, or the softmax before one."""
+    """Return whether a reader of logits is a loss with class indices, or the softmax before one."""
     if any(isinstance(answer, Tail) for answer in tails.tails(user)):
         return True
     is_log = isinstance(tails.softmax.log_probs(user), Soft)
@@ -252,7 +254,7 @@ def _operands(side: Side) -> list[Node]:
 
 
 def _values(info: GraphInfo, side: Side) -> tuple[Any, Any, Any]:
-    """Return example values of the op's operands of a side: rows, weight, bias."""
+    """Return example values of the op's operands for one side: rows, weight, bias."""
     if side.chain is None:
         return info.value(side.logits), None, None
     head, dtype = side.chain.head, side.chain.head.compute_dtype
@@ -299,7 +301,7 @@ def _engine(info: GraphInfo, match: Divergence) -> str:
 def _is_total(info: GraphInfo, match: Divergence) -> bool:
     """Return whether the op makes one number and its gradients.
 
-    In an activation checkpoint, whose forward runs twice, it does not.
+    In an activation checkpoint it does not, because the forward pass runs twice there.
     """
     dtype = _head(match.student).compute_dtype
     makes = op_folder.makes_gradients_in_forward(dtype)
@@ -346,7 +348,7 @@ def _detached(info: GraphInfo, e: Editor, node: Node) -> Node:
 
 
 def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
-    """Insert the op's operands of a side: rows, weight, bias."""
+    """Insert the op's operands for one side: rows, weight, bias."""
     if side.chain is None:
         assert side.logits is not None
         return [side.logits, None, None]

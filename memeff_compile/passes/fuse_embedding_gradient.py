@@ -6,18 +6,18 @@
 
 C is W itself, a view. Since the lookup returns it, autograd passes the head's gradient of W and the
 rows' gradient to the lookup's backward pass, which adds the second into the first in place. This
-saves an fp32 buffer as large as the table (V x D), which Inductor scatters into.
+saves an fp32 buffer as large as the table (V x D), into which Inductor scatters.
 
 Several lookups in one table (encoder and decoder) are chained: each takes the table from the
 previous one. Gradients of other uses of the table come from autograd as usual.
 
 A large 16-bit table without a fused head in the same graph becomes memeff::embedding, whose
-backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are not rewritten there:
-the buffer that Inductor scatters into is the gradient it returns.
+backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are not rewritten there,
+because the buffer into which Inductor scatters is already the gradient.
 
 If DTensor splits a table over ranks, each rank looks up rows in its part, by `over_ranks`. If the
-rows are split, DTensor builds the gradient of all rows on every rank in the table's dtype. So every
-large table is served, and its rows are summed over ranks as before:
+rows are split, DTensor builds the gradient of all rows on every rank in the table's dtype. So the
+pass rewrites every large split table, and its rows are summed over ranks as before:
 
     before: x = embedding(ids, W).redistribute(...)                  W: Shard(0)
     after:  W_r = part_of_rank(W)
@@ -80,7 +80,7 @@ class FuseEmbeddingGradient(GraphPass):
     name = "fuse_embedding_gradient"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.embedding is on and a backward may follow."""
+        """Return whether memeff.embedding is on and a backward pass may follow."""
         return super().enabled(info) and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Table | Decline]:
@@ -193,7 +193,7 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
-        """Return whether ranks hold parts of the table, whose gradients may move between them."""
+        """Return whether the table is split over ranks, between which its gradients may move."""
         return compat.is_dtensor(info.value(match.weight))
 
     def dead(self, match: Table) -> Sequence[Node]:
@@ -220,7 +220,7 @@ def _trains(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _unserved_setting(node: Node, call: Call | None = None) -> str:
-    """Return the setting of a lookup that the op does not have, or an empty string."""
+    """Return the setting of a lookup that the op does not support, or an empty string."""
     given = _arguments(node)
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if given.get(name):
@@ -247,7 +247,7 @@ def _unread(node: Node) -> Decline:
 
 
 def _sources(weight: Node) -> list[Node]:
-    """Return a weight and this rank's shard of it, which heads split over ranks read instead."""
+    """Return a weight and this rank's shard of it, which is the weight that split heads read."""
     parts = (user for user in weight.users if user.target is part_of_rank)
     return [weight, *(part for part in parts if all(summed is None for summed in part.args[1:]))]
 
@@ -257,9 +257,9 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
-    """Return the nodes that read ``weight`` for fused heads after ``last``: the ops, a cast, or a
-    slice of the classes. A cast to a narrower dtype is left out: its gradient would stay in the
-    wide dtype through the whole backward pass.
+    """Return the nodes after ``last`` through which fused heads read ``weight``: the op, a cast, or
+    a slice of the classes. Casts to a narrower dtype are not included: their gradient would stay in
+    the wide dtype through the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -289,8 +289,10 @@ def _is_made_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _is_large(info: GraphInfo, weight: Node) -> bool:
-    """Return whether it pays to avoid a buffer besides the gradient: the fp32 copy that Inductor
-    scatters into for a 16-bit table, or all rows of a table that is split over ranks.
+    """Return whether the avoided buffer is large.
+
+    It is the fp32 copy into which Inductor scatters for a 16-bit table, or all rows of a table that
+    is split over ranks.
     """
     value = info.tensor(weight)
     if value is None or value.dim() != 2:
@@ -314,7 +316,7 @@ def _sizes(weight: torch.Tensor) -> dict[str, int]:
 
 
 def _layout(info: GraphInfo, weight: Node, ids: Node) -> op_folder.Layout | None:
-    """Return how a table that is looked up is split over ranks, or None for a plain one."""
+    """Return how a table is split over ranks, or None for a plain tensor."""
     table = info.value(weight)
     return op_folder.layout_of(table, info.value(ids)) if compat.is_dtensor(table) else None
 
@@ -345,7 +347,7 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 def _reads_sums(user: Node) -> bool:
     """Return whether the reader of partial sums over ranks adds these up first.
 
-    It does if its result is a tensor that every rank holds in full.
+    It does if every rank has the complete result.
     """
     if node_name(user) in _MOVES:
         return True
@@ -356,8 +358,8 @@ def _reads_sums(user: Node) -> bool:
 
 
 def _hand_over(editor: Editor, parts: dict[Node, Node]) -> None:
-    """Let the readers of lookups read rows that ranks hold parts of: summed, or still to be
-    moved.
+    """Let the readers of lookups read rows that are split over ranks: already summed, or still to
+    be moved.
     """
     added: dict[Node, Node] = {}
     for user in dict.fromkeys(user for node in parts for user in node.users):

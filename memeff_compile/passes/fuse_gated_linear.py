@@ -3,12 +3,13 @@
     before: out = linear(silu(gate) * up, W)        after: out = memeff.gated_linear(gate, up, W)
 
 In the backward pass of a gated MLP, a compiler recomputes the product and the gradients of gate and
-up in one kernel. It reads three tensors of tokens x intermediate size and writes three, so six
-exist at once: the memory peak of a checkpointed step. The op needs three.
+up in one kernel. The kernel reads three tensors of tokens x intermediate size and writes three, so
+six exist at once: this is the memory peak of a checkpointed step. The op needs only three.
 
 Only bodies of activation checkpoints are touched. There gate and up are recomputed for the backward
-pass and have no other user, so the op may overwrite them. Outside, the backward pass reads saved
-tensors and would have to copy them first; the pass skips such linears and does not report them.
+pass and have no other user, so the op may overwrite them. Outside checkpoints, the backward pass
+reads saved tensors, which the op would have to copy first. The pass skips such linears and does not
+report them.
 """
 
 from __future__ import annotations
@@ -44,16 +45,20 @@ class Gated:
 
 
 class FuseGatedLinear(GraphPass):
-    """The pass. Blocks run one after the other, so the report gives each saving, not a sum."""
+    """The pass.
+
+    Blocks run one after the other, so the report gives the saving of each, not a sum.
+    """
 
     name = "fuse_gated_linear"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.gated_linear is on and this is a checkpoint's body that trains."""
+        """Return whether memeff.gated_linear is on and this is the body of a checkpoint in
+        training."""
         return super().enabled(info) and info.called_by is not None and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
-        """Yield every linear of a gated product whose halves are computed in this body."""
+        """Yield every linear of a gated product whose gate and up are computed in this body."""
         for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
             if match is not None and _gains(info, match):
@@ -126,7 +131,7 @@ _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
-    """Return whether an op of this body made a value and does not save it."""
+    """Return whether an op of this body computed a value and does not save it."""
     while (call := call_of(node, *_VIEWS)) is not None:
         node = call.args["self"]
         if len(node.users) != 1:

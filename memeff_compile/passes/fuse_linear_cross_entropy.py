@@ -18,9 +18,9 @@ nll_loss or gather, logsumexp (z-loss), and metrics of the same logits: argmax, 
 without a gradient. Consumers that use the same rows and targets share one op call. The reductions
 stay ATen nodes, so an empty or all-ignored batch gives nan as in eager.
 
-The pass declines: class-probability targets, other sums and uses of the logits inside the graph,
-logits or operands written in place in between, mixed grad regions, subclass or integer weights,
-scales that are tensors, heads in another graph. The docs page lists every code.
+The pass declines class-probability targets, other sums and uses of the logits inside the graph,
+in-place writes to logits or operands before the loss, mixed grad regions, subclass or integer
+weights, scales that are tensors, and heads in another graph. The docs page lists every code.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ from .losses.tails import (
 from .losses.unfused import unfused_heads
 
 NO_LOSS = (*METRICS, "logit_sum")
-"""Tails that a model without a loss may have, too."""
+"""Tails that may also occur in a model without a loss."""
 
 
 class FuseLinearCrossEntropy(GraphPass):
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield one site per head with a loss-like consumer; a Decline per loss without a head."""
+        """Yield one site per head with a loss-like consumer, and a Decline per loss without a
+        head."""
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
@@ -155,8 +156,9 @@ class FuseLinearCrossEntropy(GraphPass):
         return outputs.check(info, match.outputs)
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula for the logits' bytes, before and after; None for PyTorch's own op,
-        which has chunks of them.
+        """Return the formula for the logits' bytes, before and after.
+
+        Return None for PyTorch's own op, which has only chunks of logits.
         """
         head = match.head
         if is_chunked(match.tails[0]):
@@ -227,7 +229,10 @@ class FuseLinearCrossEntropy(GraphPass):
         return [match.head.node, *(t.node for t in match.tails)]
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Emit one op call per set of tails with the same rows and targets; then the outputs."""
+        """Insert one op call per set of tails with the same rows and targets.
+
+        Then replace the outputs.
+        """
         spellings: list[str] = []
         chains = [*(t.chain for t in match.tails), *(o.chain for o in match.outputs)]
         symbols = [step.symbol for chain in chains for step in chain.steps]
@@ -277,7 +282,7 @@ class FuseLinearCrossEntropy(GraphPass):
         return [*match.covered, *match.aside, *match.head.casts]
 
     def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
-        """Return whether the rewrite gathers over ranks; then all of them have to apply it."""
+        """Return whether the rewrite gathers over ranks; then all ranks have to apply it."""
         return compat.is_dtensor(info.value(match.head.node))
 
 

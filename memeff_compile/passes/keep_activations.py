@@ -1,7 +1,7 @@
-"""Lets activation checkpoints keep results that are expensive to recompute, within
+"""Lets activation checkpoints save results that are expensive to recompute, within
 memeff.recompute.
 
-    before: checkpoint(block): all of it is computed again for the backward
+    before: checkpoint(block): the whole block is computed again for the backward
     after:  checkpoint(block), which keeps results of attention (and of linears, up to some bytes)
 
 Neither numbers nor nodes change: the body of a checkpoint gets a policy, as `context_fn` of
@@ -79,9 +79,7 @@ _MOVED = 3e12
 
 @dataclass(frozen=True)
 class Product:
-    """A result that could be kept: the bytes that it takes, and roughly the seconds that it
-    saves.
-    """
+    """A result that could be kept: its bytes, and roughly the seconds that keeping it saves."""
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
@@ -93,7 +91,7 @@ Products = tuple[Product, ...]  # of one body
 
 
 class KeepActivations(GraphPass):
-    """The pass, which has one match for each checkpoint."""
+    """The pass. It has one match for each checkpoint."""
 
     name = "keep_activations"
 
@@ -116,7 +114,8 @@ class KeepActivations(GraphPass):
         return any(self.skipped(info, product.nodes[0]) for product in products)
 
     def _chosen(self, info: GraphInfo) -> Collection[Node]:
-        """Return the results kept within the limit of bytes, over all checkpoints of the graph."""
+        """Return the results that are kept within the limit of bytes, over all checkpoints of the
+        graph."""
         *_, root = info.outward()
         if "kept" not in root.notes:
             _, *bodies = root.inward()
@@ -205,9 +204,9 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
     """Yield the results that fit into ``limit`` bytes, most time saved per byte first.
 
-    Among equals, later blocks come first: their memory is free again by the time that the weights'
-    gradients have grown. Results whose size depends on values are left out, as they may exceed any
-    limit.
+    Among equal results, later blocks come first, because their memory is freed before most of the
+    weights' gradients exist. Results whose size depends on values are not included, because they
+    may exceed any limit.
     """
     left = limit
     known = (product for product in products if product.bytes)
@@ -218,7 +217,10 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
-    """Read a node as a result that could be kept, or return None, or why it cannot."""
+    """Read a node as a result that could be kept.
+
+    Return why it cannot be kept, or None for other nodes.
+    """
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None
@@ -276,8 +278,8 @@ def _readers(linear: Node) -> list[Node]:
 
 
 def _is_step(node: Node, made: Collection[Node]) -> bool:
-    """Return whether a call is linear in the values derived from one node, so that its backward
-    pass reads none of them.
+    """Return whether a call is linear in the values that come from one node: then its backward pass
+    does not read them.
     """
     calls = read(node)
     if calls is None or any(call.op not in _STEPS for call in calls):
@@ -289,7 +291,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the ops that read a call's result after moves; the call's op if it is no move."""
+    """Return the ops that read a call's result after moves, or the call's op if it is not a
+    move."""
     found: list[Any] = []
     ways, seen = [node], {node}
     while ways:
@@ -317,10 +320,10 @@ def _without_moves(node: Node, linear: Node) -> Node:
 
 
 def _is_made_op_by_op(value: torch.Tensor) -> bool:
-    """Return whether PyTorch chose its form of attention that ends in a plain product.
+    """Return whether PyTorch chose its unfused attention, which ends in a plain product.
 
-    Dynamo's trace of the call made the choice, for example under `sdpa_kernel`; on a planned GPU it
-    is unknown.
+    PyTorch chose when Dynamo traced the call, for example under `sdpa_kernel`. For a planned GPU
+    the choice is unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

@@ -5,7 +5,7 @@
 
 The numbers are the same. A table of cosines is pointwise in the positions, and Inductor recomputes
 pointwise values in every kernel that reads them: each layer, forward and backward, would take the
-cosine of each angle once per head. If a node asks for the strides of a tensor, Inductor keeps that
+cosine of each angle once per head. If a node reads the strides of a tensor, Inductor stores that
 tensor in memory. The view costs no time: it has the table's sizes and strides.
 """
 
@@ -39,7 +39,8 @@ class KeepRotaryTables(GraphPass):
     name = "keep_rotary_tables"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.rotary_tables is on, for the compiler that would recompute."""
+        """Return whether memeff.rotary_tables is on, and the inner compiler is one that would
+        recompute."""
         return super().enabled(info) and info.options.inner == "inductor"
 
     def find(self, info: GraphInfo) -> Iterable[Tables | Decline]:
@@ -81,7 +82,7 @@ class KeepRotaryTables(GraphPass):
 
 
 def _is_wave(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` takes cosines or sines of a value without gradient, on a GPU."""
+    """Return whether ``node`` computes cosines or sines of a value without gradient, on a GPU."""
     call = read_one(node) if node.op in ("call_function", "call_method") else None
     value = info.tensor(node)
     if call is None or call.op not in _WAVES or value is None or value.requires_grad:
@@ -92,7 +93,8 @@ def _is_wave(info: GraphInfo, node: Node) -> bool:
 
 
 def _table(info: GraphInfo, wave: Node) -> Node | None:
-    """Return the node of a wave that layers read (itself, scaled or cast); None if too few do."""
+    """Return the form of a cosine or sine that layers read (plain, scaled or cast), or None if too
+    few layers read it."""
     table = wave
     for _ in range(_MAX_STEPS):
         users = _readers(table)

@@ -1,10 +1,11 @@
-"""Rewrites attention without gradients into memeff::quantized_attention, if you ask for low bits.
+"""Rewrites attention without gradients into memeff::quantized_attention, if low bits are requested.
 
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     after:  out = memeff.quantized_attention(q, k, v, ahead=0, level="8b")
 
-It runs after recover_attention and rewrites calls of PyTorch's attention without a mask, and calls
-of memeff::attention, whose conditions the op takes unchanged. SageAttention2, arXiv 2411.10958.
+The pass runs after recover_attention. It rewrites calls of PyTorch's attention without a mask, and
+calls of memeff::attention, whose conditions the op takes unchanged. Paper: SageAttention2, arXiv
+2411.10958.
 
 It is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per module.
 If a gradient is needed, attention stays exact; this is reported.
@@ -49,7 +50,7 @@ NEVER_FASTER = {
     "8b+f16": "was slower than PyTorch's kernels wherever it was measured",
     "4b": "was nowhere measured to be faster than PyTorch's kernels",
 }
-"""Levels that need a minimum length: without one, a call at these levels stays exact."""
+"""Levels that need a minimum length: if none is set, a call at these levels stays exact."""
 
 WIDEST = 128  # wider heads were measured to be slower than PyTorch's kernels
 
@@ -102,14 +103,14 @@ class Place:
 
 @dataclass
 class Match:
-    """Sites that are served in the same way."""
+    """Sites that get the same rewrite."""
 
     sites: list[Site] = field(default_factory=list)
     sentence: str = ""
 
 
 class QuantizeAttention(GraphPass):
-    """The pass: its gain is time, and `find` yields the calls that can be served."""
+    """The pass. It saves time instead of bytes; `find` yields the calls that it can rewrite."""
 
     name = "quantize_attention"
 
@@ -168,7 +169,7 @@ def _places(info: GraphInfo) -> list[Place]:
 
 
 def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
-    """Return the arguments of an attention, why it is not served, or None for other nodes."""
+    """Return the arguments of an attention, why it is not supported, or None for other nodes."""
     if node.target is operator.getitem:
         source = node.args[0]
         if not isinstance(source, Node) or source.target is not exact_folder.attention:
@@ -282,11 +283,12 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
 def _without_gain(
     info: GraphInfo, node: Node, asked: Asked, query: torch.Tensor, key: torch.Tensor
 ) -> Decline | None:
-    """Return why low bits would not be faster, or None; a length that the user sets takes
-    precedence.
+    """Return why low bits would not be faster, or None.
 
-    A length that varies is compared with a guard, so that a length on the other side is checked
-    again.
+    A length that the user sets takes precedence.
+
+    A length that varies is compared with a guard, so lengths on the other side of the limit are
+    compiled again.
     """
     queries, keys = query.shape[2], key.shape[2]
     least = info.options.attention_length

@@ -5,12 +5,12 @@
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-The mask's part of the graph is read as a formula over batch, query and key index (mask_reader,
-mask_algebra, mask_forms), not matched node by node, and a call is changed only if the formula is
-proved equal to the new arguments, for all sizes the graph is compiled for. For padding, packed
-sequences, windows and softcaps, which PyTorch's call has no argument for, memeff::attention is used
-if it has a kernel (told_to_op). It reads any other mask of a call when it runs. All other attention
-is reported and left unchanged.
+The nodes that compute the mask are read as a formula over batch, query and key index (mask_reader,
+mask_algebra, mask_forms) instead of matched one by one. A call is changed only if the formula is
+proved equal to the new arguments, for all sizes for which the graph is compiled. PyTorch's call has
+no arguments for padding, packed sequences, windows and softcaps. For these the pass uses
+memeff::attention, if it has a kernel (told_to_op); this op can also read any other mask of a call
+when it runs. All other attention is reported and left unchanged.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass
 class Match:
-    """Sites with the same answer: plans to carry out, or one reason against all of them."""
+    """Sites with the same answer: plans to apply, or one reason against all of them."""
 
     nodes: list[Node] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
@@ -129,7 +129,7 @@ class RecoverAttention(GraphPass):
 
 
 def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
-    """Return the rewrite of a site, why there is none, or None if it would not gain."""
+    """Return the rewrite of a site, why it is not possible, or None if it would gain nothing."""
     kind = kind_among(site.inputs)
     if kind:
         return subclass(kind, site.node)
@@ -149,7 +149,8 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
 def _as_call(
     info: GraphInfo, site: Site, causal: bool, limit: Any, said: list[str]
 ) -> Plan | Decline | None:
-    """Return the plan of a call without a mask, why not, or None if that changes nothing."""
+    """Return the plan of a call without a mask, why it is not possible, or None if it would change
+    nothing."""
     slow = why_not_fused(info, site) if site.between else ""
     if slow:
         return Decline("no_fused_kernel", slow, node=site.node)
@@ -207,8 +208,9 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return is_causal, the end of the keys, and the words; None if PyTorch's call cannot express
-    it.
+    """Return is_causal, the end of the keys, and words for the report.
+
+    None if PyTorch's call cannot express the mask.
     """
     queries, keys = (operand.value.shape[-2] for operand in (site.query, site.key))
     if site.mask is None:
@@ -245,7 +247,7 @@ def _shown(info: GraphInfo, site: Site) -> str:
 
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
-    """Return the conditions of a site on query and key, and its mask, if it has one."""
+    """Return a site's conditions on query and key, and its mask, if it has one."""
     if site.mask is None:
         return Form(causal=0 if site.causal else None), None
     shape = (*site.query.value.shape[:-1], site.key.value.shape[-2])
@@ -270,7 +272,7 @@ def _read_mask(
 
 
 def _chosen_by(info: GraphInfo, form: Form) -> str | None:
-    """Return the name of the node that chooses rows of a stored mask, which may be empty.
+    """Return the name of the node that selects rows of a stored mask, or "" if it has no name.
 
     An example is ``mask[None, None, input_pos]``. Return None for any other mask.
     """
@@ -349,7 +351,7 @@ _COPIES = named("contiguous.default clone.default")
 
 
 def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand, Node] | None:
-    """Return the node that was repeated over the heads and its first reader, or None."""
+    """Return the node that was repeated over the heads, and the node's first reader; or None."""
     if operand.unexpanded is not None and site.product is not None:
         return operand.unexpanded, site.product  # the product repeats it by broadcasting
     result, node = operand.value, back_over(operand.node, _COPIES)
@@ -365,7 +367,7 @@ def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
-    """Insert the new call in the dtype in which the site computes, autocast or not."""
+    """Insert the new call in the dtype in which the site computes, with or without autocast."""
     old = info.value(site.node)
     operands = (site.query, *(plan.bases or (site.key, site.value)))
     query, key, value = (operand.written(editor) for operand in operands)

@@ -1,4 +1,4 @@
-"""Attention over a static KV cache -> memeff::kv_cache_attention, which reads its filled part only.
+"""Attention over a static KV cache -> memeff::kv_cache_attention, which reads only the filled part.
 
     before: k_cache.index_copy_(2, p, k); v_cache.index_copy_(2, p, v)
             K, V = repeat_kv(k_cache), repeat_kv(v_cache)
@@ -8,11 +8,11 @@
 
 The writes are kept, in place and in order. The read is exact for every boolean mask: ``last`` is
 the last key that a query sees. If the mask compares the indices of the keys with the positions of
-the queries, ``last`` is those positions, read on the device, and the mask is gone. Any other
-boolean mask, such as the one that generate() builds outside of the graph, goes to the op, and
-``last`` is found in it once per forward pass.
+the queries, ``last`` is those positions, read on the device, and the mask is removed. Any other
+boolean mask, such as the one that generate() builds outside of the graph, is passed to the op, and
+``last`` is computed from it once per forward pass.
 
-Only nodes that the match owns are deleted. Graph.eliminate_dead_code would remove the writes, since
+The pass deletes only nodes of the match. Graph.eliminate_dead_code would remove the writes, because
 their results are not used.
 """
 
@@ -56,7 +56,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that queries see: up to ``bound`` (less ``minus``), or those that a mask shows."""
+    """The keys that queries see: those up to ``bound`` - ``minus``, or those that a mask allows."""
 
     mask: Node | None
     bound: Node | None = None
@@ -96,8 +96,9 @@ class RewriteKVUpdate(cached.CachedPass):
                 yield Site(node, call, storages)
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Read the match again, as an earlier rewrite may have changed it; return why not, or
-        None.
+        """Read the match again, because an earlier rewrite may have changed it.
+
+        Return why it is declined, or None.
         """
         match.call = read_one(match.node) or match.call
         read = (_cache(info, match.call.args[name], match.storages) for name in ("key", "value"))
@@ -164,15 +165,13 @@ def _is_cache_write(node: Node) -> bool:
 
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
-    """Return the storages of ``nodes``, or of those among them that outlive the graph."""
+    """Return the storages of ``nodes``, or only of those nodes that outlive the graph."""
     held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
     return frozenset(map(compat.storage_key, filter(compat.is_fake, map(info.tensor, held))))
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether ``node`` is in one of ``storages``, or a copy of such a node a few steps
-    away.
-    """
+    """Return whether ``node`` has one of ``storages``, or is a copy of such a node."""
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
         if not compat.is_fake(value):
@@ -188,7 +187,7 @@ def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
 
 
 def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | None:
-    """Strip nodes that repeat the heads, and return the cache; None for any other form."""
+    """Follow nodes that repeat the heads back to the cache; return None for any other form."""
     chain: list[Node] = []
     repeat: Any = 1
     for _ in range(cached.MAX_CHAIN):
@@ -214,8 +213,9 @@ def _copies(info: GraphInfo, match: Site) -> bool:
 
 
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
-    """Read the mask; None without one, or if it is not a boolean mask that is the same for all
-    heads.
+    """Read the mask.
+
+    Return None if there is no mask, or if it is not boolean and the same for all heads.
     """
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)
@@ -252,7 +252,7 @@ def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
 
 
 def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
-    """Return whether ``node`` holds 0, 1 .. N - 1 along its last dimension."""
+    """Return whether ``node`` has 0, 1 .. N - 1 along its last dimension."""
     value = info.tensor(node)
     if value is None or not same_shape(value.shape, (*[1] * (value.dim() - 1), keys)):
         return False
@@ -291,7 +291,7 @@ def _is_per_query(info: GraphInfo, node: Node) -> bool:
 
 
 def _bound(editor: Editor, visible: Visible) -> Node:
-    """Return (B or 1, M or 1): the last key each query sees, from the compared positions."""
+    """Return (B or 1, M or 1): the last key that each query sees, from the compared positions."""
     positions = visible.bound
     assert positions is not None
     has_heads = compat.example_value(positions).dim() == 4
@@ -394,7 +394,8 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return both writes and the op's operands, if one op can do both at the later position."""
+    """Return both writes and the op's operands, if one op can do both at the position of the later
+    write."""
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:

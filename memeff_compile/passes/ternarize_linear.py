@@ -10,8 +10,8 @@
 
 The codes equal those of the model's chain. Their products are summed exactly; a dense linear rounds
 both operands first. In training, the backward pass multiplies the same values as the model's,
-decoded from the codes: it keeps two bits per weight and eight per input instead of two full
-tensors. Linears of one input share its codes. Without gradients, one op does everything.
+decoded from the codes: two bits per weight and eight per input are kept instead of two full
+tensors. Linears with the same input share its codes. Without gradients, a single op is enough.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .ternary.products import Product, read_product
 
 @dataclass(frozen=True)
 class Site:
-    """A linear with both operands read, or why one of them could not be."""
+    """A linear with both operands read, or why one of them could not be read."""
 
     linear: Node
     bias: Node | None
@@ -64,7 +64,7 @@ class Site:
 
 @dataclass
 class Group:
-    """Linears of one input, quantised in the same way."""
+    """Linears with the same input, which is quantised in the same way for all."""
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Group:
 
 @dataclass
 class Calls:
-    """Calls of `memeff::ternary_linear` with one input, as packed modules make them."""
+    """Calls of `memeff::ternary_linear` with the same input, as packed modules make them."""
 
     nodes: list[Node]  # the calls
     entering: Entering  # the ops before them that can be part of one call
@@ -86,8 +86,8 @@ class TernarizeLinear(GraphPass):
     name = "ternarize_linear"
 
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
-        """Yield linears with a rounded weight, or an input rounded as that of ternary models, then
-        calls on packed weights that have one input and can be one call.
+        """Yield linears with a rounded weight, or with an input that is rounded as in ternary
+        models; then calls on packed weights with the same input, if they can be one call.
         """
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes if may_round(info.gm) else ()):
@@ -107,7 +107,7 @@ class TernarizeLinear(GraphPass):
         yield from self._mergeable(info)
 
     def _products(self, info: GraphInfo) -> Iterable[Group]:
-        """Yield products of single weights that have one input and can be one product."""
+        """Yield products of single weights with the same input, if they can be one product."""
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes):
             product = read_product(info, node)
@@ -176,7 +176,7 @@ class TernarizeLinear(GraphPass):
         return [site.linear for site in match.sites]
 
     def parts(self, match: Group | Calls) -> Sequence[Group]:
-        """Return a match per linear; calls that exist already can stay unchanged."""
+        """Return one match per linear; existing calls can stay unchanged."""
         if isinstance(match, Calls) or match.products:
             return []
         return [Group([site]) for site in match.sites]
@@ -202,8 +202,8 @@ class TernarizeLinear(GraphPass):
         return Done(match.sites[0].linear, sentence, sites=len(match.sites))
 
     def dead(self, match: Group | Calls) -> Sequence[Node]:
-        """Return the nodes that lose their last reader, unused second results of reductions
-        included.
+        """Return the nodes that lose their last reader, including unused second results of
+        reductions.
         """
         items = [user for node in match.owned for user in node.users if not user.users]
         return [*match.owned, *(user for user in items if user.op == "call_function")]
@@ -251,7 +251,7 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
 
 
 def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
-    """Return tokens, rows and columns, as first seen."""
+    """Return tokens, rows and columns, with the sizes of the first call."""
     weight, _ = site.both
     tokens = math.prod(map(compat.size_hint, info.value(site.linear).shape[:-1]))
     rows, columns = map(compat.size_hint, info.value(weight.source).shape)
@@ -304,7 +304,10 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _unserved(info: GraphInfo, site: Site) -> Decline | None:
-    """Return why the op does not support a linear, would be wrong, or has no gain; else None."""
+    """Return why the op does not support a linear, would be wrong or would gain nothing.
+
+    Otherwise None.
+    """
     kind = kind_among((*(found.source for found in site.both), site.bias))
     if kind:
         said = f"an operand of the linear is a {kind}: the scale would be that of a part of it"
@@ -343,8 +346,10 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
-    """Emit one op for all linears of the group, before the first of them; in training one
-    quantisation, a packed weight per linear, and one product with gradients.
+    """Insert one op for all linears of the group, before the first of them.
+
+    In training, insert one quantisation, a packed weight per linear, and one product with
+    gradients.
     """
     first, weights = match.sites[0], [site.both[0] for site in match.sites]
     first_weight, tokens = first.both
@@ -386,7 +391,10 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
 
 
 def _with_neighbours(info: GraphInfo, x: Node, nodes: list[Node]) -> Calls:
-    """Read the neighbours that can be part of calls with a kernel; others would not gain."""
+    """Read the neighbours of calls that have a kernel, and can include these.
+
+    Other calls would gain nothing.
+    """
     value = info.tensor(x)
     has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)
     if value is None or has_more or op_folder.engine_for(value.device, value.dtype) == "reference":
@@ -405,7 +413,8 @@ FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
 
 
 def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
-    """Return the sum after the single result of a call, if the added node exists in time."""
+    """Return the sum after the single result of a call, if the added node exists before the
+    call."""
     items, (first, *others) = list(nodes[0].users), nodes
     packed: Any = first.args[1]
     found = None if others or len(items) != 1 or len(packed) != 1 else read_added(items[0])
@@ -418,7 +427,7 @@ def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
 
 
 def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
-    """Emit one call for all, before the first of them."""
+    """Insert one call for all of them, before the first one."""
     first, entering, added = match.nodes[0], match.entering, match.added
     lists = [list(chain(*held)) for held in zip(*map(_lists, match.nodes), strict=True)]
     settings = list(first.args[4:])
@@ -470,7 +479,7 @@ def _lists(call: Node) -> list[Sequence[Node | None]]:
 
 
 def _packed(info: GraphInfo, editor: Editor, weight: Quantized) -> tuple[Node, Node]:
-    """Emit the scale of a weight as the model computes it, and its packed codes."""
+    """Insert the scale of a weight, as the model computes it, and the weight's packed codes."""
     how = weight.quantizer
     detached = editor.call(aten.detach.default, info.current(weight.source))
     wide = detached if how.is_native else editor.cast(detached, torch.float32)

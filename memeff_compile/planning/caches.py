@@ -1,5 +1,5 @@
-"""How long a context, or how large a batch, fits next to a model's weights, by bits of its
-cache.
+"""Computes the longest context and the largest batch that fit next to a model's weights, by cache
+bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .setting import BITS_PER_WEIGHT, most, read_memory, require_counts
 MODES = (16, 8, 4, 3, 2)
 
 STEP_ROOM = 1 << 30
-"""Bytes that are set aside for a decoding step: logits, intermediate values, libraries' own."""
+"""Bytes that are reserved for a decoding step: logits, intermediate values, workspaces of
+libraries."""
 
 
 @dataclass(frozen=True)
@@ -101,25 +102,28 @@ def explain_cache(
     merge: Any = None,
     weights: str = "dense",
 ) -> CachePlan:
-    """Say how long a context and how large a batch fit, with a `KVCache` of each number of bits.
+    """Return the longest context and the largest batch that fit, for each number of bits of a
+    `KVCache`.
 
-    Nothing is allocated. Layers with a sliding window keep as many tokens in every mode.
+    No memory is allocated. Layers with a sliding window keep the same number of tokens in every
+    mode.
 
     Args:
         model: a model of transformers, on any device, "meta" included.
-        memory: of the device: bytes, or a size such as "141GB".
-        batch: sequences, for the longest context.
-        length: tokens per sequence, for the largest batch.
+        memory: memory of the device, as bytes or a size such as "141GB".
+        batch: number of sequences, for the longest context.
+        length: number of tokens per sequence, for the largest batch.
         scheme: as for `KVCache`.
         group: as for `KVCache`.
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
-        merge: as for `KVCache`, a `MiniCache` or its name; 16 bits are merged too, without codes.
+        merge: as for `KVCache`, a `MiniCache` or its name; with 16 bits, layers are merged without
+            codes.
         weights: "dense", or a codec of `compress_`.
 
     Raises:
-        ExplainError: the memory is not a size, or the model's config has no number of layers, the
-            heads of keys and values, or one head dimension for both.
+        ExplainError: the memory is not a size, or the model's config does not have the number of
+            layers, the heads of keys and values, or one head dimension for both.
         UnsupportedInputError: a setting that `KVCache` refuses.
 
     Example:
@@ -230,8 +234,8 @@ def _heads_of(text: Any, query_heads: int) -> int:
 
 
 _OF_KEYS = ("kv", "key_value", "query_group", "multi_query", "new_decoder_architecture")
-"""Words in settings that may give keys a different number of heads than queries; without them the
-numbers are equal.
+"""Words in names of settings that may give keys another number of heads than queries; without such
+settings the numbers are equal.
 """
 
 _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_key_value_heads")
@@ -321,7 +325,8 @@ def _mode(
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes of one more token of two layers that share directions, and of all."""
+    """Return the bytes that one more token takes in two layers that share directions, and the bytes
+    of all tokens."""
     codes = op_folder.bytes_of_token(layout, shape.heads, shape.itemsize)
     merged = codes + 4 * shape.heads * shape.itemsize  # and the lengths of both
     retained = sympy.Rational(shape.retained).limit_denominator(10**9)

@@ -1,7 +1,7 @@
-"""Captures a model as the backend would compile it, on tensors that have sizes and no memory.
+"""Captures a model as the backend would compile it, on tensors that have sizes but no memory.
 
 The model is copied; weights, buffers and inputs become fake tensors on the CPU that stand for
-tensors on the planned device. Batch and length are numbers, as in the planned call, so Python code
+tensors on the planned device. Batch and length are numbers, as in the planned call. So Python code
 between the graphs, and operations that read sizes, behave as in that call.
 """
 
@@ -36,8 +36,9 @@ LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 
 @dataclass
 class Graphs:
-    """The graphs that Inductor would compile for one captured graph; no backward without
-    training.
+    """The graphs that Inductor would compile for one captured graph.
+
+    No backward without training.
     """
 
     forward: GraphModule
@@ -75,7 +76,7 @@ class Capture:
         return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
-        """Return the sizes of `other`, with the same extra tokens that this model has beyond a
+        """Return the sizes of `other`, plus the extra tokens that this model has in addition to a
         sequence.
         """
         told = other.at
@@ -92,7 +93,7 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" if the sizes here equal those of `other`, or the reason why they do not."""
+        """Return "" if these sizes equal those of `other`, otherwise the reason why they do not."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
@@ -109,7 +110,8 @@ class Capture:
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Return batch and length, read from input_ids, else from the first integer tensor or any."""
+    """Return batch and length, from input_ids, otherwise from the first integer tensor, or any
+    tensor."""
     tensors = [x for x in tensors_of((kwargs.get("input_ids"), args, kwargs)) if x.dim()]
     if not tensors:
         raise ExplainError(
@@ -129,7 +131,7 @@ def capture(
     model: nn.Module | Callable[..., Any],
     told: Told,  # the batch and the length to capture it with
 ) -> Capture:
-    """Capture a call of ``model`` with the passes and without them; ExplainError if it fails."""
+    """Capture a call of ``model`` with and without the passes; raise ExplainError if that fails."""
     is_running = False
 
     def outside(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
@@ -219,8 +221,10 @@ def _graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
 
 
 def _attend_as_a_gpu_does(gm: GraphModule) -> None:
-    """Take dropout out of fused attention: a GPU applies it inside its kernel and keeps a seed, not
-    a mask; on a CPU dropout selects the unfused form.
+    """Remove dropout from fused attention.
+
+    A GPU applies dropout inside its kernel and keeps a seed, no mask; on a CPU dropout would select
+    the unfused form.
     """
     for module in levels_of(gm):
         for node in module.graph.nodes:
@@ -271,8 +275,9 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
-    """Return a tree of inputs as fake tensors of another batch and length; values are kept: the
-    same sequences are repeated, shortened, or extended by their last token.
+    """Return a tree of inputs as fake tensors of another batch and length.
+
+    Values are kept: the same sequences are repeated, shortened, or extended by their last token.
     """
 
     def fake(given: object) -> object:
@@ -296,9 +301,11 @@ def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Value
 
 
 def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
-    """Return the shape of an input at another batch and length. The batch is the first dimension,
-    or the second one (positions of three kinds); there may be several rows for each sequence, as of
-    images. Channels of pictures, and a width that happens to be the length, are no length.
+    """Return the shape of an input at another batch and length.
+
+    The batch is the first dimension, or the second one (positions of three kinds); there may be
+    several rows for each sequence, as for images. Channels of images, and a width that is equal to
+    the length by chance, do not count as lengths.
     """
     shape = list(tensor.shape)
     batch, length = told.batch or sizes.batch, told.length or sizes.length
@@ -318,7 +325,7 @@ def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
 
 
 def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
-    """Return a node's op and the sizes of its value here, 0 for one that depends on data."""
+    """Return a node's op and the sizes of its value; a size that depends on data is 0."""
     called = getattr(node.target, "__name__", None) or str(node.target)
     values = map(compat.local_part, tensors_in(compat.example_value(node)))
     sizes = [size for tensor in values for size in tensor.shape]

@@ -98,7 +98,7 @@ CARDS = {
 """To add a card, add its row; `kernels/_triton/gpus.py` has the features of each capability."""
 
 _SHORT = {"a100": "a10080gb", "h100sxm": "h100", "h100nvl": "h100", "rtx4060ti": "rtx4060ti16gb"}
-"""Short names, and the row that each means."""
+"""Short names, and the row of each."""
 
 
 class Target(NamedTuple):
@@ -118,12 +118,12 @@ class Target(NamedTuple):
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
-        """Select engines for this device in a context."""
+        """Return a context in which engines are chosen for this device."""
         return planned_for(torch.device(self.device, 0), self.gpu)
 
 
 def target_of(device: str, gpu: str | None) -> Target:
-    """Return the device of a plan; ExplainError if the device does not exist."""
+    """Return the device of a plan; raise ExplainError if the device does not exist."""
     if device not in ("cuda", "cpu"):
         raise ExplainError(f"device is {device!r}; it can be 'cuda' or 'cpu'.")
     if gpu is not None and device == "cpu":
@@ -132,7 +132,7 @@ def target_of(device: str, gpu: str | None) -> Target:
 
 
 def card_of(name: str) -> Card:
-    """Return the card of a name, such as "rtx4090"; ExplainError lists the nearest names."""
+    """Return the card with a name, such as "rtx4090"; ExplainError lists the most similar names."""
     plain = _plain(str(name))
     plain = _SHORT.get(plain, plain)
     for key in (plain, f"rtx{plain}"):

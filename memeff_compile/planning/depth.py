@@ -1,7 +1,7 @@
-"""Repeated blocks: a deep model is captured with a few blocks, which show the cost of each kind.
+"""Repeated blocks: a deep model is captured with a few blocks, which show the memory of each kind.
 
-Of every list of blocks the first and the last are captured, and one of each kind between them. It
-represents all blocks of its kind, which keep and produce the same sizes.
+Of every list of blocks, the first and the last block are captured, and one of each kind between
+them. This one represents all blocks of its kind, which keep and produce the same sizes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def config_of(module: object) -> Any:
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the configs of a model's modules, and the configs in them, each once."""
+    """Yield the configs of a model's modules, and the configs nested in them, each once."""
     seen: set[int] = set()
     queue = [config_of(module) for module in model.modules()]
     while queue:

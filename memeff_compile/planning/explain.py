@@ -2,8 +2,9 @@
 
     print(memeff_compile.explain(model, input_ids=ids, labels=ids))
 
-The model is traced on tensors that have sizes and no memory; the passes run on the captured graphs,
-and the buffers of the graphs that Inductor would compile are replayed with and without them.
+The model is traced on tensors that have sizes but no memory, and the passes run on the captured
+graphs. Then the buffers of the graphs that Inductor would compile are replayed with and without the
+passes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ LEFT_FREE = 0.05
 """The share of the memory that the largest batch leaves free, because a plan may be too low."""
 
 LEFT_OUT = 0.03
-"""The largest share of the peak that may be allocated outside graphs, uncounted by a plan."""
+"""The largest share of the peak that may be allocated outside graphs, which a plan does not
+count."""
 
 
 def explain(
@@ -106,9 +108,9 @@ def explain(
 
 
 def honoured(options: Options) -> tuple[Options, str]:
-    """Return options that a capture can follow, and the codec of the weights.
+    """Return the options that affect a capture, and the codec of the weights.
 
-    OptionError for options that have no effect on a plan.
+    Raise OptionError for options that have no effect on a plan.
     """
     weights = options.weights if options.weights in BITS_PER_WEIGHT else "dense"
     options = replace(options, weights="exact") if weights != "dense" else options
@@ -127,7 +129,7 @@ def honoured(options: Options) -> tuple[Options, str]:
 
 
 def _require_callable(model: object) -> None:
-    """Refuse objects that cannot be called, and a class, which torch.compile would change
+    """Raise for objects that cannot be called, and for a class, which torch.compile would change
     permanently.
     """
     if isinstance(model, type):
@@ -146,13 +148,13 @@ _Take = Callable[..., Capture]
 """Captures a model at sizes."""
 
 _Captured = tuple[Capture, Capture, list[Stack], dict[str, str]]
-"""A model at the sizes of the call, for the report, and at distinct sizes, with its stacks, and why
-the batch or the length is fixed.
+"""A model captured at the sizes of the call, for the report, and at distinct sizes; its stacks; and
+why the batch or the length is fixed.
 """
 
 
 def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
-    """Capture a model with few of its blocks, or whole if it does not run with fewer."""
+    """Capture a model with a few of its blocks, or with all if it does not run with fewer."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
     asked += [] if isinstance(options.attention, str) else list(options.attention)
@@ -169,10 +171,10 @@ def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Prog
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at the call's sizes, and at others that show how sizes grow.
+    """Capture a model at the call's sizes, and at other sizes that show how buffers grow.
 
-    If sizes are not proportional to the length (a length in whole chunks), the length is fixed, and
-    so is the batch. The plan then holds for the call's sizes.
+    If sizes are not proportional to the length (for example lengths in whole chunks), length and
+    batch are fixed. The plan then holds for the call's sizes.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
@@ -203,7 +205,7 @@ def _captured(
 
 
 def constants_of(model: object) -> set[int]:
-    """Return the sizes that belong to a model: those of its parameters and its config."""
+    """Return the sizes that are constants of a model: those of its parameters and its config."""
     if not isinstance(model, nn.Module):
         return set()
     every = [*model.parameters(), *model.buffers()]
@@ -332,7 +334,7 @@ class Explanation(VerbReport):
             return f"{self.text()}\n\nNo plan: {error}"
 
     def _repr_html_(self) -> str:
-        """Return the rewrites and peaks for a notebook, with the full text folded."""
+        """Return the rewrites and peaks for a notebook, with the full text collapsed."""
         try:
             found, why = self.plan()._repr_html_(), ""
         except ExplainError as error:

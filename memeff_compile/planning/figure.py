@@ -24,7 +24,7 @@ def draw(
     length: int,  # tokens of a sequence
     increase: float | None,  # how many times larger the second one is
 ) -> None:
-    """Draw memory without and with the passes, and the largest batches if there are any."""
+    """Draw memory without and with the passes, and the largest batches, if they are known."""
     matplotlib_for(ExplainError).use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     panels = 1 if batches is None else 2

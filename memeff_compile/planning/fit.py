@@ -71,7 +71,10 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield the rows of a setting with compressed weights; `write` has a `{}` for their letter."""
+    """Yield the rows of a setting with compressed weights.
+
+    `write` has `{}` for the codec's letter.
+    """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
         name = f"the same, weights in {codec}"
@@ -99,7 +102,7 @@ KINDS = (
     Kind("LoRA, checkpointing, AdamW", "adapters", ADAM, "adapters", "c l d A m"),
     *_compressed("adapters", ADAM, "adapters", "c {} l d A m"),
 )
-"""The rows of the table, from the least change of a training to the largest."""
+"""The rows of the table, from the smallest change of the training to the largest."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +147,12 @@ class Fit(VerbReport):
 
     @property
     def room(self) -> int:
-        """Return the bytes that a step may take: 5 % of the memory stays free."""
+        """Return the bytes that a step may take, so that 5 % of the memory stays free."""
         return int(self.memory * (1 - LEFT_FREE))
 
     @property
     def first(self) -> Row | None:
-        """Return the first row with memeff that fits, which changes training the least."""
+        """Return the first row with memeff that fits; it changes training the least."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property
@@ -389,7 +392,7 @@ def _found(
 def _without_notes_on_checkpoints() -> Iterator[None]:
     """Suppress PyTorch's warning about in-place ops in checkpoints with a policy.
 
-    The policy is ours, and the captured code does not run.
+    The backend sets this policy, and the captured code does not run.
     """
     noted = logging.getLogger("torch._higher_order_ops.wrap")
     before, noted.disabled = noted.disabled, True

@@ -1,4 +1,4 @@
-"""The memory of one training step as formulas: every moment that can be the peak, and its parts."""
+"""The memory of one training step as formulas, for every moment that can be the peak."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .sizes import Scale, Size, tensors_in
 from .timeline import Step, Timeline, Transient, called_op, op_name, writes_to_an_input
 
 PER_BLOCK = ("block gradients", "activations", "logits")
-"""The parts that grow with depth: each block of a kind adds the same to them."""
+"""The parts that grow with depth: each block of a kind adds the same bytes to them."""
 
 DRAWN = ("rand", "seed", "dropout", "bernoulli")
 """Words in the names of ops whose results are separate for each block."""
@@ -58,7 +58,7 @@ _Part = tuple[str, Block | None]
 Owned = defaultdict[_Part, sympy.Expr]
 
 _Place = tuple[str, Block | None, bool]
-"""A phase, a block, and whether the running op is outside the block, next to it."""
+"""A phase, a block, and whether the running op is next to the block instead of inside."""
 
 _PartOf = Callable[[Node], _Part]
 
@@ -136,9 +136,9 @@ def footprint(
 
 
 def _largest(replay: _Replay) -> tuple[Moment, ...]:
-    """Return the moments that are largest at one of the points at least.
+    """Return the moments that are the largest for at least one of the points.
 
-    Moments are compared with those in which as many bytes are decoded.
+    Moments are compared only with moments in which the same number of bytes is decoded.
     """
     scale = replay.scale
     every = [
@@ -155,7 +155,7 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 
 
 def _outside(found: Owned) -> Parts:
-    """Return the parts of a moment outside blocks.
+    """Return the bytes, by kind, of tensors outside blocks at a moment of the step.
 
     Each captured block counts for all blocks of its kind.
     """
@@ -336,7 +336,10 @@ class _Replay:
         return parts
 
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
-        """Return nodes that depend on a parameter or on chance; all blocks share the others."""
+        """Return nodes that depend on a parameter or on random numbers.
+
+        All blocks share the others.
+        """
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}
         for node in line.nodes:
@@ -401,7 +404,7 @@ class _Replay:
         before: Owned,
         part_of: _PartOf,
     ) -> None:
-        """Record the parts of the largest moments of each kind."""
+        """Replay a graph, and record the parts of the largest moments of each kind."""
         found: dict[_Place, list[Owned]] = defaultdict(list)
         best: dict[_Place, list[tuple[int, int]]] = {}
         block: Block | None = None
@@ -426,7 +429,10 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block that runs, or the last one and True if the op is outside of it."""
+        """Return the block that runs.
+
+        If the op is outside of blocks, return the last block and True.
+        """
         for node in nodes:
             seen = self._block_of(node)
             if seen is not None:

@@ -33,7 +33,10 @@ def build(
     checkpointing: bool,  # whether to switch gradient checkpointing on
     attention: str | None = None,  # transformers' attn_implementation, or its default
 ) -> Call:
-    """Build a model on device "meta", and inputs for it; ExplainError where it cannot be built."""
+    """Build a model on device "meta", and inputs for it.
+
+    Raise ExplainError if that is not possible.
+    """
     if batch < 1 or length < 1:
         raise ExplainError(f"batch is {batch} and length {length}; both have to be at least 1.")
     with torch.device("meta"):
@@ -132,7 +135,7 @@ def _from_function(source: str, inputs: dict[str, Any]) -> Call:
 
 
 def checkpoint(model: nn.Module) -> None:
-    """Switch gradient checkpointing on; ExplainError where the model has no switch."""
+    """Switch gradient checkpointing on; raise ExplainError if the model has no switch for it."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ExplainError(

@@ -67,7 +67,7 @@ class Plan:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return the peaks as bars for a notebook, with the whole plan folded in."""
+        """Return the peaks as bars for a notebook, with the whole plan collapsed."""
         sides = {"without": self.before, "with memeff": self.after}
         peaks = {name: (side.peak, format_bytes(side.peak)) for name, side in sides.items()}
         said = f"{self.heading()}: peak {' -> '.join(size for _, size in peaks.values())}"

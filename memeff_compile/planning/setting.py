@@ -78,7 +78,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment that can be the peak: its name, and the memory in use then besides the weights."""
+    """A moment that can be the peak: its name, and the memory that is then in use besides the
+    weights."""
 
     place: str
     parts: Parts
@@ -166,7 +167,7 @@ class Setting:
 
 
 def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
-    """Return the memory in use all the time, on one GPU, in bytes."""
+    """Return the memory that is in use during the whole step, on one GPU, in bytes."""
     states = OPTIMIZER_STATES[setting.optimizer]
     master = 4 * facts.trained if setting.master_weights else 0
     each = IN_8_BITS * facts.trained if "8bit" in setting.optimizer else facts.trained_bytes
@@ -213,7 +214,7 @@ def moments(footprint: Footprint, setting: Setting, *, after: bool, vocab: int) 
 
 
 def _decoded(largest: int, setting: Setting) -> Parts:
-    """Return the weight that is decoded while a linear layer with a compressed one runs."""
+    """Return the bytes of the decoded weight while a linear layer with a compressed weight runs."""
     return {"decoded weight": sympy.Integer(largest)} if setting.weights != "dense" else {}
 
 
@@ -277,7 +278,7 @@ def largest_batch(candidates: Sequence[Moment], length: int, memory: int) -> int
 
 
 def most(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, up to 2**40; 0 if none does."""
+    """Return the largest number that fits, up to 2**40, or 0 if no number fits."""
     low, high = 0, 1
     while fits(high):
         if high >= 1 << 40:
@@ -290,11 +291,14 @@ def most(fits: Callable[[int], bool]) -> int:
 
 
 LEAST_MEMORY = 1 << 20
-"""A device has more bytes than this; a smaller number was meant in another unit."""
+"""Every device has more bytes than this; a smaller number is probably in another unit."""
 
 
 def read_memory(memory: str | int) -> int:
-    """Return bytes: 80GB is 80e9 of them, 80GiB 80 * 2**30; ExplainError for no size or no unit."""
+    """Return bytes: 80GB is 80e9, 80GiB is 80 * 2**30.
+
+    Raise ExplainError if size or unit is missing.
+    """
     if isinstance(memory, int) and memory >= LEAST_MEMORY:
         return memory
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))

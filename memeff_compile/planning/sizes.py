@@ -21,10 +21,11 @@ Values = tuple[int, ...]
 BATCH, LENGTH = sympy.symbols("B L", integer=True, positive=True)
 
 NEAR = (-1, 1, -2, 2)
-"""How much longer than a sequence a derived tensor can be: shifted targets, one more token."""
+"""The most by which a derived tensor can be longer than a sequence: shifted targets, one more
+token."""
 
 LEAST_BATCH, LEAST_LENGTH = 11, 13
-"""Smaller ones divide numbers of heads and of experts."""
+"""The smallest batch and length; smaller ones would divide numbers of heads and of experts."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """Batch and length of which no other size of a model is a multiple.
+    """A batch and a length of which no other size of a model is a multiple.
 
     So each size shows how it grows: 11 x 2039 can only be batch x length.
     """
@@ -48,8 +49,8 @@ class Told:
 
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
-        """Return sizes that differ from the model's constants, with the length at three quarters of
-        the call's: so sizes that grow in steps differ, and tables of positions are long enough.
+        """Return sizes that differ from the model's constants, with three quarters of the call's
+        length. So sizes that grow in steps differ, and tables of positions are long enough.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))
@@ -83,8 +84,9 @@ class Told:
 
 
 def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
-    """Return a prime that no other size, plus or minus a little, is a multiple of; not larger if
-    possible.
+    """Return a prime of which no other size, plus or minus a little, is a multiple.
+
+    If possible, one that is not larger.
     """
 
     def fits(number: int) -> bool:
@@ -135,7 +137,10 @@ class Scale:
         return math.prod(map(self.dimension, tensor.shape[:-1]), start=sympy.Integer(1))
 
     def dimension(self, size: int | torch.SymInt) -> sympy.Expr:
-        """Return a size; one that depends on data is taken to be as large as the batch's tokens."""
+        """Return a size.
+
+        One that depends on data is assumed to be the number of tokens of the batch.
+        """
         if not isinstance(size, int):
             size = compat.size_hint(size) or math.prod(self._tokens)
         if size not in self._read:
@@ -148,7 +153,7 @@ class Scale:
         return self.told.batch or own[BATCH], self.told.length or own[LENGTH]
 
     def is_per_token(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has a row for each token, or one less per sequence."""
+        """Return whether a tensor has a row for each token, or one row less per sequence."""
         rows = self.rows(tensor)
         if rows.free_symbols or self.told != Told():
             return bool(rows.free_symbols)
@@ -186,7 +191,10 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 
 
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
-    """Return sizes around the user's, which come first; those that are not distinct stay."""
+    """Return sizes around the user's, which come first.
+
+    Sizes that are not distinct stay the same.
+    """
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}
     long |= {length}

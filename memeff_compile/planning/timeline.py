@@ -1,7 +1,7 @@
 """Predict which buffers exist, kernel by kernel, while a captured graph runs under Inductor.
 
-Inductor writes a value to memory only for a reader that needs it there: a matrix product, another
-op, an output, or a kernel of another shape. The rules here simplify those of Inductor:
+Inductor writes a value to memory only if its reader needs it there: a matrix product, another op,
+an output, or a kernel of another shape. These rules are a simplified form of Inductor's:
 
 - views have no memory; pointwise values are computed inside the kernels that read them, unless a
   product reads them, they leave the graph, or several readers would recompute a long chain;
@@ -54,9 +54,7 @@ def op_name(node: Node) -> str:
 
 
 def kind_of(node: Node) -> str:
-    """Return a node's kind for memory: view, constant, size, pointwise, reduction, library,
-    other.
-    """
+    """Return a node's kind: view, constant, size, pointwise, reduction, library or other."""
     if node.op != "call_function":
         return "other"
     if _is_view(node):
@@ -76,8 +74,9 @@ def kind_of(node: Node) -> str:
 
 
 def writes_to_an_input(node: Node) -> bool:
-    """Return whether an op writes to an argument: its result is then that memory, if the argument
-    has no later reader.
+    """Return whether an op writes to an argument.
+
+    Its result is then the argument's memory, if the argument has no later reader.
     """
     return getattr(node.target, "__name__", "").startswith("auto_functionalized")
 
@@ -108,7 +107,7 @@ class Kernel:
 
 @dataclass
 class Step:
-    """The moment while a kernel runs."""
+    """The time while a kernel runs."""
 
     kernel: Kernel  # the running kernel
     live: Mapping[Node, Size]  # the buffers that exist, its results included
@@ -117,8 +116,8 @@ class Step:
 
 
 class Timeline:
-    """The kernels of a graph, forward or backward, as Inductor gets it, in the order in which they
-    run. `same` has placeholders that are the same memory as another placeholder.
+    """The kernels of a forward or backward graph, as Inductor gets it, in the order in which they
+    run. `same` has placeholders that share memory with another placeholder.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class Timeline:
         self._last_reads()
 
     def outputs(self) -> list[Node | None]:
-        """Return the graph's outputs, None for one that is no node."""
+        """Return the graph's outputs; an output that is no node is None."""
         given: Any = self.nodes[-1].args[0]
         values = given if isinstance(given, (tuple, list)) else (given,)
         return [value if isinstance(value, Node) else None for value in values]
@@ -209,7 +208,7 @@ class Timeline:
         return readers
 
     def _ordered(self) -> Iterator[Kernel]:
-        """Yield the kernels depth first: each after those whose results it reads."""
+        """Yield the kernels depth first: each comes after the kernels whose results it reads."""
         kernels: dict[Node, Kernel] = {}
         for node in self.nodes:
             if self._has_kernel(node):
@@ -306,7 +305,7 @@ class Timeline:
 
 
 class _Fusion:
-    """Which stored pointwise and reduction nodes share a kernel."""
+    """Decides which stored pointwise and reduction nodes share a kernel."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._line = timeline
@@ -351,7 +350,7 @@ class _Fusion:
             readers[node].append(node)
 
     def _is_large(self, node: Node, buffer: Node) -> bool:
-        """Return whether a shared buffer is worth fusing for: it is as large as the kernel's
+        """Return whether fusing for a shared buffer is worthwhile: it is as large as the kernel's
         range.
         """
         line = self._line
@@ -403,7 +402,7 @@ class _Fusion:
 
 
 def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
-    """Move each product whose only use is an addition to just before that addition."""
+    """Move each product that is used only in an addition directly before that addition."""
     for node in list(nodes):
         if op_name(node) != "add" or not tensors_in(node.meta.get("val")):
             continue
@@ -419,8 +418,9 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 
 
 def _product_behind(operand: object) -> list[Node]:
-    """Return the mm that ``operand`` comes from, and transposes that cancel out; else an empty
-    list.
+    """Return the mm from which ``operand`` comes, and transposes that cancel out.
+
+    Otherwise an empty list.
     """
     chain: list[Node] = []
     while isinstance(operand, Node) and len(operand.users) == 1:

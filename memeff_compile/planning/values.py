@@ -1,8 +1,8 @@
-"""The values of tensors without memory, if they are known and may steer a model's control flow.
+"""The values of tensors without memory, if they are known and may affect a model's control flow.
 
 A vision-language model reads the sizes of its images from a tensor, splits by lengths, and numbers
-positions by the images' positions. Results that depend only on inputs with values are computed from
-these; for results that depend on parameters only the sizes are known.
+positions by the images' positions. If results depend only on inputs with known values, they are
+computed from these. If results depend on parameters, only their sizes are known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ MOST_BYTES = 1 << 26
 
 
 class Values:
-    """Knows the values of some fake tensors; a known scalar is a real number, not a fake tensor."""
+    """Stores the values of some fake tensors.
+
+    A known scalar is a real number, not a fake tensor.
+    """
 
     def __init__(self) -> None:
         # memory of values after an unknown write; kept alive so that it is not reused
@@ -29,12 +32,12 @@ class Values:
         self.are_read = False  # whether an op depended on any of them
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Store the values of a fake tensor; those that share memory stay together."""
+        """Store the values of a fake tensor; values of tensors that share memory stay equal."""
         vars(fake)["memeff_value"] = value
         return fake
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor, None if they are not known."""
+        """Return the values of a tensor, or None if they are not known."""
         if not compat.is_fake(tensor):
             return tensor
         value: torch.Tensor | None = vars(tensor).get("memeff_value")

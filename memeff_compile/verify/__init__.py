@@ -1,1 +1,1 @@
-"""The first call of a rewritten graph, held against the original."""
+"""Compares the first call of a rewritten graph with the original graph."""

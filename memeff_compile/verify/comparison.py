@@ -1,8 +1,8 @@
 """Runs two graphs on the arguments of one call, and measures the differences.
 
 The caller's state does not change: tensors that a graph may write to are copied, parameters are
-read through detached aliases, gradients come from generated cotangents, and the random state is
-restored. Hooks, modes and compilers around the call do not see the comparison.
+read through detached aliases, gradients are computed from generated output gradients, and the
+random state is restored. Hooks, modes and compilers around the call do not see the comparison.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _GRADIENT_ROWS = 64  # rows of deferred logits that get a cotangent
 
 
 class NotRunError(Exception):
-    """The comparison cannot be made; the text says why."""
+    """Raised if the comparison is not possible; the text says why."""
 
 
 class PostponedError(Exception):
-    """This call cannot be compared, a later one may."""
+    """Raised if this call cannot be compared; a later call may be."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Verdict:
 
     @property
     def is_of_the_compiler(self) -> bool:
-        """Whether the rewritten graph agrees as long as it is not compiled."""
+        """Whether the rewritten graph agrees if it is not compiled."""
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:
@@ -131,7 +131,7 @@ class _Trial:
 
 @dataclass
 class Comparison:
-    """Runs two graphs on the arguments of one call and measures how far they are apart."""
+    """Runs two graphs on the arguments of one call and measures how much their results differ."""
 
     compiled: Compiled
     original: KeptGraph
@@ -149,8 +149,10 @@ class Comparison:
         return {place for place, value in enumerate(values) if value is None}
 
     def make(self, args: Sequence[Any]) -> Verdict:
-        """Compare without changing the caller's state. Raise NotRunError if the graph or the memory
-        does not allow it, PostponedError if the original graph itself raises.
+        """Compare without changing the caller's state.
+
+        Raise NotRunError if the graph or too little memory prevents the comparison, PostponedError
+        if the original graph itself raises.
         """
         reason = self._obstacle(args)
         if reason:
@@ -193,13 +195,13 @@ class Comparison:
         return ""
 
     def is_written(self, place: int) -> bool:
-        """Say whether either graph may write to an input."""
+        """Return whether either graph may write to an input."""
         return self.original.is_written[place] or self.rewritten.is_written[place]
 
     def _compare_group(
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
-        """Run all there is to run for one group of outputs; return the groups that exist."""
+        """Make all runs for one group of outputs; return the groups that exist."""
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)
         try:
@@ -259,7 +261,7 @@ class Comparison:
         return plain.groups
 
     def _op_by_op(self, plan: Sequence[DeferredOutput], *, wide: bool = False) -> Compiled:
-        """Return the rewritten graph as something to call that no compiler has seen."""
+        """Return the rewritten graph as a function that no compiler has changed."""
         return attach(partial(_run, self.rewritten, wide=wide), plan, clone_hidden=False)
 
     @staticmethod
@@ -325,9 +327,7 @@ class Comparison:
         return (_copy(leaf, dtype) if self.is_written(place) else leaf), leaf
 
     def _kinds(self, ours: _Trial, plain: _Trial) -> list[Gap]:
-        """Compare properties that numbers do not show: missing outputs, dtypes, whether gradients
-        flow.
-        """
+        """Compare properties other than values: missing outputs, dtypes, whether gradients flow."""
         words: dict[int, str] = {}
         for place, (mine, theirs) in enumerate(zip(ours.values, plain.values, strict=True)):
             if isinstance(mine, Tensor) != isinstance(theirs, Tensor):
@@ -349,8 +349,8 @@ class Comparison:
         *,
         with_integers: bool = False,
     ) -> list[Gap]:
-        """Measure one trial against another, or against the truth, scaled by the other trial's
-        error.
+        """Measure the differences between two trials, or to the truth, relative to the other
+        trial's error.
         """
         names = self.original.names
         goal, own = (plain, None) if truth is None else (truth, plain)
@@ -377,7 +377,7 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
-    """Run a graph op by op instead of compiled, for the caller and with the caller's gradients."""
+    """Run a graph op by op instead of compiled, as the caller's call, with its gradients."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 
@@ -387,7 +387,7 @@ def _kind(value: Any) -> str:
 
 
 def _seen(output: Any) -> Any:
-    """Return the values of an output; of a large one, evenly spaced rows."""
+    """Return the values of an output; for a large one, only evenly spaced rows."""
     if not isinstance(output, Tensor):
         return output
     rows = _rows(output, _MOST_ENTRIES // max(output.shape[-1] if output.dim() else 1, 1))
@@ -396,7 +396,8 @@ def _seen(output: Any) -> Any:
 
 
 def _rows(output: Tensor, most: int) -> Tensor | None:
-    """Return the positions of evenly spaced rows, or None if there are few enough to take all."""
+    """Return the positions of evenly spaced rows, or None if there are so few rows that all are
+    used."""
     count = output.numel() // max(output.shape[-1], 1) if output.dim() > 1 else output.numel()
     most = max(most, 1)
     if count <= most or (output.dim() <= 1 and count <= _MOST_ENTRIES):
@@ -411,7 +412,7 @@ def _by_rows(output: Tensor) -> Tensor:
 def _gradients(
     outputs: Mapping[int, Tensor], leaves: Sequence[Tensor | None], group: str
 ) -> list[Tensor | None] | None:
-    """Return the gradient of each leaf for cotangents that are the same in every run."""
+    """Return the gradient of each leaf, for output gradients that are the same in every run."""
     asked = [leaf for leaf in leaves if leaf is not None]
     if not outputs or not asked:
         return None
@@ -447,7 +448,10 @@ def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
-    """Restore the current random state at the end; yield a way to ask whether it was used."""
+    """Restore the current random state at the end.
+
+    Yield a function that says whether it was used.
+    """
     places = {arg.device for arg in args if isinstance(arg, Tensor)} - {torch.device("cpu")}
     kinds = {device.type for device in places} or {"cuda"}
     with contextlib.ExitStack() as stack:
@@ -465,8 +469,8 @@ def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _autocast_restored(args: Sequence[Any], *, off: bool = False) -> Iterator[None]:
-    """Restore autocast, also after a graph that fails inside an autocast region, and cache no casts
-    meanwhile: those of copies would stay until the outermost region ends.
+    """Restore autocast, even if a graph raises inside an autocast region, and cache no casts: casts
+    of copies would stay in memory until the outermost region ends.
     """
     kinds = sorted({"cpu"} | {arg.device.type for arg in args if isinstance(arg, Tensor)})
     kinds = [kind for kind in kinds if kind != "meta"]
@@ -505,7 +509,7 @@ def _why_not(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error in one line."""
+    """Return an error as one line."""
     first = str(error).strip().split("\n")[0]
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text.rstrip(".") if len(text) <= 300 else f"{text[:297]} (and so on)"

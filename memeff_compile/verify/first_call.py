@@ -1,8 +1,8 @@
 """`memeff.verify`: the first call of every rewritten graph also runs the original graph.
 
-`comparison` runs both and measures, `gaps` sets the tolerance. If it is exceeded, the original
-graph serves this call and all later ones, op by op; a warning, the report and a reproducer show the
-difference.
+`comparison` runs both and measures, `gaps` sets the tolerance. If a difference exceeds it, the
+original graph runs in this call and all later calls, op by op. A warning, the report and a
+reproducer show the difference.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def verified(
     graph_report: GraphReport,  # this graph's report; the verdict is added to it
     reuses_memory: bool,  # `compiled` keeps pointers to its inputs, as CUDA graphs do
 ) -> Compiled:
-    """Return a callable that compares at its first call and then is one of two."""
+    """Return a callable that compares both graphs in its first call, and from then on runs one of
+    them."""
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
     plain: Compiled = partial(run_plainly, original)
     plain = accept(plain, pieces) if pieces else plain
@@ -61,7 +62,7 @@ def verified(
 
 
 class _Verifier:
-    """Makes the comparison once and remembers which callable serves the graph."""
+    """Makes the comparison once, and stores which callable runs from then on."""
 
     def __init__(
         self, comparison: Comparison, plain: Compiled, options: Options, graph_report: GraphReport
@@ -153,7 +154,7 @@ class _Verifier:
 
 
 def _to_whom(names: set[str]) -> str:
-    """Return who is to look at a wrong rewrite of these passes."""
+    """Return who should investigate a wrong rewrite of these passes."""
     ours, theirs = names & set(PASS_NAMES), " and ".join(sorted(names - set(PASS_NAMES)))
     if not theirs:
         return "Please report it with the reproducer."
@@ -177,6 +178,6 @@ def _uncounted(use: LogitsUse | None) -> Iterator[None]:
 
 
 def _is_rehearsal(args: Sequence[Any]) -> bool:
-    """Say whether this is no real call: fake tensors, or work that a CUDA graph records."""
+    """Return whether this is no real call: it has fake tensors, or a CUDA graph records it."""
     is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return is_captured or any(compat.is_fake(arg) for arg in args)

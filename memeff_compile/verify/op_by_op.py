@@ -1,8 +1,9 @@
-"""Captured graphs that are kept aside and run op by op, as written or widened to float64.
+"""Copies of captured graphs that run op by op, unchanged or with float64 instead of narrower
+dtypes.
 
 `memeff.verify` compares the rewritten graph with the original one. Both are copied before the inner
-compiler takes them, and run here with PyTorch's operations: in the model's arithmetic, or with
-every floating value in float64, where rounding is negligible and two equivalent graphs agree to
+compiler gets them. Here they run with PyTorch's operations: in the model's arithmetic, or with
+every floating value in float64, in which rounding is negligible and two equivalent graphs agree to
 many digits.
 """
 
@@ -39,7 +40,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtens
 
 
 class CannotWidenError(Exception):
-    """An operation of a graph insists on a narrower dtype than it was given."""
+    """Raised if an operation returns a narrower dtype than its operands have."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class KeptGraph:
 
 
 def keep(gm: GraphModule, options: Options) -> KeptGraph:
-    """Copy a graph while it compiles; the copy holds no tensor that its inputs bring."""
+    """Copy a graph while it compiles; the copy keeps no tensor of its inputs alive."""
     by_ops = replace(options, inner="eager")  # the copy runs so, whatever the graph becomes
     info = GraphInfo(gm, by_ops, ambient_region())
     inputs = info.placeholders
@@ -94,7 +95,7 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
 
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
-    """Copy a graph and those inside it; widen the dtypes that they cast to."""
+    """Copy a graph and the graphs inside it; widen the dtypes to which they cast."""
     graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):
@@ -128,8 +129,10 @@ def _wider(value: Any) -> Any:
 
 
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
-    """Run a kept graph with PyTorch's operations. ``wide``: all in float64, ignoring casts and
-    autocast, from float64 arguments. Raise CannotWidenError if a result is narrower.
+    """Run a kept graph with PyTorch's operations.
+
+    ``wide``: all in float64, ignoring casts and autocast, from float64 arguments. Raise
+    CannotWidenError if a result is narrower.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module
     return tuple(_OpByOp(module, wide=wide).run(*args))

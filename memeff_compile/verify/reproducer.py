@@ -1,4 +1,4 @@
-"""Write a mismatch as a program: the source of both graphs, and the inputs that show it."""
+"""Writes a mismatch as a program: the source of both graphs, and the inputs that show it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _program(compared: Compared, mismatches: Sequence[Gap], graph: str, inputs: 
 
 
 def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
-    """Return a graph as a class, with one class for each graph inside it."""
+    """Return a graph as the source of a class, with one class for each graph inside it."""
     parts, made = [], []
     for child, body in module.named_children():
         if isinstance(body, GraphModule):

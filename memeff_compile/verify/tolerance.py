@@ -1,13 +1,14 @@
-"""How far two runs of a graph are apart, and how far they may be: the rule of `memeff.verify`.
+"""Measures how much two runs of a graph differ, and sets how much they may: the rule of
+`memeff.verify`.
 
 Two comparisons, each by the Frobenius norm of a whole tensor:
 
-* In float64, the rewritten graph with the original one. Rounding is sixteen digits away there, so
-  any difference comes from the formula: `EXACT`.
-* As run, in the model's arithmetic. The truth is the original graph in float64, and the yardstick
-  is the error of the original graph against it: a rewrite may be `OWN` times as far off, plus the
-  slack of the coarsest dtype in the graph (`SLACK`). Without that truth the two are compared with
-  each other, and only the slack is allowed.
+* In float64, the rewritten graph is compared with the original one. Rounding affects only the
+  sixteenth digit there, so any larger difference comes from the formula: `EXACT`.
+* In the model's arithmetic, both graphs are compared with the truth, the original graph in float64.
+  The rewritten graph's error may be `OWN` times that of the original graph, plus the slack of the
+  coarsest dtype in the graph (`SLACK`). If there is no truth, the two are compared with each other,
+  and only the slack is allowed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Gap:
 
     @property
     def share(self) -> float:
-        """Which share of the allowed gap was used; above 1 is a mismatch."""
+        """The share of the allowed gap that was used; above 1 is a mismatch."""
         if self.words:
             return float("inf")
         return self.error / self.allowed if self.allowed > 0 else float(self.error > 0) * 1e300
@@ -68,7 +69,10 @@ class Gap:
 
 
 def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
-    """Return the slack of a graph's coarsest floating dtype; coarse products: of TF32 or bf16."""
+    """Return the slack of a graph's coarsest floating dtype.
+
+    For coarse products, that of TF32 or bf16.
+    """
     known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
     if coarse_products:
         known.append(SLACK[torch.float16])
@@ -78,8 +82,9 @@ def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Toleran
 def value_gap(
     what: str, found: Tensor, truth: Tensor, tolerance: Tolerance, own: Tensor | None = None
 ) -> Gap:
-    """Compare one output, or an input that the graph wrote to, with the original's. ``own`` is the
-    original's in the arithmetic of ``found``, if ``truth`` is wider.
+    """Compare one output, or an input to which the graph wrote, with that of the original graph.
+
+    If ``truth`` is wider, ``own`` is the original's value in the arithmetic of ``found``.
     """
     words = _different_kind(found, truth)
     if words:
@@ -102,8 +107,10 @@ def gradient_gaps(
     tolerance: Tolerance,
     own: Sequence[Tensor | None] | None = None,
 ) -> list[Gap]:
-    """Compare the gradients of one backward, one entry per input, as in `value_gap`: by their own
-    size, if far smaller than others by a thousandth of the typical. A missing one is zero.
+    """Compare the gradients of one backward pass, one per input, as in `value_gap`.
+
+    Differences are relative to the gradient's size; for a gradient far smaller than others, to a
+    thousandth of the typical size. A missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=1)
 def _runtime() -> Any:
-    """Return Triton's runtime settings, which hold the launch hooks."""
+    """Return Triton's runtime settings, which contain the launch hooks."""
     from triton import knobs
 
     return knobs.runtime

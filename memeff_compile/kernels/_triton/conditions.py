@@ -1,4 +1,4 @@
-"""The conditions under which a key counts for a query, as engines of attention take them."""
+"""The conditions under which a key counts for a query, in the form that attention engines take."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Conditions:
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether `ahead` and `behind` leave every query a key, as ahead=0 alone does."""
+        """Return whether every query has a key under `ahead` and `behind`, as with ahead=0
+        alone."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead

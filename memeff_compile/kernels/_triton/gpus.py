@@ -27,24 +27,25 @@ class Gpu(NamedTuple):
 
     @property
     def is_nvidia(self) -> bool:
-        """Return whether the GPU is NVIDIA's, so that its capability has NVIDIA's meaning."""
+        """Return whether NVIDIA made the GPU, so that its capability has NVIDIA's meaning."""
         return self.vendor == NVIDIA
 
     @property
     def runs_kernels(self) -> bool:
-        """Return whether the Triton kernels run here; they are compiled and tested for NVIDIA
-        only.
+        """Return whether the Triton kernels run here.
+
+        They are compiled and tested for NVIDIA only.
         """
         return self.is_nvidia and self.capability >= (8, 0)
 
     @property
     def is_hopper(self) -> bool:
-        """Return whether products of warp groups read their operands from shared memory."""
+        """Return whether warp groups multiply operands from shared memory, as on Hopper."""
         return self.kind == "hopper"
 
     @property
     def has_fp8(self) -> bool:
-        """Return whether tensor cores multiply E4M3."""
+        """Return whether tensor cores multiply numbers of the format E4M3 (8-bit floats)."""
         return self.is_nvidia and self.capability >= (8, 9)
 
     @property
@@ -54,7 +55,7 @@ class Gpu(NamedTuple):
 
     @property
     def has_descriptors(self) -> bool:
-        """Return whether tiles are loaded by descriptors."""
+        """Return whether the GPU loads tiles through descriptors."""
         return self.is_nvidia and self.capability >= (9, 0)
 
     @property

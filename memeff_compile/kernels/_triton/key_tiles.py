@@ -13,7 +13,10 @@ from .launch import start
 
 
 class Rows(NamedTuple):
-    """A (B, H, rows, D) tensor as kernels take it, with all strides except the last, which is 1."""
+    """A (B, H, rows, D) tensor and its strides, in the form that kernels take.
+
+    The last stride is 1.
+    """
 
     ptr: Any
     batch: Any
@@ -22,7 +25,8 @@ class Rows(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The mask of keys and the ids as kernels take them, each with its stride over the batch.
+    """The mask of keys and the ids in the form that kernels take, each with its stride over the
+    batch.
 
     The mask of keys is (B or 1, N) bytes, ids are (B or 1, M) and (B or 1, N).
     """
@@ -36,7 +40,7 @@ class Tables(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """A (B, H, rows, D) tensor of any strides as kernels take it."""
+    """A (B, H, rows, D) tensor of any strides in the form that kernels take."""
 
     ptr: Any
     batch: Any
@@ -51,7 +55,7 @@ def rows_of(tensor: Tensor) -> Rows:
 
 
 BOUNDS_CHUNK = 2048
-"""Positions that one program of the bounds kernel reads at once."""
+"""Positions that one program of the bounds kernel reads at a time."""
 
 BOUNDS_WARPS = 8
 
@@ -103,12 +107,12 @@ def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
 
 
 def cells_of(tensor: Tensor) -> Cells:
-    """Return a tensor as kernels take it, whatever its strides."""
+    """Return a tensor of any strides in the form that kernels take."""
     return Cells(tensor, *tensor.stride())
 
 
 def tables_of(given: Conditions, like: Tensor) -> Tables:
-    """Return the key mask and the ids for a kernel, with `like` in the slots of missing ones."""
+    """Return the key mask and the ids for a kernel; `like` replaces a missing one."""
     found: list[Any] = [*mask_and_stride(given, like)]
     for table in map(_unit_stride, (given.query_ids, given.key_ids)):
         found += [like, 0] if table is None else [table, _over_batch(table)]

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Which tiles of keys are combined with which tiles of queries, and which keys of a tile count.
+"""Device code that decides which tiles of keys and queries are combined, and which keys count.
 
-Four numbers say which tiles one tile visits: first and stop of the visited tiles, and within them
-first and stop of the complete ones. If positions alone decide, a kernel computes these numbers; if
-there are masks or ids, a small kernel that runs before it writes them to a table.
+Four numbers say which tiles one tile visits: first and stop of the visited tiles, and first and
+stop of the complete ones among these. A tile is complete if every key counts for every query. If
+positions alone decide, a kernel computes these numbers; if there are masks or ids, a small kernel
+that runs before it writes them to a table.
 
 Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" the tiles
 that it visits.
@@ -56,9 +57,9 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 def _visited(tile, lengths, span, SIZES, IS_BOUND):
     """Return the tiles that a program tile visits if positions alone decide.
 
-    A position p of the program tile sees others from p - down to p + up. In each pair of lengths
-    and of tile sizes, the first element is the program tile's; `span` and `IS_BOUND`
-    are pairs (up, down). The result is first, full first, full stop and stop.
+    A position p of the program tile sees the other positions from p - down to p + up. In each pair
+    of lengths and of tile sizes, the first element is the program tile's; `span` and `IS_BOUND` are
+    pairs (up, down). The result is first, full first, full stop and stop.
     """
     ours, others = lengths
     up, down = span

@@ -4,10 +4,10 @@ A kernel of many constants takes them as one argument, C, and device functions p
 names are in capitals on both sides: `start(kernel, grid, x, ROWS=64)` is C.ROWS == 64 in the
 kernel.
 
-Triton binds arguments by name, asks each for its specialisation and writes all of it into a key:
-for a kernel of thirty arguments that takes longer than many kernels run. A training step of small
-kernels then waits for the host. Here the key consists of the few properties that a specialisation
-depends on, and the compiled kernel is called directly.
+At each launch, Triton binds arguments by name, computes the specialisation of each and writes all
+of this into a key. For a kernel with thirty arguments that takes longer than many kernels run, so a
+training step of small kernels waits for the host. Here the key has only the few properties that a
+specialisation depends on, and the compiled kernel is called directly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Argument: TypeAlias = "Tensor | int | float | tuple[Argument, ...]"
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST = 4096
-"""Maximum number of cached specialisations; beyond it the cache starts again empty."""
+"""The most cached specialisations; when there are more, the cache is emptied."""
 
 
 class Constants:
@@ -55,7 +55,7 @@ def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
-    """Run a kernel as `kernel[grid](*arguments, **given)` does, its constants packed."""
+    """Run a kernel as `kernel[grid](*arguments, **given)` does, with its constants packed."""
     kernel[grid](*arguments, **packed(kernel, given))
 
 
@@ -160,8 +160,9 @@ def _compile(
 def _read(
     arguments: Sequence[Argument], device: int, key: list[Any], numbers: list[int]
 ) -> list[Any]:
-    """Return arguments as a GPU takes them; add the properties that the compiler specialises on to
-    `key` and `numbers`.
+    """Return arguments in the form that a GPU takes.
+
+    Add their specialised properties to `key` and `numbers`.
 
     Tensors of the GPU become addresses: for all others Triton checks whether a kernel can read
     them.

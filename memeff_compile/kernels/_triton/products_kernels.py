@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Products of tiles, and rows of the head dimension, as kernels of several ops take them.
+"""Device code for kernels of several ops: products of tiles, and loads of a head's rows.
 
 UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
 """
@@ -26,7 +26,7 @@ def of_head(x, batch, head):
 
 @triton.jit
 def load_rows(ptrs, is_row, depth, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load (rows, DEPTH_BLOCK), zeros beyond DEPTH and, with MASKED, where is_row is false."""
+    """Load (rows, DEPTH_BLOCK), with zeros beyond DEPTH and, if MASKED, where is_row is false."""
     if MASKED:
         mask = is_row[:, None]
         if C.DEPTH != C.DEPTH_BLOCK:

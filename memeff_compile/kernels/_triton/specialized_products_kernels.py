@@ -56,7 +56,7 @@ def _part(tile, index: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
-    """Load a tile of dC when the previous one has left its shared memory."""
+    """Load a tile of dC as soon as the previous one is no longer in its shared memory."""
     _, _, held_full, held_empty, _, _ = bars
     mbarrier.wait(held_empty, (kept & 1) ^ 1)
     mbarrier.expect(held_full, 2 * C.BM * C.BN)
@@ -67,7 +67,8 @@ def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
 
 @gluon.jit
 def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
-    """Take one tile after the other, announce it to the other warps, and load its sum's inputs."""
+    """Take tiles one by one, announce them to the other warps, and load the operands of their
+    sums."""
     x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
     full, empty, _, _, slot_full, slot_empty = bars
     left, right, held, slots = buffers
@@ -137,8 +138,9 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return a tile's sum; meanwhile release the shared memory from which the previous tile was
-    written.
+    """Return a tile's sum.
+
+    Meanwhile release the shared memory from which the previous tile was written.
     """
     x_by_column_desc, left, right = operands
     full, empty, _, held_empty, _, _ = bars
@@ -174,8 +176,9 @@ def _sum(
 
 @gluon.jit
 def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
-    """Store some columns of a tile of dE as a partial sum; the program that is last adds up all
-    partial sums, multiplies by the scale and writes the result.
+    """Store some columns of a tile of dE as a partial sum.
+
+    The last program adds up all partial sums, multiplies by the scale and writes the result.
     """
     grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs
     block, first = at
@@ -204,7 +207,8 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return where the scales of a tile's slice are, one for each class, and which classes exist.
+    """Return pointers to the scales of a tile's slice, one for each class, and a mask of the
+    classes that exist.
 
     `column` is the first of the slice.
     """
@@ -215,7 +219,8 @@ def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _old_scales(scales, block, column, C: gl.constexpr):
-    """Load the scales of the four slices of a tile, or twice of its two, before they are needed."""
+    """Load the scales of the four slices of a tile, or those of its two slices twice, before they
+    are needed."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
     parts: gl.constexpr = C.BN // SLICE
     tile = gl.zeros([C.BM, C.BN], gl.float32, mma)
@@ -238,9 +243,10 @@ def _old_scales(scales, block, column, C: gl.constexpr):
 def _add_to(part, held, old, scales, at, C: gl.constexpr):
     """Write a part of dC to shared memory, added to the old part that is there.
 
-    Between the blocks of a walk dC is in fp16, and each class has a power of two for each slice of
-    columns, by which the slice's largest number is just in the range of fp16. A number that has
-    less than the eleven bits of fp16 is below 2^-28 of that, which is below its own rounding error.
+    Between the blocks of a walk dC is in fp16. For each class and slice of columns there is a power
+    of two, by which the slice's largest number is just in the range of fp16. Numbers below 2^-28 of
+    the largest one have fewer than the eleven bits of fp16; this error is below the rounding error
+    of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:
@@ -352,7 +358,7 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     # ADD: to grad_weight; LAST: no block adds to it; MAY_REST: leave it alone where no rows count
     C: gl.constexpr,
 ):
-    """Write dE of a block of rows and add their summand of dC, in one launch.
+    """Write dE of a block of rows, and add the block's contribution to dC, in one launch.
 
     The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
     rows and fill the multiprocessors that dE leaves idle, during and after it. A program takes the

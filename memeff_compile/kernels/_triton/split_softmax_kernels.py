@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Softmax over keys that are read tile by tile, or split into shares, one share per program.
 
-Scores are in base 2. The largest score of a row is minus infinity until a key of it has been read.
+Scores are in base 2. The largest score of a row is minus infinity until one of its keys has been
+read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def step(score, largest, AXIS: tl.constexpr):
 
 @triton.jit
 def of_shares(largest, total, share):
-    """Return the combination of (splits, D) shares, each with its largest score and total."""
+    """Combine (splits, D) shares, each with its largest score and sum of weights."""
     base = tl.max(largest, axis=0)
     base = tl.where(base == float("-inf"), 0.0, base)
     weight = tl.exp2(largest - base)

@@ -1,6 +1,6 @@
 """Attention with masks given as conditions rather than stored, forward and backward.
 
-A dense mask is B x M x N numbers that every layer reads, and a chain of matmul, softcap, mask and
+A dense mask has B x M x N numbers, which every layer reads. A chain of matmul, softcap, mask and
 softmax builds M x N numbers for every head. The masks of nearly all models combine a few
 conditions: a key is at most some distance after its query or before it, is not padding, and belongs
 to the same document as its query. Any other mask is read from memory, tile by tile.
@@ -9,7 +9,7 @@ to the same document as its query. Any other mask is read from memory, tile by t
     attention_backward   the gradients of q, k and v; the scores are computed again, tile by tile
     attention_mask_tiles   which tiles of a mask are empty and which are full, computed on the GPU
 
-Query heads that share a key head read that key head without a copy.
+If several query heads share a key head, they read it without a copy.
 """
 
 from __future__ import annotations

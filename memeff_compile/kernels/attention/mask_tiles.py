@@ -23,7 +23,8 @@ TILE = 64
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 HIDDEN = -65504.0
-"""A number added to scores hides a key from here down if its query has a key at `SEEN` or above."""
+"""A number added to a score hides its key if it is at most this and the query has another key with
+at least `SEEN`."""
 
 SEEN = HIDDEN / 2
 
@@ -33,11 +34,11 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 
 
 class Dense(NamedTuple):
-    """A mask as the kernels take it: its strides, 0 along broadcast axes, and the lists.
+    """A mask in the form that kernels take: strides (0 along broadcast axes), and the lists.
 
-    A list is (3 + others) int32 for each program tile: how many tiles are full, how many partial,
-    then the full tiles from the front and the partial tiles from the back. The last number is
-    padding: a kernel reads one tile ahead.
+    A list has (3 + others) int32 for each program tile: the number of full tiles, the number of
+    partial tiles, then the full tiles from the front and the partial tiles from the back. The last
+    number is padding: a kernel reads one tile ahead.
     """
 
     ptr: Any
@@ -146,7 +147,7 @@ def dense_of(
 
 
 def none_of(like: Tensor) -> Dense:
-    """Return the arguments for a call without a mask."""
+    """Return the arguments of kernels for a call without a mask."""
     return Dense(like, 0, 0, 0, 0, like, 0, 0)
 
 

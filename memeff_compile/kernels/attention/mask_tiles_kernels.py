@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Which tiles of a mask are empty, partial and full, and the lists of those that kernels visit.
+"""The kernels that classify the tiles of a mask, and list the tiles that other kernels visit.
 
 Codes as in `mask_tiles`: 0 empty, 1 partial, 2 full. A tile of very low numbers has code 3 until
 it is known whether each of its queries has another key.
@@ -124,7 +124,7 @@ def list_of(dense, batch, head, tile, others):
 
 @triton.jit
 def listed(index, list_ptr, others, MASKED: tl.constexpr):
-    """Return the full tile number `index` of a list, or with MASKED the partial tile."""
+    """Return the full tile number `index` of a list; if MASKED, the partial tile of this number."""
     place = 2 + index
     if MASKED:
         place = 1 + others - index

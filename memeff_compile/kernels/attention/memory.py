@@ -20,7 +20,8 @@ def bytes_before(
 
 
 def mask_bytes(batch: Size, queries: Size, keys: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of a dense mask, one per sequence: 32 MiB for 8 times 2048 x 2048 truths."""
+    """Return the bytes of a dense mask for each sequence: 32 MiB for 8 times 2048 x 2048
+    booleans."""
     return dtype.itemsize * sympy.sympify(batch) * queries * keys
 
 

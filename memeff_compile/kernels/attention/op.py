@@ -190,7 +190,7 @@ def _conditions(name: str, given: _Call) -> Conditions:
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
-    """Return a sentence that says why `tiles` does not support q, k and v, or "" if it does."""
+    """Return a sentence that says why the engine `tiles` does not support q, k and v, or ""."""
     if where_it_runs(device).type != "cuda":
         return f"the tile kernels run on CUDA and the tensors are on {device.type}"
     if dtype not in HALF:
@@ -203,7 +203,7 @@ def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, depth: int = MAX_DEPTH) -> str:
-    """Name the engine that serves tensors of this kind: a key of `ENGINES`."""
+    """Return the name of the engine for tensors of this kind: a key of `ENGINES`."""
     return "reference" if served(device, dtype, depth) else "tiles"
 
 

@@ -38,7 +38,8 @@ class _Operands:
         return ((first, min(first + size, queries)) for first in range(0, queries, size))
 
     def scores(self, first: int, stop: int) -> tuple[Tensor, Tensor, slice]:
-        """Return a block's scores after the softcap, which of them count, and its keys' slice.
+        """Return a block's scores after the softcap, a mask of those that count, and the slice of
+        its keys.
 
         The first two are (B, G, R, stop - first, keys) or broadcast to it. Scores that do not count
         are not masked yet.
@@ -70,7 +71,7 @@ class _Operands:
 
 
 def block_of(heads: int, queries: int, keys: int) -> int:  # heads of all sequences
-    """Return the queries of a block: as many as `BLOCK_SCORES` holds, at least 16."""
+    """Return how many queries a block has: as many as `BLOCK_SCORES` allows, at least 16."""
     return max(1, min(queries, max(16, BLOCK_SCORES // max(1, heads * keys))))
 
 
@@ -132,7 +133,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return the weight that each key gets from a query for which no key counts."""
+    """Return the weight of each key for a query for which no key counts."""
     return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
 
 

@@ -1,6 +1,6 @@
 """How the engine `tiles` cuts the work: tile sizes, warps and stages per kernel.
 
-Everything follows from the head dimension and the GPU's kind, never from the values in tables.
+All sizes depend on the head dimension and the kind of GPU, never on the values in tables.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def shape_for(
 ) -> Shape:
     """Return the tile shape of a kernel.
 
-    The shape depends on whether a key mask, ids or a mask tensor restrict keys, or positions alone.
+    The shape depends on whether only positions restrict keys, or also a key mask, ids or a mask
+    tensor.
     """
     kind, block = gpu.kind, max(64, depth_block(depth))
     found = _SHAPES[kind][kernel][block]

@@ -3,8 +3,9 @@
 The host never waits for the GPU or reads a value from it, and the grids follow from static sizes,
 so calls can be captured in CUDA graphs. There are no atomics: the same inputs give the same bits.
 
-The floor is the arithmetic: 4 D floating-point operations in the forward for each pair of a query
-and a key that counts, in each head, and 10 D in the backward, which computes the scores twice.
+The shortest possible time is that of the arithmetic: 4 D floating-point operations in the forward
+for each pair of a query and a key that counts, in each head, and 10 D in the backward, which
+computes the scores twice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .mask_tiles import Dense, dense_of, none_of
 from .shapes import KERNELS, Shape, shape_for
 
 MAX_ROW_STRIDE = 1 << 22
-"""Elements from one position to the next, up to which a tile's offsets are 32-bit numbers."""
+"""The largest stride of rows, in elements, with which a tile's offsets are 32-bit numbers."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last axis has unit stride, and whose positions are not far apart."""
+    """Return a tensor whose last axis has unit stride, and whose row stride is not too large."""
     is_plain = tensor.stride(3) == 1 and tensor.stride(2) <= MAX_ROW_STRIDE
     return tensor if is_plain else tensor.contiguous()
 
@@ -173,7 +174,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count, in bf16 or fp16; as `reference.attend`."""
+    """Attend to the keys that count, in bf16 or fp16; see `reference.attend`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
@@ -199,7 +200,7 @@ def gradients(
     *,
     plan: Plan | None = None,  # likewise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; as `reference.gradients`."""
+    """Return the gradients of q, k and v; see `reference.gradients`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of the engine `tiles`: which tiles count, attention, and the two of its backward.
+"""The kernels of the engine `tiles`: attention, and the two kernels of its backward pass.
 
-A program combines a tile of queries with tiles of keys, or the reverse. Pairs in which no key
-counts are not visited; pairs in which all do are computed without checking the conditions. For one
-tile four numbers name the pairs: first and stop of the visited tiles, and within them first and
-stop of the complete ones. If positions alone decide, a kernel computes these numbers; if there are
-masks or ids, a small kernel that runs before it writes them to a table.
+A program combines a tile of queries with tiles of keys, or the reverse. Pairs of tiles in which no
+key counts are not visited. Pairs in which every key counts are computed without checking the
+conditions. For one tile, four numbers name the pairs: first and stop of the visited tiles, and
+first and stop of the complete ones among these. If positions alone decide, a kernel computes these
+numbers; if there are masks or ids, a small kernel that runs before it writes them to a table.
 
 Softmax runs in base 2 on differences of raw numbers (products, or tanh of them), which are then
 scaled: an exponent above 0 cannot arise however large the numbers are.
@@ -75,7 +75,7 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return tile number `index` of the complete tiles, or with MASKED of the others.
+    """Return tile number `index` of the complete tiles; if MASKED, of the other tiles.
 
     If the tiles come from a list, the result was loaded one step earlier; this call loads tile
     number `following` and returns it as the second result.
@@ -112,7 +112,7 @@ def _program(rows, tiles, C: tl.constexpr):
 
 @triton.jit
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return which tiles a tile visits; with HAS_MASK also their list and its greatest length.
+    """Return which tiles a tile visits; if HAS_MASK, also their list and its maximum length.
 
     `tile` is the batch, the first head, the tile's number and the number of tiles. In each pair of
     lengths, bounds and sizes, the number of the program's tile comes first.
@@ -134,7 +134,8 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
     """Load a tile of keys; return raw scores before and after the mask tensor, the keys, k and v.
 
-    The keys are three vectors: positions, which lie inside the tensor, and which are not hidden.
+    The keys are three vectors: their positions, a mask of those inside the tensor, and a mask of
+    those that are not hidden.
     """
     wide_zero, k, v, mask, scales, keys = seen
     start = wide_zero + tile * C.KEYS

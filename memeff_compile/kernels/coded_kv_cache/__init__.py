@@ -1,11 +1,11 @@
-"""KV caches of few bits: attention reads the codes and never decodes the full cache.
+"""Low-bit KV caches: attention reads the codes and never decodes the full cache.
 
 Old tokens are stored as codes of 8, 4, 3 or 2 bits, in groups; the latest tokens and the first few
 stay exact. Attention multiplies the codes directly, with their scales folded into queries and
 weights.
 
     coded_kv_cache_append     writes new tokens in place, and encodes the groups that are old enough
-    coded_kv_cache_view       returns keys and values as a static cache would hold them
+    coded_kv_cache_view       returns keys and values as a static cache would have them
     coded_kv_cache_attention  attends with one query per sequence to everything in the cache
 
 Papers: KIVI, arXiv 2402.02750 (keys per channel, values per token); BitNet a4.8, arXiv 2411.04965

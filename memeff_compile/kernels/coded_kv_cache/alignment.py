@@ -1,12 +1,12 @@
-"""Fits and applies the maps that bring the rows of two adjacent layers near each other.
+"""Fits and applies maps that make the rows of two adjacent layers similar.
 
-Keys and values of neighbouring layers differ by a mean and a rotation per head; without these they
-are alike. The maps of a pair are the mean of each layer's rows, the lower layer's head that each
-head of the upper layer is matched to, and an orthogonal matrix per head that turns the upper
-layer's rows towards the lower's. An aligned row is `row - mean` in the lower layer, and
-`(row - mean) @ turn` in the upper; the lower layer's head is its *slot* in the shared tensors.
+Keys and values of adjacent layers differ mostly by a mean and a rotation per head. The maps of a
+pair are: the mean of each layer's rows; for each head of the upper layer, the matching head of the
+lower layer; and an orthogonal matrix per head, which rotates the upper layer's rows towards those
+of the lower layer. An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in
+the upper; the lower layer's head is its *slot* in the shared tensors.
 
-Nothing here reads a value on the host, and only products are needed.
+No function here reads a value on the host, and matrix products are enough.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ..checks import wide
 from .layout import Maps
 
 STEPS = 20
-"""Iterations towards the polar factor: enough for singular values of 1e-6 of the largest."""
+"""Iterations of `polar`: enough for singular values of 1e-6 times the largest one."""
 
 _LEAST = 1e-6
 _EXCHANGES = 4
 _IDENTITY = 1e-3
-"""Share of the identity in a matrix whose polar factor is taken: where the rows say nothing, as
-with fewer rows than channels, the map leaves channels alone.
+"""Share of the identity that is added before `polar`: channels that the rows do not determine, for
+example if there are fewer rows than channels, are then not rotated.
 """
 _MATCHED_ON = 1024
-"""Rows per sequence by which heads are matched, at most."""
+"""At most this many rows per sequence are used to match heads."""
 _AT_ONCE = 1 << 22
-"""Elements of rows that are read at once; bounds the temporary memory."""
+"""Elements of rows that are read at a time; this bounds the temporary memory."""
 _PRODUCTS = 1 << 24
-"""Elements of products between all heads that are formed at once."""
+"""Elements of products between all heads that are computed at a time."""
 
 
 def identity(maps: Sequence[Tensor]) -> None:
-    """Set maps that change no row: for caches whose first tokens are too few to fit any."""
+    """Set maps that change no row, for caches with too few first tokens to fit maps."""
     lower_means, upper_means, turns, slots = maps
     lower_means.zero_()
     upper_means.zero_()
@@ -52,7 +52,7 @@ def fit(
     rows: Sequence[Tensor],
     counted: Tensor,  # bool (B, N), the rows that the maps are fitted on
 ) -> None:
-    """Write the maps that bring the rows of two layers nearest to each other."""
+    """Write the maps with which the rows of two layers differ least."""
     stored = [means[:, :, at] for means in (maps.lower_means, maps.upper_means) for at in (0, 1)]
     for x, place in zip(rows, stored, strict=True):
         place.copy_(_mean(x, counted))
@@ -73,7 +73,7 @@ def _exact(x: Tensor) -> torch.autocast:
 
 
 def centred(rows: Tensor, means: Tensor) -> Tensor:
-    """Return rows (B, H, N, D) less their mean (B, H, D), in fp32 or fp64."""
+    """Return rows (B, H, N, D) minus their mean (B, H, D), in fp32 or fp64."""
     kind = wide(rows.dtype)
     return rows.to(kind) - means.to(kind).unsqueeze(2)
 
@@ -91,7 +91,7 @@ def upper_heads(maps: Maps) -> Tensor:
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
-    """Return `rows`, as `fit` takes them, aligned, slot by slot, in fp32 or fp64."""
+    """Return aligned rows, slot by slot, in fp32 or fp64. `rows` is as in `fit`."""
     heads = upper_heads(maps)
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in (0, 1)]
     with _exact(rows[0]):
@@ -119,7 +119,7 @@ def restored(
     # of the layer, as the ops take them: means (B, H, D), turns (B, H, D, D), slots (B, H)
     maps: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the rows of a layer, by its own heads; undoes `aligned`."""
+    """Undo `aligned`: return the rows of a layer in the order of the layer's heads."""
     means, turns, slots = maps
     kind = rows.dtype
     rows = rows if slots is None else in_order(rows, slots)
@@ -131,7 +131,8 @@ def restored(
 
 
 def _only(counted: Tensor, x: Tensor) -> Tensor:
-    """Return x, (B, H, N, D), with zeros in the rows that do not count, whatever they hold."""
+    """Return x, (B, H, N, D), with zeros in the rows that do not count, even where these are
+    nan."""
     return x.masked_fill(~counted[:, None, :, None], 0.0)
 
 
@@ -141,7 +142,7 @@ def _spans(x: Tensor) -> list[slice]:
 
 
 def _mean(x: Tensor, counted: Tensor) -> Tensor:
-    """Return (B, H, D): the mean of the rows that count, 0 without any."""
+    """Return (B, H, D): the mean of the rows that count, or 0 if there are none."""
     kind = wide(x.dtype)
     total = torch.zeros_like(x[:, :, 0], dtype=kind)
     for span in _spans(x):
@@ -150,10 +151,11 @@ def _mean(x: Tensor, counted: Tensor) -> Tensor:
 
 
 def _likeness(lower: Tensor, upper: Tensor, counted: Tensor) -> Tensor:
-    """Return (B, H, H): how much of a head of the upper layer a head of the lower can explain.
+    """Return (B, H, H): how similar each head of the upper layer is to each head of the lower
+    layer.
 
-    It is the norm of the product of both heads' rows, over that of each head's; a map that is
-    orthogonal does not change it.
+    The similarity is the norm of the product of both heads' rows, divided by the norm of each
+    head's rows. Orthogonal maps do not change it.
     """
     few = max(1, -(-lower.shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]
@@ -174,10 +176,11 @@ def _likeness(lower: Tensor, upper: Tensor, counted: Tensor) -> Tensor:
 
 
 def matched(likeness: Tensor) -> Tensor:
-    """Return (B, H): for each row of (B, H, H) a column, each column once, of a large sum.
+    """Return (B, H): a different column for each row of (B, H, H), such that the chosen elements
+    have a large sum.
 
     The largest element is chosen first, then the largest of the other rows and columns, and so on;
-    then a few pairs of rows exchange their columns where that makes the sum larger.
+    then a few pairs of rows exchange their columns if that increases the sum.
     """
     batch, heads, _ = likeness.shape
     left = likeness.clone()
@@ -200,10 +203,10 @@ def matched(likeness: Tensor) -> Tensor:
 
 
 def polar(x: Tensor) -> Tensor:
-    """Return the orthogonal matrices nearest to x, (..., D, D), by products alone.
+    """Return the orthogonal matrices nearest to x, (..., D, D), by matrix products only.
 
-    Newton and Schulz's iteration, scaled as the least singular value allows that is still
-    possible: small ones grow by 2.6 in each of the first steps.
+    This is the Newton-Schulz iteration. Each step is scaled by a lower bound of the singular
+    values, so small ones grow by a factor of 2.6 in each of the first steps.
     """
     depth = x.shape[-1]
     size = x.norm(dim=(-2, -1), keepdim=True)

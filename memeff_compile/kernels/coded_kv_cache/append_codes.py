@@ -16,10 +16,10 @@ WARPS = 8
 """Warps of a program when several tokens are appended."""
 
 NEW_GROUPS = (4, 4)
-"""Programs that share a group of new tokens alone, at most, and their warps."""
+"""The most programs that share a group in which all tokens are new, and their warps."""
 
 PROGRAMS = 8192
-"""Programs that code such groups, if there are as many groups."""
+"""Programs that encode such groups, if there are that many groups."""
 
 
 def cut(bits: int, depth: int) -> tuple[int, int]:

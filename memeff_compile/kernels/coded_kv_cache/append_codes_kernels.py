@@ -20,7 +20,7 @@ import triton.language as tl
 def parts_of(BITS, SHARES):
     """Return into how many parts a row of codes is split.
 
-    A byte has one code of each part, and whole parts share a scale.
+    A byte has one code of each part, and all codes of a part share a scale.
     """
     return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
 
@@ -68,7 +68,7 @@ def _stored(step, ptr):
 
 @triton.jit
 def _between(x, is_left_out):
-    """Return the least and the largest number of each column, or 0 if all rows are left out."""
+    """Return the smallest and the largest number of each column, or 0 if all rows are left out."""
     low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
     high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
     is_empty = low > high
@@ -107,7 +107,10 @@ def _put(
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Return the bytes, and high bits, after the codes of a part are added; store 8-bit codes."""
+    """Add the codes of a part to the bytes and the high bits, and return these.
+
+    Store 8-bit codes.
+    """
     low, high = made
     token, column = at
     if C.BITS == 8:
@@ -160,7 +163,7 @@ def _store_bytes(
 
 @triton.jit
 def _loaded(rows, token, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return the columns of some tokens, split into as many parts as a byte holds codes."""
+    """Return the columns of some tokens, split into parts; a byte has one code of each part."""
     base, start, row, step = rows
     slot = (start + token) % C.WINDOW
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
@@ -291,7 +294,7 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Write those of some rows that are kept tokens to the kept rows of the sequence and head."""
+    """Copy those of some rows that are kept tokens to the kept rows of this sequence and head."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]

@@ -119,7 +119,7 @@ def merge_prompt(
 
 
 _ALIGNED = 1 << 22
-"""Elements of one layer's keys that are aligned at once; bounds the temporary memory."""
+"""Elements of one layer's keys that are aligned at a time; this bounds the temporary memory."""
 
 
 def _halves(rows: Sequence[Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -133,7 +133,8 @@ def measure_prompt(
     values: tuple[Tensor, Tensor],  # likewise
     group: int,  # tokens per program
 ) -> Tensor:
-    """Return (B, H, n): how far apart two layers are, the larger distance of keys and values."""
+    """Return (B, H, n): the distance between two layers, the larger of those of keys and of
+    values."""
     from . import append_pairs_kernels as kernels
 
     batch, heads, count, depth = keys[0].shape
@@ -180,7 +181,10 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors with equal strides; that of tokens is a multiple of the row size."""
+    """Return both tensors with equal strides.
+
+    The stride of tokens is a multiple of the row size.
+    """
     _, _, step, unit = lower.stride()
     is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()
     return (lower, upper) if is_fine else (lower.contiguous(), upper.contiguous())

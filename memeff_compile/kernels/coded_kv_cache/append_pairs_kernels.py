@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Kernels that append to two layers with shared directions: they write windows and merge groups.
 
-One program per sequence and key-value head processes keys and values of both layers, because all
-four decide which rows are kept. A shared direction is a weighted sum of the two rows. The weights
-follow from three sums over channels, so rows are read a few channels at a time, and read again to
-be encoded. Programs read the number of tokens on the device; the last program writes the new
-counts.
+One program per sequence and key-value head processes the keys and values of both layers, because
+all four tensors decide which rows are kept. A shared direction is a weighted sum of the two rows.
+The weights follow from three sums over channels, so rows are read a few channels at a time, and
+read again to be encoded. Programs read the number of tokens on the device; the last program writes
+the new counts.
 
-Separate programs merge a prompt's groups: one pass measures how far apart rows are; the other, when
-the kept rows are known, codes keys or values. Both read the model's tensors.
+Separate kernels merge a prompt's groups. The first measures the distances between rows. The second
+runs when the kept rows are known, and encodes keys or values. Both read the model's tensors.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _centre(rows, slot, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Write a group of rows less their mean, (tokens, D) fp32."""
+    """Write a group of rows minus their mean, (tokens, D) fp32."""
     token = tl.arange(0, C.GROUP)
     for part in tl.static_range(C.DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
@@ -248,7 +248,7 @@ def _centre(rows, slot, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexpr):
 
 @triton.jit
 def _centre_and_turn(rows, slot, map_of, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Write a group of rows less their mean, times a matrix, (tokens, D) fp32."""
+    """Write a group of rows minus their mean, times a matrix, (tokens, D) fp32."""
     mean_ptr, turn_ptr = map_of
     kind: tl.constexpr = rows.dtype.element_ty
     STEP: tl.constexpr = C.DEPTH if C.DEPTH < 32 else 32

@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class Keeper(Protocol):
-    """A cache that keeps some of its layers exact, or all of them."""
+    """A cache that keeps some or all of its layers exact."""
 
     kept_exact: str
     """The layers that stay exact, in words."""
     has_codes: bool
-    """Whether any layer is in codes."""
+    """Whether any layer is stored as codes."""
 
     def exact_tensors(self) -> Iterable[Tensor]:
         """Return the tensors of the layers that stay exact."""

@@ -1,8 +1,8 @@
 """Quantise heads of queries, keys and values to few bits, for models that train with such heads.
 
-There is one scale per token and head, and codes lie around zero, as in a `KVCache` "per_head".
-The gradient passes through unchanged. BitNet a4.8, table 3: 4-bit keys and values; 4-bit queries
-too; or 4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
+There is one scale per token and head, and codes are symmetric around zero, as in `KVCache` with
+"per_head". The gradient passes through unchanged. BitNet a4.8, table 3: 4-bit keys and values;
+4-bit queries too; or 4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def quantized_heads(
     first: int = 0,  # the tokens before this position get `first_bits` instead
     first_bits: int = 4,  # as bits
 ) -> Tensor:
-    """Return each token's head rounded to codes and decoded; the gradient is the identity's."""
+    """Return heads encoded and decoded again; the gradient is that of the identity."""
     require_bits("bits", bits)
     values = x.to(wide(x.dtype))
     found = _rounded(values.detach(), bits, x.dtype)

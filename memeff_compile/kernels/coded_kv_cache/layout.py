@@ -21,16 +21,17 @@ from torch import Tensor
 BITS = (8, 4, 3, 2)
 
 PLAIN = 16
-"""Instead of bits: rows are numbers in the dtype of the cache, without scales."""
+"""A value of `bits`: rows are stored as numbers in the dtype of the cache, without scales."""
 
 SCHEMES = ("kivi", "per_head")
-"""``kivi``: a scale and a zero per channel of keys in a group of tokens, and per token of values in
-a group of channels. ``per_head``: one scale per token and head, of keys as of values, codes around
-zero.
+"""``kivi``: keys have a scale and a zero per channel and group of tokens; values per token and
+group of channels. ``per_head``: keys and values have one scale per token and head, and codes are
+symmetric around zero.
 """
 
 LENGTH, CODED, ARRIVED = range(3)
-"""Places in `counts`: tokens in the cache, tokens in codes, programs of a launch that are done."""
+"""Indices into `counts`: tokens in the cache, tokens stored as codes, finished programs of a
+launch."""
 
 
 class Pool(NamedTuple):
@@ -165,7 +166,7 @@ def channel_group(depth: int, scheme: str) -> int:
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return how many tokens a block of codes holds, from its bytes: 64 for (4096, 128, 4)."""
+    """Return how many tokens a block of codes has, from its bytes: 64 for (4096, 128, 4)."""
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 

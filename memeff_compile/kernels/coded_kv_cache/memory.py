@@ -38,7 +38,8 @@ def fixed_bytes(
 
 
 def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
-    """Return the bytes of one token in a layout's codes, or in the model's dtype without codes."""
+    """Return the bytes of one token as codes of a layout, or in the model's dtype if there are no
+    codes."""
     if layout.bits == PLAIN:
         return 2 * heads * layout.depth * itemsize
     told = {"group": layout.group if layout.scheme == "kivi" else 0, "itemsize": itemsize}

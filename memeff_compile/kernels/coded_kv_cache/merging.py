@@ -18,7 +18,7 @@ SCALES = ("norm", "projection")
 """The lengths of a merged row: the row's length, or the one with the smallest error."""
 
 RULES = ("slerp", "average", "max_norm")
-"""How the direction of a pair is found."""
+"""How the shared direction of a pair is computed."""
 
 READINGS = ("distinct", "similar")
 """Which rows are kept unchanged: those farthest apart, as the paper intends, or those nearest, as
@@ -73,8 +73,9 @@ def shared_direction(
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
     """Return (B, H): the distance above which a row is kept unchanged (for ``similar``: below).
 
-    Only `counted` elements of the (B, H, N) distances are used; the result is nan if there are
-    none. `gamma` is the share of their range that is kept: larger keeps more, 1 all of it.
+    Only the elements of the (B, H, N) distances for which `counted` is true are used; the result is
+    nan if there are none. `gamma` is the share of their range whose rows are kept: a larger one
+    keeps more rows, 1 keeps all.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
@@ -92,7 +93,7 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the rows to keep: those beyond the bound, most extreme first, until `room` is used up.
+    """Choose the rows to keep: those beyond the bound, most extreme first, at most `room` of them.
 
     Returns:
         chosen: bool (B, H, N).
@@ -111,10 +112,10 @@ def kept_rows(
 
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
-    """Return the factor that turns a decoded direction (..., D) into a row.
+    """Return the factor that scales a decoded direction (..., D) to a row.
 
     ``norm`` keeps the row's length; ``projection`` makes the error smallest. The result is (...) in
-    fp32 or fp64, and 0 where the decoded direction vanishes.
+    fp32 or fp64, and 0 where the decoded direction is zero.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":

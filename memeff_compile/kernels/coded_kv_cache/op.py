@@ -2,8 +2,8 @@
 
 A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`
 gives their shapes. `coded_kv_cache_append` writes to all of them except `places` and has no result;
-the other ops read. There is no backward: the ops serve generation, and a gradient through one
-raises.
+the other ops read. The ops have no backward pass: they are for generation, and a gradient through
+one raises.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from . import reference
 from .layout import BITS, PLAIN, Pool, dtype_of, group_of, scale_shapes
 
 LEAST_DEPTH = 64
-"""Channels per head for which the kernels have been compared with float64 on a GPU."""
+"""The fewest channels per head for which the kernels were compared with float64 on a GPU."""
 
 MOST_HEADS = 16
-"""Query heads per key-value head that the kernels have been compared with float64 for."""
+"""The most query heads per key-value head for which the kernels were compared with float64."""
 
 POOL = Pool._fields
 """Names of the tensors of a cache, in the order that the ops take them."""
@@ -154,7 +154,7 @@ def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> 
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: int = 4) -> str:
-    """Name the engine that serves a dtype and group of tokens on a device: a key of `ENGINES`."""
+    """Return the name of the engine for a dtype and group size on a device: a key of `ENGINES`."""
     is_served = dtype in (torch.bfloat16, torch.float16) and group in (32, 64, 128)
     if not is_served or not kernels_serve(device, dtype):
         return "reference"
@@ -197,7 +197,7 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether appending works without a read from the GPU; attention may need one."""
+    """Return whether appending reads no value from the GPU; attention may read one."""
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 
@@ -228,7 +228,7 @@ def _fake_append(*args: Any) -> None:
 
 
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return means, turns and slots, which a call may leave out."""
+    """Return the means, rotations and slots of a call, which may omit them."""
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots
 

@@ -1,9 +1,9 @@
 """memeff::coded_kv_cache_append_lower and _append_pair: two layers that share directions.
 
 The two layers of a pair share the tensors named in `SHARED`, and each has those named in `OWN`.
-Together these tensors are a layer's pool and norms, which the view and attention read. In a step
-the lower layer writes its token before the upper layer's token exists, so the upper layer's append
-merges groups; until then tokens are in both windows.
+Together these tensors are the pool and the norms of a layer, which the view and attention read. In
+a step, the lower layer writes its token before the upper layer's token exists. So the upper layer's
+append merges groups; until then each layer's tokens are in its window.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from .merging import (
 from .reference import decode, encode, groups_due, require_room
 
 _AT_ONCE = 1 << 24
-"""Elements of one layer's keys that are merged at once; bounds the temporary memory."""
+"""Elements of one layer's keys that are merged at a time; this bounds the temporary memory."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
 
 
 def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tensor]:
-    """Return some rows as they are compared and merged: slot by slot, aligned if there are maps."""
+    """Return rows in the form in which they are compared and merged: slot by slot, aligned if there
+    are maps."""
     some = [x[:, :, span] for x in rows]
     return some if maps is None else alignment.aligned(some, maps)
 

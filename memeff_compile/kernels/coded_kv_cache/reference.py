@@ -1,8 +1,9 @@
 """The reference: codes, appending, the dense view and attention in plain PyTorch.
 
-This engine is correct on any device and in any floating dtype. The host reads the number of tokens,
-which is free on a CPU and waits for other devices. Arithmetic runs in float32, or in float64 for
-float64 caches. Scales are stored in the cache's dtype, and codes are computed with stored scales.
+This engine is correct on any device and in any floating dtype. The host reads the number of tokens:
+on a CPU this is free, on other devices the host waits for it. Arithmetic runs in float32, or in
+float64 for float64 caches. Scales are stored in the cache's dtype, and codes are computed with
+stored scales.
 
 Papers: KIVI (per-channel keys, per-token values), BitNet a4.8 (one scale per head).
 """
@@ -199,7 +200,7 @@ def view(
     # are None in the lower layer
     maps: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values as a static cache would hold them, with zeros in empty positions.
+    """Return keys and values as a static cache would have them, with zeros in empty positions.
 
     Both are (B, H, N, D) in the dtype of the window.
     """
@@ -242,7 +243,8 @@ def attend(
     bits: int,  # likewise
     maps: Sequence[Tensor | None] = (None, None, None),  # likewise
 ) -> Tensor:
-    """Attend with one query per sequence to all tokens of the cache that `mask` does not hide.
+    """Compute attention of one query per sequence to all tokens of the cache that `mask` does not
+    hide.
 
     A query that sees no key gets zeros.
     """

@@ -1,6 +1,6 @@
 """How the engine `codes` divides the work: programs per sequence and head, warps and stages.
 
-Everything follows from static sizes, never from the fill level, so a launch in a CUDA graph stays
+All sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
 valid as the cache fills up.
 """
 
@@ -13,7 +13,7 @@ from .._triton.gpus import H200, Gpu
 MAX_SPLITS = 64
 
 MIN_ROWS = 8
-"""Query heads across a tile; fewer would leave a tensor core's tile empty."""
+"""Query heads per tile; with fewer, a part of a tensor core's tile would be empty."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Shapes:
 def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shapes:
     """Return the launch for a head dimension, bits, and query heads per key-value head.
 
-    With one or two warps, or few rows, Triton uses the tensor core's instructions for single warps.
-    Instructions for four warps gave wrong results on 16 rows. The shapes were chosen by
-    `benchmarks/ops/coded_kv.py --part sweep` on an H200.
+    The launches have one or two warps, or few rows, so that Triton uses the tensor core's
+    instructions for single warps. Its instructions for four warps gave wrong results on 16 rows.
+    The shapes were chosen by `benchmarks/ops/coded_kv.py --part sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
@@ -43,12 +43,13 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
 
 def rows_for(repeat: int) -> int:
-    """Return the rows of a tile for `repeat` query heads per key-value head: 8 for 4, 16 for 12."""
+    """Return the rows of a tile for `repeat` query heads per key-value head: 8 for 4 heads, 16 for
+    12."""
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 
 def halves_for(repeat: int, bits: int) -> int:
-    """Return how many groups share the columns of a tile: two if there are few enough heads.
+    """Return how many groups share the columns of a tile: two if the heads fill at most half of it.
 
     Codes of 8 bits take more shared memory and were faster one group at a time.
     """
@@ -56,7 +57,7 @@ def halves_for(repeat: int, bits: int) -> int:
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:
-    """Return how many channels one product covers: those whose codes share bytes, or a scale."""
+    """Return how many channels one product has: those whose codes share bytes, or a scale."""
     if bits == 8:
         return channels
     return depth // 4 if bits == 3 else depth * bits // 8
@@ -65,8 +66,8 @@ def part_width(depth: int, bits: int, channels: int) -> int:
 def splits_for(pairs: int, groups: int, slots: int) -> int:
     """Return the number of programs that share the groups of one sequence and key-value head.
 
-    Arguments: number of `pairs`, of groups that fit, and of programs that run at once: 64 share for
-    (8, 510, 528), 3 for (1024, 510, 528).
+    The arguments are the number of `pairs` of sequence and head, of groups that fit into the cache,
+    and of programs that run at once. The result is 64 for (8, 510, 528) and 3 for (1024, 510, 528).
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))

@@ -4,7 +4,7 @@ The host never waits for the GPU or reads a value from it, and the grid follows 
 so calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
 the same inputs give the same bits.
 
-The floor is the time to read the codes and their scales once.
+No launch can be faster than reading the codes and their scales once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
 
 
 def turned(q: Tensor, turns: Tensor) -> Tensor:
-    """Return queries (B, Hq, 1, D) as keys were turned by maps (B, H, 2, D, D): (B, Hq, D) fp32."""
+    """Rotate queries (B, Hq, 1, D) as the maps (B, H, 2, D, D) rotated keys.
+
+    Return (B, Hq, D) fp32.
+    """
     from . import split_codes_kernels as kernels
 
     batch, heads, _, depth = q.shape
@@ -86,9 +89,9 @@ CHUNK = 32
 
 
 def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for results, (B, 1, Hq, D), and for fp32 shares and their statistics.
+    """Allocate results, (B, 1, Hq, D), and the fp32 shares with their statistics.
 
-    With one share, the results' memory is also that of the share.
+    If there is only one share, it uses the memory of the results.
     """
     batch, heads, _, depth = q.shape
     out = q.new_empty((batch, 1, heads, depth))
@@ -144,7 +147,7 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Attend with one query per sequence; the shapes are as the op has checked them."""
+    """Compute attention of one query per sequence; the op has checked the shapes."""
     from . import split_codes_kernels as kernels
 
     k_codes, k_scales, k_window, k_kept, counts = (pool[i] for i in (0, 2, 4, 6, 9))

@@ -1,18 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """The two passes of the engine `codes`: attention over a share of the cache, and the sum of shares.
 
-Program i of n processes steps i, i + n, i + 2n ..., where a step is a few groups of codes, and then
-tiles of the window and of the kept tokens in the same manner. Scores have tokens as rows and query
-heads as columns: then keys and values are both the left operand of their product, read as bytes and
-unpacked in registers, and eight query heads fill a tile. If the heads fill at most half of a tile,
-two groups share it (HALVES): the columns of one group's queries, then those of the next one's. Of
-each product the columns of its own group count; from there on each half is a separate share. Codes
-stay whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added
-once per step. Weights are summed token by token in registers and across tokens at the end, so a
-step has two reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
+Program i of n processes steps i, i + n, i + 2n ..., where a step is a few groups of codes. Then it
+processes tiles of the window and of the kept tokens in the same way. Scores have tokens as rows and
+query heads as columns: then keys and values are both the left operand of their product, read as
+bytes and unpacked in registers, and eight query heads fill a tile. If the heads fill at most half
+of a tile, two groups share it (HALVES): first the columns of one group's queries, then those of the
+next group's. In each product only the columns of the product's own group count. After the products,
+each half is a separate share. Codes stay whole numbers: the scales of a key multiply the query, the
+scales of a value multiply the weight, and zeros are added once per step. Weights are summed token
+by token in registers and across tokens at the end, so a step has two reductions: the zeros of keys,
+and the largest score. Sums run in a fixed order.
 
 PACKED unpacks four bytes at a time with 32-bit instructions into numbers that are exact and very
-small; in bf16 queries and weights are multiplied by 2 ** 64 for it, and products by 2 ** 69. The
+small; so in bf16, queries and weights are multiplied by 2 ** 64, and products by 2 ** 69. The
 interpreter cannot run it, nor multiply bf16: there PACKED is off and UPCAST widens operands to
 fp32.
 
@@ -93,7 +94,8 @@ def _numbers(
     COLUMNS: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """Return (ROWS, COLUMNS): codes of a part as numbers, first of even bytes, then of odd ones.
+    """Return (ROWS, COLUMNS): the codes of a part as numbers, first those of even bytes, then of
+    odd ones.
 
     With PACKED the numbers are very small, scaled as `_take_two` says.
     """
@@ -634,7 +636,7 @@ def _coded_kv_cache_turn_kernel(
     DEPTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Turn queries as the keys of an aligned layer were turned."""
+    """Rotate queries as the keys of an aligned layer were rotated."""
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
     heads, repeat = sizes
     row = tl.program_id(0).to(tl.int64)
@@ -660,7 +662,7 @@ def _coded_kv_cache_combine_turned_kernel(
     MERGED_BLOCK: tl.constexpr,
     EXACT_BLOCK: tl.constexpr,
 ):
-    """Combine shares, and turn the sum of the merged tokens' values back to their own layer."""
+    """Combine shares, and rotate the sum of the merged tokens' values back to their own layer."""
     merged, exact, repeat, stat_count = sizes
     row = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, DEPTH)

@@ -51,7 +51,7 @@ def attend(
     splits: int | None = None,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Attend with one query per sequence; the shapes are as the op has checked them."""
+    """Compute attention of one query per sequence; the op has checked the shapes."""
     from . import split_rows_kernels
 
     rows = Pool(*pool)._replace(k_scales=None, v_scales=None)

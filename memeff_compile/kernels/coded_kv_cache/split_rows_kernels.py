@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Kernels of the engine `rows`: attention over plain directions, each with a length.
 
-Program i of n takes tiles i, i + n ... of the directions, then of the window and of the kept rows,
-in one softmax. A key's length multiplies its score; a value's length multiplies its weight. Scores
-have tokens as rows and query heads as columns, as in `split_codes_kernels`, whose second pass sums
-the shares.
+Program i of n processes tiles i, i + n ... of the directions, then of the window and of the kept
+rows, all in one softmax. A key's length multiplies its score; a value's length multiplies its
+weight. Scores have tokens as rows and query heads as columns, as in `split_codes_kernels`, whose
+second pass sums the shares.
 """
 
 from __future__ import annotations

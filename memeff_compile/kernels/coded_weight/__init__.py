@@ -3,8 +3,8 @@
 A bf16 weight's sign and mantissa are close to noise; its 8 bits of exponent carry 2.5 to 2.9 bits
 of information. Three codecs store the exponent in fewer bits and restore it bit for bit:
 
-    win4   4 bits in a window of 15 exponents: fastest, about 12.0 bits a weight
-    tier   2, 4 or 8 bits by how frequent it is: about 10.7 to 11.1 bits
+    win4   4 bits in a window of 15 exponents: fastest, about 12.0 bits per weight
+    tier   2, 4 or 8 bits; fewer for frequent ones: about 10.7 to 11.1 bits
     rans   an entropy coder, as published: smallest, about 10.6 to 11.0 bits, slowest
 
     CodedWeight          the tensor that replaces the dense weight

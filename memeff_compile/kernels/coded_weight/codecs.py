@@ -42,7 +42,8 @@ from .reference import STREAM_TAIL, as_patterns, move, rans_table
 
 @dataclass(frozen=True)
 class Room:
-    """Spare room for encoding again, in the parts whose length depends on the weight's values."""
+    """Spare memory for later encodings, in the parts whose length depends on the weight's
+    values."""
 
     share: float = 0.0  # more than is needed now, as a share of it
     least: int = 0  # more than is needed now, in elements
@@ -103,7 +104,7 @@ class Step(NamedTuple):
 
 
 HEADING = 8
-"""Numbers of 16 bits in front of a value in a refuge: the lengths that its lists need."""
+"""The heading of a spill buffer, in numbers of 16 bits: the lengths that the value's lists need."""
 
 
 def sheltered(count: int) -> int:
@@ -112,7 +113,10 @@ def sheltered(count: int) -> int:
 
 
 class Outcome:
-    """Whether a weight fitted into the existing lists, known once the GPU has run the kernels."""
+    """Whether a weight fitted into the existing lists.
+
+    This is known once the GPU has run the kernels.
+    """
 
     def __init__(
         self,
@@ -127,7 +131,8 @@ class Outcome:
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
         """Launch a copy of the value to the spill buffer if it does not fit; then it may be freed.
 
-        The value is contiguous bf16, the refuge int16 in pinned memory, longer by a heading.
+        The value is contiguous bf16. The spill buffer is int16 in pinned memory, and longer by a
+        heading.
         """
         rooms = (*self._rooms, 0, 0)[:3]
         tensors = (value.view(-1).view(torch.int16), self._needed, refuge)
@@ -196,7 +201,7 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
 def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
     """Return the parts of a bf16 weight that is not empty, in the order of a lossless `form.parts`.
 
-    With spare room `encode_soon` can be used on the parts.
+    If the parts have spare memory, `encode_soon` can encode later values into them.
     """
     patterns = as_patterns(weight)
     if form.codec == "win4":
@@ -218,7 +223,7 @@ def encode_soon(
     refuge: Tensor | None = None,  # spill buffer for `Outcome.shelter`
     counts: Tensor | None = None,  # the result of `step`, if that made the weight
 ) -> Outcome | bool:
-    """Encode a weight of the same shape into existing parts, with the windows they have.
+    """Encode a weight of the same shape into existing parts, with the existing windows.
 
     Return whether the weight fitted, or an `Outcome` if the codec does not wait for the GPU. If the
     weight did not fit, only the spill buffer holds it, if there is one; the parts are invalid.
@@ -241,9 +246,10 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write codes and signs of a weight, or with a step those of the updated weight.
+    """Write codes and signs of a weight; if there is a `step`, those of the updated weight.
 
-    Return the counts that `_list_win4` takes. Without a step the lists of patches are not read.
+    Return the counts that `_list_win4` takes. The lists of patches are read only if there is a
+    step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -289,7 +295,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches, (starts, places, values), whose starts are written already."""
+    """Fill a list of patches, (starts, positions, values), whose starts are already written."""
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
         tensors, sizes = (patterns, header, *lists), (4, ("BLOCK", 1024))
@@ -297,7 +303,7 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write codes and signs; the streams are zeros, and their starts are written already."""
+    """Write codes and signs; the streams are zeros, and their starts are already written."""
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
@@ -401,7 +407,7 @@ _Constants: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
-    """Return the numbers and the constants of a step in the form for kernels."""
+    """Return the numbers and the constants of a step in the form that kernels take."""
     if by is None:
         return (0.0, 0.0), (("STEP", False), ("HAS_DECAY", False))
     return (-float(by.rate), float(by.decay)), (("STEP", True), ("HAS_DECAY", by.decay != 0))
@@ -422,7 +428,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     """Write the bit patterns of a weight, then zeros, to a buffer of whole chunks.
 
     With a step, the buffer holds a gradient and receives the updated weight; win4 updates weights
-    while it encodes. The numbers have 16 bits.
+    while it encodes. The buffer's numbers have 16 bits.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -472,7 +478,7 @@ class _Product(NamedTuple):
     form: Format
 
     def operand(self, out: Tensor) -> Multiplied:
-        """Return the weight as kernels take it, with its result."""
+        """Return the weight in the form that kernels take, and its result."""
         norms = self.parts[-1:] if self.form.is_lossless else ()  # which are not read then
         bias = out if self.bias is None else self.bias
         return Multiplied._make((*self.parts, *norms, bias, out, self.shape[0]))
@@ -506,7 +512,7 @@ def product(
 
 
 Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
-"""Which kernel multiplies, and with which tile."""
+"""The kernel that multiplies, and its tile."""
 
 
 def setting_of(
@@ -557,7 +563,7 @@ def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> li
 def _multiplied(
     given: _Product, out: Tensor, tile: shapes.RowTile
 ) -> tuple[Multiplied, tuple[int, ...]]:
-    """Return a weight as kernels of one token take it, with its tile's constants."""
+    """Return a weight in the form of kernels for one token, with its tile's constants."""
     (rows, columns), bias = given.shape, given.bias
     is_even = rows % tile.rows == 0 and columns % (8 * tile.words) == 0
     return given.operand(out), tile.constants(columns, has_bias=bias is not None, is_even=is_even)
@@ -679,7 +685,7 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x with its columns in the order of `wide_kernel`, and its transpose.
+    """Return x with its columns in the order of `win4_wide_kernel`, and its transpose.
 
     The transpose is padded to a multiple of sixteen tokens; the padding is undefined.
     """

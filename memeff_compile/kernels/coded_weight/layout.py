@@ -7,8 +7,8 @@ neighbouring weights, which are rebuilt at once:
 
     group[64 * q + 2 * j + h]  is  half h of the pair q (0 to 3) of lane j (0 to 31)
 
-Two neighbours are one 32-bit word of the decoded weight; neighbouring lanes read neighbouring words
-of every buffer.
+Two neighbouring weights form one 32-bit word of the decoded weight. Neighbouring lanes read
+neighbouring words of every buffer.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from ...errors import UnsupportedInputError
 
 GROUP = 256
 CHUNK = 8192
-"""Weights between two entries of the tables that contain where a stream continues."""
+"""Weights per entry of the tables that say where a stream continues."""
 LANES = 32
 
 RANS_CHUNK = 2 * CHUNK
-"""Weights that one set of 32 states codes; weights are padded to whole ones."""
+"""Weights that one set of 32 states encodes; weights are padded to whole chunks of this size."""
 RANS_STEPS = RANS_CHUNK // LANES
 RUN = RANS_CHUNK
-"""Weights that a sample includes or skips together."""
+"""Adjacent weights that a sample includes or skips together."""
 SAMPLED_RUNS = 256
-"""Runs that win4 chooses its window by, at least, in a weight that has more."""
+"""The fewest runs from which win4 chooses its window, if the weight has more."""
 RANS_BITS = 10
 RANS_FLOOR = 1 << 16
 """States of the entropy coder stay in [2^16, 2^32); words are 16 bits wide."""
 
 CODECS = ("win4", "tier", "rans")
 BITS = {"win4": 12.02, "tier": 11.03, "rans": 10.89}
-"""Bits of a weight like trained ones, all parts counted (`benchmarks/ops/coded_weights.py`)."""
+"""Bits per weight, including all parts, for values like those of trained weights
+(`benchmarks/ops/coded_weights.py`)."""
 ADVISED = ("win4", "tier")
 """The codecs that `fit` plans with: one for speed, one for memory."""
 MANTISSA_BITS = 7
@@ -49,7 +50,7 @@ BLOCKS = (32, 64, 128, 256, 512)
 
 PATCH_PARTS = ("patch_starts", "patch_places", "patch_values")
 LISTS = ("second", "third", "words", "patch_places", "patch_values")
-"""Parts whose length depends on the values; memory after their contents is not read."""
+"""Parts whose length depends on the values; the memory after their contents is not read."""
 
 _EXPONENTS = {
     "win4": ("header", "codes", *PATCH_PARTS),
@@ -122,7 +123,7 @@ def parse(name: str) -> Format:
 
 
 def padded(count: int) -> int:
-    """Return `count` rounded up to whole chunks of either kind."""
+    """Return `count` rounded up to whole chunks of both kinds."""
     return -(-count // RANS_CHUNK) * RANS_CHUNK
 
 
@@ -176,7 +177,7 @@ def frequencies(counts: Sequence[int]) -> list[int]:
 
 
 PIECE_APART = 128
-"""Words of 32 bits that each part of a weight in one piece starts at a multiple of."""
+"""In a weight with one allocation, each part starts at a multiple of this many 32-bit words."""
 
 
 def fits_one_piece(form: Format) -> bool:
@@ -190,7 +191,7 @@ def fits_one_piece(form: Format) -> bool:
 
 
 def _piece_lists(count: int) -> int:
-    """Return the positions of the lists of a weight in one allocation, in words."""
+    """Return the positions of a weight's lists inside its allocation, in words."""
     chunks = padded(count) // CHUNK
     starts = -(-(chunks + 1) // PIECE_APART) * PIECE_APART
     return PIECE_APART + 3 * chunks * (CHUNK // 8) + starts
@@ -207,7 +208,7 @@ def piece_room(count: int, words: int) -> int:
 
 
 def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
-    """Return the position of each part of a weight in one allocation, in words, and its length.
+    """Return the position of each part inside a weight's allocation, in words, and its length.
 
     Parts are in the order of `Format.parts`; the lists of patches have two numbers per word.
     """

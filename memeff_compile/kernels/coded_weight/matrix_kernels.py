@@ -41,7 +41,10 @@ def _odd_bytes(word):
 
 @gluon.jit
 def _scaled_pair(pair, scale):
-    """Multiply both bf16 numbers of pair words, and round; adding -0.0 keeps the sign of zeros."""
+    """Multiply both bf16 numbers of pair words, and round.
+
+    Adding -0.0 preserves the sign of zeros.
+    """
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
         "=r,r,r",
@@ -65,7 +68,7 @@ def _spread(word, FIELD: gl.constexpr):
 
 @gluon.jit
 def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return a pair word, without exponents, of fields of 1, 2 or 4 bits, spread."""
+    """Return a pair word, without exponents, from spread fields of 1, 2 or 4 bits."""
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -119,7 +122,7 @@ def _scale(power, norms, lane, C: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
-    """Return pair words as bf16 along K, in an operand's layout, without moving registers."""
+    """Return pair words as bf16 along K, in an operand's layout; no register moves."""
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -129,8 +132,8 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def _chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return the positions of rows: chunk, chunks, position inside; and their patches, first and
-    end.
+    """Return the position of some rows (first chunk, number of chunks, position in the first
+    chunk), and the bounds of their patches.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -158,7 +161,7 @@ def _own_patches(mma: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _some_patches(each, end, places_ptr, values_ptr):
-    """Load places and values of patches; those after `end` have the place -1."""
+    """Load positions and values of patches; the position is -1 from `end` on."""
     place = gl.load(places_ptr + each, mask=each < end, other=-1).to(gl.int32)
     return place, gl.load(values_ptr + each, mask=each < end, other=0)
 
@@ -408,7 +411,7 @@ def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load NOTED patches from `begin` on, early, so that no one waits for them.
+    """Load NOTED patches from `begin` on, early, so that later steps do not wait for them.
 
     Positions after the last patch are -1.
     """

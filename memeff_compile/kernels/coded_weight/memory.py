@@ -8,10 +8,11 @@ from ..sizes import Size
 
 
 def bytes_before(rows: Size, columns: Size) -> sympy.Expr:
-    """Return the bytes of the decoded weight, which autograd keeps if it is not decoded again."""
+    """Return the bytes of the decoded weight, which autograd keeps unless the backward pass decodes
+    again."""
     return 2 * sympy.sympify(rows) * columns
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:
-    """Return the bits per weight, all parts counted."""
+    """Return the bits per weight, including all parts."""
     return 8 * nbytes / count

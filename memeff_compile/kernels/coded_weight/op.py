@@ -2,11 +2,10 @@
 
 Autograd sees `coded_weight_linear`. It takes the weight as one tensor, a `CodedWeight`, and keeps
 it for the backward pass, which decodes again. Below autograd the weight is split into its parts,
-which an inner compiler sees. `coded_weight_product` chooses at run time: a few tokens are
-multiplied by kernels that decode on the way; otherwise the weight is decoded into a buffer that
-lives as long as the op, and the library multiplies. If a gradient is needed, two ops run,
-`coded_weight_decode` and the dense layer's linear, so that results have the dense layer's bits
-(`trained_product`).
+which an inner compiler sees. `coded_weight_product` chooses at run time: for a few tokens, kernels
+decode and multiply together; otherwise the weight is decoded into a temporary buffer, and the
+library multiplies. If a gradient is needed, two ops run, `coded_weight_decode` and the dense
+layer's linear, so that results have the dense layer's bits (`trained_product`).
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def supports_weight(
 
 
 def engine_for(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Name the engine that serves weights of a dtype on a device: a key of `ENGINES`."""
+    """Return the name of the engine for weights of a dtype on a device: a key of `ENGINES`."""
     return "triton" if kernels_serve(device, dtype) else "reference"
 
 
@@ -80,7 +79,8 @@ def _require(weight: Tensor, codec: str) -> None:
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
     """Return the parts of a bf16 tensor of any shape, in the order of `parse(codec).parts`.
 
-    Spare room in the lists lets other values fit in later. Values that cannot be coded raise.
+    Spare memory in the lists lets other values fit in later. Values that cannot be encoded raise an
+    error.
     """
     form = parse(codec)
     _require(weight, codec)
@@ -102,9 +102,10 @@ def encode_soon(
 ) -> codecs.Outcome | bool:
     """Encode a weight of the same shape into existing parts; return whether they had room.
 
-    If the parts had no room, they hold no weight and have to be allocated again. On a GPU, win4
-    and tier do not wait: the result comes later. Until then the parts must not be read, and without
-    a spill buffer the weight must be kept. A lossy codec refuses values that are not finite.
+    If the parts had no room, their contents are invalid and they have to be allocated again. On a
+    GPU, win4 and tier do not wait: the result comes later. Until then the parts must not be read,
+    and without a spill buffer the weight must be kept. A lossy codec refuses values that are not
+    finite.
     """
     form = parse(codec)
     if not form.is_lossless:
@@ -152,7 +153,7 @@ def _decode_in_inductor(
 
 
 def _apart(parts: Sequence[Tensor], form: Format, size: Sequence[int]) -> Sequence[Tensor]:
-    """Return the parts of a weight, which may share one allocation."""
+    """Return the parts of a weight, whether or not they share one allocation."""
     is_apart = len(parts) == len(form.parts)
     return parts if is_apart else pieces.parts_of(parts[0], math.prod(size))
 
@@ -221,8 +222,8 @@ def trained_product(given: Product, folds: bool) -> Tensor:
     """Decode the weight and multiply as a dense layer does, for results that need a gradient.
 
     An inner compiler sees a plain linear: it may split off the bias, and calls it with less
-    overhead than a custom op. Without `at` it might decode early, or once for all layers. Inputs
-    with odd strides are copied into rows for weights that train.
+    overhead than a custom op. The argument `at` keeps it from decoding early, or only once for all
+    layers. Inputs with odd strides are copied into rows for weights that train.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):
@@ -271,7 +272,7 @@ class _Products(NamedTuple):
 
 
 def _products(given: _Products) -> list[Tensor]:
-    """Multiply with several weights: one launch for one token, otherwise one after the other."""
+    """Multiply with several weights: in one launch for one token, otherwise one after the other."""
     several, x, form = given.apart(), given.x, parse(given.codec)
     columns = x.shape[-1]
     fits = (each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several)
@@ -329,8 +330,8 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
     An activation checkpoint recomputes until all tensors are saved that were saved before, and
     stops there: with the library's linear, before the last product of the region. An op's autograd
-    formula saves its operands only after it ran. So this is two nodes, one that saves and one that
-    multiplies, with a tensor without memory between them.
+    formula saves its operands only after it ran. So autograd gets two nodes: one saves, the other
+    multiplies. A tensor without memory connects them.
     """
     token = _Keep.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     found: Tensor = _Multiply.apply(token, (x, weight, bias))  # type: ignore[no-untyped-call]

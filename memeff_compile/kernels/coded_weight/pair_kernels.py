@@ -69,7 +69,8 @@ def _rounded_bits(value):
 
 @triton.jit
 def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return bf16 bits of weight - lr * gradient, as torch.optim.SGD rounds; rate is -lr."""
+    """Return the bf16 bits of weight - lr * gradient, rounded as in torch.optim.SGD; rate is
+    -lr."""
     if HAS_DECAY:
         gradient = (_bits_or_nan(tl.fma(weight, decay, gradient)) << 16).to(
             tl.float32, bitcast=True
@@ -85,7 +86,7 @@ def _bits_or_nan(value):
 
 @triton.jit
 def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return a pair word of weights after a step along a pair word of gradients."""
+    """Return a pair word of weights after an optimizer step with a pair word of gradients."""
     low = _stepped(low_float(pair), low_float(gradients), rate, decay, HAS_DECAY)
     high = _stepped(high_float(pair), high_float(gradients), rate, decay, HAS_DECAY)
     return low | (high << 16)
@@ -93,9 +94,9 @@ def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexpr, C: tl.constexpr):
-    """Update the patches of a program with their gradients, in the list.
+    """Update a program's patches with their gradients, in the list.
 
-    Afterwards all threads have read the gradients, so these may be overwritten.
+    Afterwards all threads have read the gradients, so the gradients may be overwritten.
     """
     begin, end, places_ptr, values_ptr = patches
     inside = (first % CHUNK).to(tl.int32)
@@ -139,7 +140,7 @@ def scaled_pair(pair, scale):
 
 @triton.jit
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
-    """Return `scaled_pair` of finite numbers; without PACKED in plain operations."""
+    """Return `scaled_pair` of finite numbers; if PACKED is off, use plain operations."""
     if PACKED:
         found = scaled_pair(pair, scale)
     else:
@@ -160,7 +161,7 @@ def spread_fields(word, FIELD: tl.constexpr):
 
 @triton.jit
 def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return a pair word of fields of 1, 2 or 4 bits, spread, with codes as exponents."""
+    """Return a pair word from spread fields of 1, 2 or 4 bits, with codes as exponents."""
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -209,7 +210,7 @@ def first_patches(patches, PATCHES: tl.constexpr):
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
     """Write patches over the weights that the program has stored, `WEIGHTS` from `first` on.
 
-    The first ones are loaded already, as `first_patches` returns them.
+    `first_patches` has already loaded the first ones.
     """
     begin, end, places_ptr, values_ptr = patches
     place, value = loaded
@@ -306,7 +307,10 @@ def pair_shelter_kernel(
 
 @triton.jit(do_not_specialize=["every"])
 def pair_histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the exponents of every `every`-th run of BLOCKS * BLOCK weights, in any order."""
+    """Count the exponents of every `every`-th run of BLOCKS * BLOCK weights.
+
+    The order does not matter.
+    """
     first = tl.program_id(0).to(tl.int64) * every * BLOCKS * BLOCK
     counts = tl.zeros((256,), tl.int32)
     for block in range(BLOCKS):

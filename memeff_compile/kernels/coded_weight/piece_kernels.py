@@ -18,10 +18,9 @@ APART: tl.constexpr = tl.constexpr(128)  # `layout.PIECE_APART`
 
 @triton.jit
 def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
-    """Return which weight a program works on: (its number, its program, piece, values, chunks,
-    chunks before it, room).
-
-    One is chosen here, and the rest is compiled once.
+    """Return the weight that a program works on: (its number, the program's number in it,
+    allocation, values, chunks, chunks before it, room). Because the weight is chosen here, the rest
+    is compiled only once.
     """
     number = 0
     begin = 0

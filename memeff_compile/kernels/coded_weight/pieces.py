@@ -20,9 +20,9 @@ from .codecs import Step, kernel_of, moves
 from .layout import CHUNK, padded, piece_places, piece_room, piece_words
 
 MOST_TOGETHER = 8
-"""Weights of one launch."""
+"""The most weights of one launch."""
 HEADING = 2 * MOST_TOGETHER
-"""Numbers of 16 bits in front of the values in a refuge: the lengths that lists need."""
+"""The heading of a spill buffer, in numbers of 16 bits: the lengths that lists need."""
 
 
 def parts_of(piece: Tensor, count: int) -> list[Tensor]:
@@ -35,7 +35,8 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
-    """Return an allocation with the parts of a weight of `count` elements, or fill a given one."""
+    """Copy the parts of a weight of `count` elements into one allocation, a new one or a given
+    one."""
     if piece is None:
         words = piece_words(count, parts[3].numel())
         piece = torch.zeros(words, dtype=torch.int32, device=parts[0].device)
@@ -66,7 +67,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(*sizes: tuple[int, int]) -> _Plan:
-    """Plan launches for weights of (elements, words of the piece) each."""
+    """Plan launches for weights, each given as (elements, words of its allocation)."""
     chunks = tuple(padded(count) // CHUNK for count, _ in sizes)
     rooms = tuple(piece_room(*size) for size in sizes)
     each = tuple(-(-count // shapes.LISTS_PROGRAMS) for count in chunks)
@@ -142,7 +143,7 @@ def _decoding(words: int, *shape: int) -> _Decoding:
 
 
 class Outcomes:
-    """Whether weights fitted into their lists, known once the GPU has run the kernels."""
+    """Whether weights fitted into their lists; this is known once the GPU has run the kernels."""
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
         """Record an event on the current stream."""
@@ -170,7 +171,7 @@ def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Ten
     """Update weights with their gradients and encode them in place, all in one launch.
 
     The gradients are bf16, in whole chunks, and the new weights overwrite them. Each weight gets
-    the same bits as by `codecs.step` and `encode_soon`. The allocations hold no weights until
+    the same bits as from `codecs.step` and `encode_soon`. The allocations are invalid until
     `list_patches` has run on this function's result. If memory runs out, no weight was changed.
     """
     plan = _planned(pieces, gradients)
@@ -190,7 +191,7 @@ def list_patches(
 ) -> Outcomes:
     """Write the lists of the weights that `move` updated, all in one launch.
 
-    A weight that does not fit is then in the spill buffer, and its allocation is invalid.
+    If a weight does not fit, its value is in the spill buffer, and its allocation is invalid.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

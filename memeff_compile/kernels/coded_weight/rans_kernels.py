@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec rans on a GPU: a warp decodes a chunk of 32 interleaved streams, one symbol a step.
+"""The codec rans on a GPU: a warp decodes a chunk of 32 interleaved streams, one symbol per step.
 
 A prefix sum over the warp tells which lanes need a new word, and which word: the words of a step
 are contiguous.
@@ -98,7 +98,10 @@ def rans_encode_kernel(
     COUNT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Encode WARPS chunks from their last step to the first; with COUNT, only count their words."""
+    """Encode WARPS chunks, from the last step to the first.
+
+    If COUNT is set, only count their words.
+    """
     chunk = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
     is_chunk = chunk < chunks
     chunk = tl.where(is_chunk, chunk, 0)

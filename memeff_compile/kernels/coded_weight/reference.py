@@ -32,10 +32,10 @@ from .layout import (
 )
 
 PIECE = 128 * CHUNK
-"""Weights worked on at a time: a million."""
+"""Weights that are processed at a time: a million."""
 
 STREAM_TAIL = 3
-"""Words after a stream that a reader may touch."""
+"""Words after a stream that a reader may read."""
 
 
 def as_patterns(weight: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ def _pieces(count: int) -> Iterator[slice]:
 def pack_signs(values: Tensor, bits: int) -> Tensor:
     """Pack flat sign-and-mantissa fields of `bits` bits in the layout that kernels read.
 
-    Eight bits: two words per lane, the pairs of a word in its even and its odd bytes. Fewer: the
-    fields of a lane one after the other, in 8, 16 or 32 bits.
+    Fields of eight bits take two words per lane; the two pairs of a word are in its even and in its
+    odd bytes. Smaller fields of a lane follow one another, in 8, 16 or 32 bits.
     """
     lanes = _grouped(values)
     if bits == 8:
@@ -122,7 +122,7 @@ def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, T
 
 
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
-    """Return the flat indices of the patches, which may be fewer than the list has room for."""
+    """Return the flat indices of the patches; the list may have room for more."""
     counts = starts.diff().long()
     chunks = torch.arange(counts.numel(), device=starts.device).repeat_interleave(counts)
     return chunks * CHUNK + places[: chunks.numel()]
@@ -166,7 +166,8 @@ _TIER_SHIFTS = [2 * place for place in range(16)]
 def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes of the three tiers for each exponent, and whether it is a patch.
 
-    Codes 3, 3 and 15 of the three tiers mean: look in the next tier; in the last one, exponent 0.
+    Code 3 of the first two tiers means that the next tier has the exponent; code 15 of the last
+    tier means exponent 0.
     """
     narrow, middle, wide = header
     first = exponents - narrow
@@ -205,7 +206,7 @@ def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tenso
 
 
 def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Code exponents in 2, 2 + 2 or 2 + 2 + 4 bits; return as `encode_win4` does."""
+    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits; return the same as `encode_win4`."""
     header = tier_header(counts)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
     for piece in _pieces(patterns.numel()):
@@ -258,7 +259,8 @@ def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def rans_table(counts: Sequence[int]) -> list[int]:
-    """Return the 1024 slots: exponent, frequency less one, place within it: 8 + 12 + 12 bits."""
+    """Return 1024 slots: exponent (8 bits), frequency minus one (12), position within the
+    exponent's slots (12)."""
     table = []
     for exponent, slots in enumerate(frequencies(counts)):
         for place in range(slots):
@@ -274,7 +276,8 @@ def rans_order(flat: Tensor) -> Tensor:
 
 
 def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Code exponents with a range coder (rANS): 32 lanes per chunk, 32-bit states, 16-bit words."""
+    """Encode exponents with a range coder (rANS): 32 lanes per chunk, 32-bit states, 16-bit
+    words."""
     device = patterns.device
     slots = torch.tensor(frequencies(counts), dtype=torch.int64, device=device)
     begins = slots.cumsum(0) - slots
@@ -349,8 +352,9 @@ def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def widen(patterns: Tensor, norms: Tensor, form: Format) -> Tensor:
-    """Multiply each block by its normaliser; the inverse of `normalise`, except for the bits that
-    it dropped.
+    """Multiply each block by its normaliser.
+
+    The inverse of `normalise`, except for the bits that it dropped.
     """
     out = torch.empty_like(patterns)
     for piece in _pieces(patterns.numel()):
@@ -385,7 +389,7 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 
 
 def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-    """Copy new parts of a weight into existing ones, if they have room; return whether."""
+    """Copy new parts of a weight into existing ones; return whether these had room."""
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Products of one token with win4 weights, decoded in the kernel: lossless ones, and lossy ones.
 
-The code is the exponent minus base. Used as an exponent, it gives a tiny number: code 0 without
-mantissa is zero, the others are scaled by 2^base. A lossy weight's normaliser is part of that
+The code is the exponent minus base. Used as an exponent, it gives a tiny number, which is then
+multiplied by 2^base; code 0 without mantissa is zero. A lossy weight's normaliser is part of that
 scale, and one instruction multiplies and rounds both weights of a pair word: the weights in the
 product have the bits that decoding gives.
 
@@ -31,8 +31,8 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Return the positions of rows: chunk, chunks, position inside; and their patches, first and
-    end.
+    """Return the position of some rows (first chunk, number of chunks, position in the first
+    chunk), and the bounds of their patches.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -45,7 +45,7 @@ def chunks_of(weight, first_row, rows, row_length):
 
 @triton.jit
 def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
-    """Load some patches; those after `end` have the place -1."""
+    """Load some patches; the position is -1 from `end` on."""
     each = begin + tl.arange(0, PATCHES)
     place = tl.load(weight.places + each, mask=each < end, other=-1).to(tl.int32)
     return each, place, tl.load(weight.patterns + each, mask=each < end, other=0).to(tl.int32)
@@ -53,7 +53,10 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return row and column of patches, counted from the first row, -1 before it."""
+    """Return row and column of patches. Rows are counted from the first row.
+
+    Before it they are -1.
+    """
     number = tl.arange(0, CHUNKS)
     ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
     passed = tl.sum((each[:, None] >= ends[None, :]).to(tl.int32), 1)
@@ -80,7 +83,7 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
     """Add the products of eight weights per word with x.
 
-    The scale is 2^base: a pair word of it with PACKED, else a number.
+    The scale is 2^base: a pair word if PACKED is on, otherwise a number.
     """
     pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
     pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)

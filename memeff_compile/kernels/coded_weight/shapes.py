@@ -25,7 +25,7 @@ class RowTile:
     packed: bool = False
 
     def constants(self, columns: int, *, has_bias: bool, is_even: bool) -> tuple[int, ...]:
-        """Return HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES, CHUNKS, as `_some_rows` takes them."""
+        """Return the constants HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES and CHUNKS."""
         chunks = chunks_touched(self.rows, columns)
         return has_bias, is_even, self.rows, self.words, self.stages, chunks
 
@@ -54,12 +54,12 @@ class WideTile:
 
     @property
     def warps(self) -> int:
-        """Return the warps of a program: sixteen rows have one."""
+        """Return the warps of a program: one per sixteen rows."""
         return self.rows // 16
 
     @property
     def noted(self) -> int:
-        """Return how many patches a program writes at once."""
+        """Return how many patches a program processes at a time."""
         return 4 * self.rows
 
 
@@ -77,7 +77,8 @@ ORDERED_TOKENS = 32
 PATCHES = 32
 
 MAX_FUSED_TOKENS = 16
-"""Tokens up to which a product decodes on the way; with more, the weight is decoded first."""
+"""The most tokens for which a product decodes in its kernel; with more, the weight is decoded
+first."""
 MAX_WIDE_TOKENS = 256
 """The same on Hopper, whose tensor cores read x from shared memory."""
 
@@ -87,7 +88,7 @@ ROW_TILES = (
     RowTile(2, 64, 1, 3, packed=True),
     RowTile(2, 128, 1, 4, packed=True),
 )
-"""For fewer and fewer rows, as swept on an H200 with the shapes of Llama-3-8B."""
+"""Tiles in the order of decreasing rows, from a sweep on an H200 with the shapes of Llama-3-8B."""
 WARPS_PER_PROCESSOR = 8
 
 
@@ -114,7 +115,8 @@ def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTi
 
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
-    """Return the tile for a few tokens (M), N rows and K columns; registers hold decoded codes."""
+    """Return the tile for a few tokens (M), N rows and K columns, for kernels that decode in
+    registers."""
     programs, groups = -(-rows // 16), columns // GROUP
     is_narrow = programs <= (2 if tokens <= 8 else 1) * processors or groups > 32
     warps = 8 if is_narrow else 4
@@ -137,7 +139,7 @@ def narrow_matrix_tile(tokens: int, rows: int, columns: int, processors: int) ->
 
 
 class _Cost(NamedTuple):
-    """The cost of a wide tile, microseconds on an H200, fitted to `coded-weight-widths.txt`."""
+    """The cost of a wide tile in microseconds on an H200, fitted to `coded-weight-widths.txt`."""
 
     resident: int  # programs on a multiprocessor at a time
     start: float  # of a program
@@ -152,11 +154,13 @@ WIDE_TILES: dict[WideTile, _Cost] = {
     WideTile(128, 256): _Cost(1, 1.62, 0.966, 0.966),
 }
 _ORDERING, _SUMMING = 3.6, 2.4
-"""Microseconds of the kernels before and after a wide product."""
+"""The times of the kernels before and after a wide product, in microseconds."""
 _SUMMED_BYTES, _DECODED = 2.0e6, 1.14e6
-"""In a microsecond: bytes of shares that are written and read, and weights that are decoded."""
+"""Rates per microsecond: bytes of shares that are written and read, and weights that are
+decoded."""
 _READ, _MULTIPLIED = 1.75e6, 3.66e8
-"""Weights that the library reads in a microsecond, and multiplies with tokens."""
+"""Rates of the library per microsecond: weights that it reads, and weights times tokens that it
+multiplies."""
 
 
 def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], processors: int) -> float:
@@ -182,7 +186,7 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
     """Return the tile for more tokens (M) on Hopper, or None if decoding first is faster.
 
-    The tile has the least predicted time by the measured costs. Shares of the columns never
+    Among the possible tiles, it has the shortest predicted time. The shares of the columns never
     take more memory than the decoded weight would.
     """
     size, weights = (tokens, rows, columns), rows * columns

@@ -1,8 +1,8 @@
 """Packs the lists of many weights into a few large allocations.
 
-The lists of a code have odd lengths, and PyTorch's allocator wastes up to a MiB after each list: 71
-MiB for the linears of Llama-3-8B's shape with `tier`. Packed together they take only the
-bytes of their contents.
+The lists of a compressed weight have odd lengths, and PyTorch's allocator wastes up to a MiB after
+each list: 71 MiB for the linears of Llama-3-8B's shape with `tier`. Packed together they take only
+the bytes of their contents.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .pieces import joined
 from .tensor import CodedWeight
 
 SLAB = 64 << 20
-"""Bytes of one allocation, unless one weight's lists need more."""
+"""Bytes of one allocation; more only if one weight's lists need more."""
 ALIGNED = 512
-"""Bytes that every list starts at a multiple of, as memory of the allocator's own does."""
+"""Every list starts at a multiple of this many bytes, like memory from PyTorch's allocator."""
 EVEN = Room(0.02, 1024)
-"""How much longer than its room a list may become, to match others of its kind. Then all blocks of
-a model have the same shapes, and are compiled once.
+"""How much longer than necessary a list may be, so that lists of the same kind have equal lengths.
+Then all blocks of a model have the same shapes, and are compiled only once.
 """
 
 
@@ -33,11 +33,11 @@ def side_by_side(
     *,
     whole: bool = False,  # all parts of a weight next to each other, where its codec allows it
 ) -> None:
-    """Move the lists of weights into shared allocations, with spare room after each list.
+    """Move the lists of weights into shared allocations, with spare memory after each list.
 
-    A new allocation is filled before its old lists are freed, weight by weight, so this needs one
-    allocation more than the weights. The weights may have any codecs and devices, and keep their
-    values. A list with spare room gets more on top. A weight in one allocation stays there.
+    A new allocation is filled before its old lists are freed, weight by weight, so this temporarily
+    needs one more allocation. The weights may have any codecs and devices, and keep their values. A
+    list that already has spare memory gets more. Weights with one allocation are not moved.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:
@@ -123,8 +123,10 @@ def _move(group: Sequence[CodedWeight], lengths: Mapping[Tensor, int], whole: bo
 
 
 def _place(slab: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
-    """Return ``length`` elements of a slab from a byte offset on. Autograd sees it as separate
-    memory: a write to one weight's list does not count as a write to another's.
+    """Return ``length`` elements of a slab from a byte offset on.
+
+    Autograd sees it as separate memory: a write to one weight's list does not count as a write to
+    another's.
     """
     place = torch.empty(0, dtype=dtype, device=slab.device)
     return place.set_(slab.untyped_storage(), start // dtype.itemsize, (length,), (1,))

@@ -1,9 +1,9 @@
-"""CodedWeight: a tensor with the shape and dtype of a bf16 weight, and the memory of its code.
+"""CodedWeight: a tensor with the shape and dtype of a bf16 weight that stores only codes.
 
-An operation without special support decodes the weight and reads its values. A linear
+An operation that has no special support decodes the weight and uses the values. A linear
 becomes `memeff::coded_weight_linear`, which keeps no decoded weight for the backward pass. In-place
 writes raise, since no dense memory exists to write to; a whole new value (`copy_`) is encoded. A
-view is separate decoded memory, which refuses writes too.
+view is a decoded copy, and refuses writes too.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ OWN_ATTRIBUTES = frozenset(
     + ["_number", "_memory_number", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
-"""Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
+"""Attributes of a `CodedWeight`; the last one is PyTorch's. Other code has set any further ones."""
 
 
 class Unsettled:
-    """A new value of a weight whose code may not have fitted.
+    """A new value of a weight, of which it is not yet known whether it fitted into the lists.
 
     If it did not fit, the value is encoded again from the spill buffer, or from the dense value,
     which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
-        """Mark the weight, whose parts are about to be written: every reader calls `settle`
-        first.
+        """Mark the weight, whose parts are about to be written.
+
+        From then on every reader calls `settle` first.
         """
         self._weight = weight
         self._outcome: codecs.Outcome | bool = False
@@ -74,7 +75,7 @@ class Unsettled:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether it is known that the value fits."""
+        """Return whether the value is known to fit."""
         return self._kept is None
 
     def settle(self) -> None:
@@ -96,14 +97,16 @@ class Unsettled:
 class UnsettledTogether:
     """New values of several weights with one allocation each, encoded together; see `Unsettled`.
 
-    Until `encode` is called, the weights' gradients wait here. Reading a weight calls `encode`. All
-    gradients come on one stream, and the kernels run on that stream, whatever stream calls.
+    This object stores the weights' gradients until `encode` is called. Reading a weight calls
+    `encode`. All gradients come on one stream, and the kernels run on that stream, whatever stream
+    calls.
     """
 
     is_settled = False
 
     def __init__(self, by: codecs.Step, like: Tensor, encode_now: Callable[[], None]) -> None:
-        """Collect weights that this step updates, with gradients of this one's stream and device.
+        """Collect weights that this step updates, whose gradients have the same stream and device
+        as this one's.
 
         `encode_now` calls `encode`.
         """
@@ -122,8 +125,9 @@ class UnsettledTogether:
         return has_room and self._by == by and self._stream == stream_of(gradient)
 
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
-        """Add a weight and its gradient, which this object now owns and which is whole chunks
-        long.
+        """Add a weight and its gradient.
+
+        The gradient has whole chunks, and this object now owns it.
         """
         self.weights.append(weight)
         self.counts.append(gradient.numel())
@@ -133,7 +137,7 @@ class UnsettledTogether:
     def encode(self, refuge: Tensor) -> None:
         """Update and encode the weights, with a spill buffer for those that do not fit.
 
-        Raise CodedWeightError if memory runs out in between: then the values are kept unchanged.
+        Raise CodedWeightError if memory runs out before that; the values are then unchanged.
         """
         with self._lock, on_stream(self._stream):
             held = [cast("Tensor", weight.piece) for weight in self.weights]
@@ -243,7 +247,7 @@ class CodedWeight(Tensor):
         _watch_optimizers()
 
     def _hold(self, parts: Sequence[Tensor]) -> None:
-        """Use these parts, or this one allocation."""
+        """Store these parts, or this one allocation, as the weight's memory."""
         names = parse(self.codec).parts
         self.piece = parts[0] if len(parts) == 1 < len(names) else None
         if self.piece is None:
@@ -276,7 +280,7 @@ class CodedWeight(Tensor):
 
     @property
     def number(self) -> int:
-        """Return a number that is equal for weights with the same compiled code."""
+        """Return a number that is equal for weights that can share compiled code."""
         self.settle()
         held = vars(self)
         if "_number" not in held:
@@ -303,7 +307,7 @@ class CodedWeight(Tensor):
         return sum(part.nbytes for part in self.held)
 
     def refuse_memory(self) -> NoReturn:
-        """Raise where the `.data` of another tensor would become this weight's memory."""
+        """Raise if the `.data` of another tensor would become this weight's memory."""
         raise CodedWeightError(
             f"a compressed weight of {tuple(self.shape)} was assigned to the .data of another "
             "tensor, and its dense values are nowhere in memory. Assign weight.decode(), which "
@@ -311,7 +315,8 @@ class CodedWeight(Tensor):
         )
 
     def _typed_storage(self) -> torch.TypedStorage:
-        """Return the storage of decoded values, which reductions for other processes send."""
+        """Return the storage of decoded values, which torch.multiprocessing sends to other
+        processes."""
         return cast("torch.TypedStorage", self.decode().clone()._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
@@ -374,7 +379,7 @@ class CodedWeight(Tensor):
         refuge: Tensor | None = None,
         counts: Tensor | None = None,  # the result of `step`, if that made the value
     ) -> Unsettled:
-        """Encode a new value in place, without waiting for the GPU to say whether it fitted.
+        """Encode a new value in place, without waiting for the GPU's answer whether it fitted.
 
         Call `settle` on the result; reading the weight does so too. Raise CodedWeightError if
         memory runs out while codes are written: then the dense value is kept, and encoded when the
@@ -400,20 +405,21 @@ class CodedWeight(Tensor):
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
         """Turn a gradient that `steps` allows into the weight after a step, as `codecs.step`.
 
-        The weight holds no value until the new one is stored, with this function's result as
+        The weight is invalid until the new value is stored, with this function's result as
         `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
     @torch.no_grad()
     def encode_anew(self, dense: Tensor) -> None:
-        """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
+        """Encode a bf16 tensor of this shape into new parts, with the spare memory of
+        `self.room`."""
         parts = op.encode(dense, self.codec, self.room)
         self.show_all(parts if self.piece is None else [pieces.joined(parts, dense.numel())])
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
-        """Use other memory for a part, with the same contents or those of a new value."""
+        """Use other memory for a part; it has the same contents or those of a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
             for known in ("_number", "_memory_number"):
@@ -429,8 +435,8 @@ class CodedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: object, size: object, stride: object, module: object, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Give FSDP2 the tensor to gather: this rank's values, as its MixedPrecisionPolicy has
-        them.
+        """Give FSDP2 the tensor to gather: this rank's values, in the dtype of its
+        MixedPrecisionPolicy.
         """
         return (self.decode().to(mp_policy.param_dtype or self.dtype),), None
 
@@ -464,7 +470,7 @@ class CodedWeight(Tensor):
         return _rebuild, (type(self), parts, *self._about(), self._set_by_others())
 
     def __copy__(self) -> CodedWeight:
-        """Return another weight that shows the same parts."""
+        """Return another weight that shares the same parts."""
         found = _rebuild(type(self), self.held, *self._about(), self._set_by_others())
         found.shares_with = self
         return found
@@ -489,7 +495,7 @@ class CodedWeight(Tensor):
         return {name: each for name, each in vars(self).items() if name not in OWN_ATTRIBUTES}
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        """Name shape, codec and size; values are not decoded for it."""
+        """Return shape, codec and size in words, without decoding values."""
         return (
             f"CodedWeight(shape={tuple(self.shape)}, codec={self.codec!r}, "
             f"device={str(self.device)!r}, requires_grad={self.requires_grad}; "
@@ -504,7 +510,7 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Serve functions that reach memory without the dispatcher; run eager linears as the op.
+        """Handle functions that reach memory without the dispatcher; run eager linears as the op.
 
         A compiler sees the linear, which the pass `encode_weights` rewrites.
         """
@@ -533,7 +539,7 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Serve ops that work on the coded form; refuse writes; decode for all other ops."""
+        """Run supported ops on the coded form, refuse writes, and decode for all other ops."""
         if func is _DEVICE:
             return cast("CodedWeight", args[0]).place
         if func in compat.ABOUT_MEMORY:
@@ -555,7 +561,7 @@ class CodedWeight(Tensor):
 
 
 class CodedWeightView(Tensor):
-    """A view of a coded weight: decoded values, there to be read; a write to them raises."""
+    """A view of a coded weight: decoded values for reading; a write to them raises."""
 
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
@@ -588,7 +594,8 @@ class CodedWeightView(Tensor):
         return CodedWeightView(inner["plain"], offset)
 
     def _typed_storage(self) -> torch.TypedStorage:
-        """Return the storage of the values, which reductions for other processes send."""
+        """Return the storage of the values, which torch.multiprocessing sends to other
+        processes."""
         return cast("torch.TypedStorage", self.plain._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
@@ -600,7 +607,7 @@ class CodedWeightView(Tensor):
         return CodedWeightView(self.plain).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values: they come back as a plain tensor."""
+        """Pickle the values; unpickling returns a plain tensor."""
         return _read(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -622,7 +629,7 @@ def _is_piece_of_more(part: Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on decoded values, and make results that share their memory refuse writes."""
+    """Run an op on decoded values; results that share their memory refuse writes."""
     leaves, spec = compat.pytree.tree_flatten((args, kwargs))
     memory = set()
     for place, each in enumerate(leaves):
@@ -698,7 +705,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 
 
 def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a handler that runs a function on decoded values, with the errors of dense tensors."""
+    """Return a handler that runs a function on decoded values.
+
+    It raises the errors that dense tensors would.
+    """
 
     def read(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = compat.pytree.tree_map_only(_KINDS, _read, (args, kwargs))
@@ -771,7 +781,7 @@ _READ_ONLY: dict[type, type] = {
 
 
 def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStorage:
-    """Return a storage that may be read: it has identity and size, but no bytes."""
+    """Return a storage without bytes, for reading: it has an identity and a size."""
     if isinstance(weight, CodedWeightView) and type(weight.plain) is Tensor:
         held = vars(weight)
         if "_storage" not in held:
@@ -785,7 +795,7 @@ def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStor
 
 
 def _storage(weight: CodedWeight) -> torch.TypedStorage:
-    """Return decoded values, which may be read: a write would not reach the weight."""
+    """Return decoded values for reading only: a write would not reach the weight."""
     found: torch.TypedStorage = Tensor.storage(weight)  # type: ignore[no-untyped-call]
     for each in (found, found._untyped_storage):
         each.__class__ = _READ_ONLY.get(type(each), type(each))
@@ -794,7 +804,10 @@ def _storage(weight: CodedWeight) -> torch.TypedStorage:
 
 @torch.no_grad()
 def _set_data(weight: CodedWeight, new: Tensor) -> None:
-    """Set `.data`: a whole value is encoded; any other makes the weight a dense tensor."""
+    """Set `.data`: a tensor of the same shape is encoded.
+
+    Any other makes the weight a dense tensor.
+    """
     like = (new.dtype, tuple(new.shape), new.device)
     if like == (weight.dtype, tuple(weight.shape), weight.device):
         weight.store(new)
@@ -836,7 +849,7 @@ _OF_VIEWS: dict[Any, Callable[..., Any]] = {
     Tensor.storage: _storage,
     Tensor.data.__set__: _set_data_of_view,  # type: ignore[attr-defined]
 }
-"""Functions for which torch calls no op, and their replacements, also for views."""
+"""Functions for which torch calls no op, and their replacements, for weights and views."""
 _ABOVE: dict[Any, Callable[..., Any]] = {
     **_OF_VIEWS,
     Tensor.share_memory_: _share_memory,
@@ -846,7 +859,7 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     compat.TAKES_ANOTHERS_INSIDES: _takes_data,
 }
-"""Those of a weight."""
+"""The functions of `_OF_VIEWS`, and those that only weights replace."""
 
 
 def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeight:
@@ -857,7 +870,7 @@ def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeigh
 
 
 def _view(weight: CodedWeight, size: Sequence[int]) -> object:
-    """Serve a view of the same shape and a flat one; FSDP2 makes both of a shard."""
+    """Support a view of the same shape and a flat view; FSDP2 makes both of a shard."""
     if tuple(size) == tuple(weight.shape):
         return _share(weight)
     if len(size) != 1 or size[0] not in (-1, weight.numel()):
@@ -939,14 +952,14 @@ _AT_SECOND = (op.coded_weight_linear, op.coded_weight_linears, op.coded_weight_l
 
 
 def _is_on_weight(func: object, args: Sequence[object]) -> bool:
-    """Return whether the weight argument of a served op, or one of several, is coded."""
+    """Return whether the weight argument of a supported op, or one of several, is coded."""
     given = args[1 if func in _AT_SECOND else 0]
     several = given if isinstance(given, (list, tuple)) else (given,)
     return any(isinstance(each, CodedWeight) for each in several)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise where an op would write to a coded weight."""
+    """Raise if an op would write to a coded weight."""
     schema = compat.schema(func)
     written = [
         kwargs.get(argument.name, args[place] if place < len(args) else None)
@@ -973,8 +986,8 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @functools.cache
 def _watch_optimizers() -> RemovableHandle:
-    """Check the parameters that optimizers are about to step: a step that raises half-way has
-    changed some.
+    """Check an optimizer's parameters before each step, because a step that raises half-way has
+    already changed some.
     """
     return register_optimizer_step_pre_hook(refuse_step)
 

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec tier on a GPU: a thread has sixteen codes of two bits and reads from two streams.
+"""The codec `tier` on a GPU: a thread has sixteen codes of two bits, and reads from two more
+streams.
 
-A thread's position in the second stream is the number of threes in the words before its own: a bit
-count and one prefix sum per sixteen weights; likewise in the third.
+A thread's position in the second stream is the number of threes in the words before its own. That
+takes a bit count and one prefix sum per sixteen weights. The third stream works in the same way.
 """
 
 from __future__ import annotations

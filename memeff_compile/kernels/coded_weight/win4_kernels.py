@@ -35,7 +35,10 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of a pair in place; code 0 is the exponent 0. base is 7 bits up."""
+    """Return the exponents of a pair at their bit positions; code 0 is the exponent 0.
+
+    `base` is shifted by 7 bits.
+    """
     code = (codes >> (4 * PAIR)) & 0x000F000F
     is_coded = ((code + 0x000F000F) >> 4) & 0x00010001
     return (code << 7) + is_coded * base
@@ -43,7 +46,8 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 @triton.jit
 def _pairs(codes, signs, base):
-    """Return the four pair words of words of codes, and of signs at these places."""
+    """Return the four pair words that belong to words of codes, with the signs at these
+    positions."""
     even, odd = tl.load(signs), tl.load(signs + 32)
     pair_0 = even_bytes(even) | _exponents(codes, base, 0)
     pair_1 = odd_bytes(even) | _exponents(codes, base, 1)
@@ -67,7 +71,7 @@ def _store_pairs(at, pair_0, pair_1, pair_2, pair_3):
 
 @triton.jit
 def decode_some(program, parts, out_ptr, WORDS: tl.constexpr, PATCHES: tl.constexpr):
-    """Decode WORDS * 8 weights in lossless format."""
+    """Decode WORDS * 8 weights of a lossless format."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     first = program.to(tl.int64) * WORDS
     word = tl.arange(0, WORDS)
@@ -147,7 +151,8 @@ def _coded(pattern, base):
 
 @triton.jit
 def _coded_pair(pair, base, PAIR: tl.constexpr):
-    """Return codes of a pair at their places in the word, its bytes, and its number of patches."""
+    """Return the codes of a pair at their bit positions in the word, its sign bytes, and its number
+    of patches."""
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
     codes = (low_code | (high_code << 16)) << (4 * PAIR)
@@ -168,8 +173,9 @@ def encode_chunk(
 ):
     """Write the codes and signs of one chunk; count its patches and write their positions.
 
-    With a step a weight is read and written once: decoded, moved and encoded in registers. Patches
-    are written to the gradient's memory, next to the others, and read back from there.
+    If there is a step, a weight is decoded, updated and encoded in registers, so it is read and
+    written once. Updated patches, too, are written to
+    the gradient's memory, and are read back from there.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
@@ -304,7 +310,7 @@ def win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches of a weight and where each chunk's start: see `list_chunks`."""
+    """Write the patches of a weight, and the start of each chunk's patches; see `list_chunks`."""
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
     program = tl.program_id(0)

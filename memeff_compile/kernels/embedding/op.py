@@ -6,8 +6,8 @@ calls `embedding_backward`, which is functional, or `embedding_accumulate`, whic
 first argument.
 
 In `embedding_tied` the head's weight is a second output of the lookup. So autograd passes both
-gradients, that of the rows and that of the head, to the lookup's backward pass. It adds the first
-into the second, so the table has a single gradient buffer.
+gradients, that of the rows and that of the head, to the lookup's backward pass. This pass adds the
+first into the second, so the table has a single gradient buffer.
 
 With `first_row`, both ops treat the weight as one rank's shard of a table, which starts at row
 `first_row`. Ids of other ranks' rows look up zeros and get no gradient.
@@ -47,7 +47,7 @@ def supports(weight: Tensor, ids: Tensor) -> str | None:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the engine that sums gradients of this device and dtype: a key of `ENGINES`."""
+    """Return the name of the engine for gradients of this device and dtype: a key of `ENGINES`."""
     return "sorted" if kernels_serve(device, dtype) else "reference"
 
 
@@ -106,7 +106,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class _TiedEmbedding(torch.autograd.Function):
-    """aten.embedding and the table, whose two gradients are added in one buffer."""
+    """aten.embedding, and the table as a second output; both gradients are added in one buffer."""
 
     @staticmethod
     def forward(

@@ -22,7 +22,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
 
     The rows (N, D) have the dtype of `grad_weight` (V, D). The row of `padding_idx`, an id or -1,
-    stays unchanged. An id outside 0 .. V - 1, whose row another rank holds, is ignored.
+    stays unchanged. An id outside 0 .. V - 1 belongs to a row of another rank, and is ignored.
     """
     tokens, depth = grad_rows.shape
     wide = checks.wide(grad_weight.dtype)

@@ -1,4 +1,4 @@
-"""Tables that DTensor splits over ranks: each rank looks up the rows that it holds.
+"""Tables that DTensor splits over ranks: each rank looks up its own rows.
 
     before: x = embedding(ids, W)                 W: Shard(0), x: a sum over ranks, still pending
     after:  x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)
@@ -26,8 +26,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(table: Any, ids: Any) -> Layout | None:
-    """Return the layout of a lookup's result, or None if DTensor would first move ids or table
-    between ranks.
+    """Return the layout of a lookup's result.
+
+    Return None if DTensor would first move ids or table between ranks.
 
     All ranks get the same answer. The table is a DTensor; the ids are a DTensor, or a plain tensor
     that is equal on all ranks.
@@ -56,7 +57,7 @@ def layout_of(table: Any, ids: Any) -> Layout | None:
 
 
 def first_row_of(table: Any) -> int:
-    """Return the id of the first row that this rank holds."""
+    """Return the id of the first row of this rank's shard."""
     return compat.offset_of_part(table)[0]
 
 

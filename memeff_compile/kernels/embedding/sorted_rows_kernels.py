@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two passes of the engine `sorted`: runs inside a chunk, and runs that cross chunks.
+"""The two kernels of the engine `sorted`: for runs inside a chunk, and runs that cross chunks.
 
 After the sort the tokens of one id follow each other: they are a run. A chunk is CHUNK positions in
-sorted order. A run that lies in one chunk is summed and written by that chunk. A run that crosses
-borders leaves one partial sum per chunk, and the second pass adds these in order: a token that
-fills half of the batch stays parallel. Sums are fp32 in a fixed order, so results are the same bit
-for bit in every execution.
+sorted order. A run that lies in one chunk is summed and written by that chunk. A run that crosses a
+border leaves one partial sum per chunk, and the second kernel adds these in order. So even a token
+that fills half of the batch is summed in parallel. Sums are fp32 in a fixed order, so results are
+the same bit for bit in every execution.
 
-Axis letters: places run over the sorted tokens (N), columns over the hidden size (D).
+Axis letters: places are positions in the sorted tokens (N), columns run over the hidden size (D).
 """
 
 from __future__ import annotations

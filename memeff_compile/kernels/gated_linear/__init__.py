@@ -1,4 +1,4 @@
-"""Linear of a gated product, act(gate) * up, whose gradients are written over gate and up.
+"""A linear layer of the gated product act(gate) * up; its gradients are written over gate and up.
 
 The backward of a gated MLP's last linear computes three tensors of tokens x intermediate size from
 three others. Its inputs are gate, up and the product's gradient; its results are the product

@@ -1,9 +1,10 @@
-"""The engine `in_place`: one elementwise Triton kernel for forward and one for backward. CUDA,
-sm_80 or later.
+"""The engine `in_place`: one elementwise Triton kernel for forward and one for backward.
+
+CUDA, sm_80 or later.
 
 The host never waits for the GPU, and no memory is allocated, so calls can be captured in CUDA
-graphs. Expected on an H200 for 16384 x 8192 numbers in bf16: 1.5 GiB read and written by the
-gradients, 0.38 ms at 4.28 TB/s.
+graphs. Expected time of the gradients on an H200 for 16384 x 8192 numbers in bf16: 1.5 GiB are read
+and written, which takes 0.38 ms at 4.28 TB/s.
 """
 
 from __future__ import annotations

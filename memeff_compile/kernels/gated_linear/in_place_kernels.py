@@ -17,7 +17,7 @@ WARPS = 4
 
 @triton.jit
 def _value_and_slope(g, ACTIVATION: tl.constexpr):
-    """Return act(g) and act'(g), as autograd's formulas have them."""
+    """Return act(g) and act'(g), by the same formulas as in PyTorch's autograd."""
     if ACTIVATION == "silu":
         s = 1.0 / (1.0 + tl.exp(-g))
         value = g * s

@@ -19,7 +19,7 @@ from ..device import kernels_serve, without_autocast
 from . import reference
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-"""The activations of the gate; `gelu` is the one with erf."""
+"""The activations of the gate; `gelu` is the form with erf."""
 
 ENGINES = {
     "in_place": (
@@ -68,7 +68,7 @@ def _shape_problem(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the engine that serves tensors of this device and dtype: a key of `ENGINES`."""
+    """Return the name of the engine for tensors of this device and dtype: a key of `ENGINES`."""
     return "in_place" if kernels_serve(device, dtype) else "reference"
 
 

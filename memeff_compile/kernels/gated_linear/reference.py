@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 16
-"""Numbers computed at a time: about ten fp32 tensors of them are alive at once."""
+"""Numbers that are computed at a time: about ten fp32 tensors of this size exist at once."""
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:

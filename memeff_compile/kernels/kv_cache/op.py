@@ -2,8 +2,8 @@
 
 `kv_cache_append` and `kv_cache_last` are written in terms of other ops (CompositeImplicitAutograd):
 the inner compiler sees the two in-place writes and fuses them with the ops that compute the keys,
-rotary embedding included. `kv_cache_attention` is opaque and functional, and has no backward: it
-serves generation. A gradient through it raises.
+rotary embedding included. `kv_cache_attention` is opaque and functional. It has no backward pass,
+because it is for generation: a gradient through it raises.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def supports_append(
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the engine that attends on this device in this dtype: a key of `ENGINES`."""
+    """Return the name of the engine for this device and dtype: a key of `ENGINES`."""
     return "split" if kernels_serve(device, dtype) else "reference"
 
 

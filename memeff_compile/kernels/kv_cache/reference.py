@@ -1,4 +1,4 @@
-"""The reference: the filled part of the cache through PyTorch's attention, by key-value head.
+"""The reference: PyTorch's attention over the filled part of the cache, by key-value head.
 
 This engine works on any device and in any floating dtype. On a CPU it reads the filled length, and
 reads no memory beyond that length. On a GPU the host would have to wait for the length, so the

@@ -1,6 +1,6 @@
 """How the engine `split` divides the work: keys per tile, and programs per sequence and head.
 
-Everything follows from static sizes, never from the fill level, so a launch in a CUDA graph stays
+All sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
 valid as the cache fills up.
 """
 
@@ -59,7 +59,8 @@ def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
 
 
 def _shared_memory(gpu: Gpu) -> int:
-    """Return the shared memory that tiles may use, in bytes: less than a program may have."""
+    """Return the shared memory that tiles may use, in bytes: a little less than a program may
+    have."""
     return gpu.shared - (11 << 10)
 
 
@@ -82,9 +83,9 @@ def rows_for(rows: int, itemsize: int) -> int:
 def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
     """Return the number of programs that share the keys of one sequence and key-value head.
 
-    A group is one sequence, key-value head and tile of query rows. All keys of the cache count,
-    filled or not, and `slots` programs run at once. Examples: 16 for (8, 32768, 128, 132), one for
-    (128, 4096, 128, 132).
+    A group is one sequence, key-value head and tile of query rows. The number depends on all keys
+    of the cache, filled or not; `slots` programs run at once. Examples: 16 for (8, 32768, 128,
+    132), one for (128, 4096, 128, 132).
     """
     tiles = -(-keys // tile)
     return min(

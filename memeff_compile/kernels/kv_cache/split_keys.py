@@ -4,7 +4,8 @@ The host never waits for the GPU or reads a value from it, and the grid follows 
 so calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
 the same inputs give the same bits.
 
-The floor is the time to read the filled keys and values once: 2 * B * Hkv * filled * D elements.
+No launch can be faster than reading the filled keys and values once: 2 * B * Hkv * filled * D
+elements.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class Plan:
 
 
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
-    """Return the launch for (B, H, M, N, D), from static sizes alone; off CUDA an H200's."""
+    """Return the launch for (B, H, M, N, D), from static sizes alone.
+
+    Off CUDA, the launch of an H200.
+    """
     batch, heads, queries, keys, depth = sizes
     count = queries * (heads // kv_heads)
     rows = rows_for(count, itemsize)
@@ -57,10 +61,9 @@ def alignment(*strides: int) -> int:
 
 
 def _in_units(cache: Tensor, align: int) -> Cells:
-    """Return a cache as kernels take it, with the stride of keys in units of `align` elements.
-
-    Triton detects only strides that are multiples of 16: without the units, rows of 100 elements
-    would be read element by element.
+    """Return a cache in the form that kernels take, with the stride of keys in units of `align`
+    elements. Triton detects only strides that are multiples of 16. Without units, rows of 100
+    elements would be read element by element.
     """
     batch, head, key, depth = cache.stride()
     return Cells(cache, batch, head, key // align, depth)

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two passes of the engine `split`: attention over a share of the keys, and the sum of shares.
+"""The two kernels of the engine `split`: attention over a share of the keys, and the sum of shares.
 
 The query heads of one key-value head, times the queries, are the rows of one tile, so each key and
-value is loaded once. Program i of n takes the tiles i, i + n, i + 2n ... of keys up to the last one
-that any of its rows sees: so shares are even at any fill level, and programs beyond it end
-immediately. Sums run in a fixed order.
+value is loaded once. Program i of n processes the tiles i, i + n, i + 2n ... of keys, up to the
+last key that any of its rows sees. So shares are even at any fill level, and programs without tiles
+end immediately. Sums run in a fixed order.
 
 UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
 

@@ -58,7 +58,8 @@ class Settings(NamedTuple):
 
     @property
     def keeps_ignored_rows(self) -> bool:
-        """Return whether the lse of ignored rows is a result and so may have a gradient."""
+        """Return whether the caller gets the lse of ignored rows, which may then have a
+        gradient."""
         return self.with_lse or self.with_entropy
 
     @property
@@ -81,7 +82,7 @@ class Operands(NamedTuple):
     up: Tensor | None = None
 
     def flat(self) -> Operands:
-        """Return the operands with all rows in one axis."""
+        """Return the operands with all leading dimensions flattened into one."""
         rows = self.target.numel()
         hidden = self.hidden.reshape(rows, self.hidden.shape[-1])
         low = None if self.low is None else self.low.reshape(rows, self.low.shape[-1])
@@ -126,7 +127,7 @@ class RowResults(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """A cotangent per row for each differentiable result.
+    """The gradient of the loss with respect to each differentiable result, one number per row.
 
     fp32 or fp64; (0,) if the result was not requested.
     """
@@ -194,7 +195,7 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a column for each row that counts, and in which rows this or another rank has it."""
+    """Return each counting row's target column, and masks: this rank has it, another rank has."""
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere
 
@@ -242,7 +243,10 @@ class ScalarLoss(NamedTuple):
         )
 
     def flat(self) -> ScalarLoss:
-        """Return the request with all rows in one axis, and without None operands in its mask."""
+        """Return the request with all leading dimensions flattened.
+
+        Its mask has no entry for None operands.
+        """
         operands, row_weight = self.operands.flat(), self.row_weight
         asked = zip(self.output_mask, operands.trained, strict=False)
         return self._replace(
@@ -273,7 +277,7 @@ class ScalarLoss(NamedTuple):
 
 
 class LossAndGradients(NamedTuple):
-    """The total and its requested gradients, in the order of `Gradients`."""
+    """The total loss and the requested gradients, in the order of `Gradients`."""
 
     total: Tensor
     grad_hidden: Tensor | None
@@ -321,7 +325,8 @@ def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
 
 
 def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
-    """Return gradients in the form of op results: in operands' shapes, with empty ones for None."""
+    """Return gradients as an op returns them: in the operands' shapes, with an empty tensor for
+    None."""
     found: list[Tensor] = []
     for part, of in zip(gradients, given.trained, strict=True):
         if part is None or of is None:

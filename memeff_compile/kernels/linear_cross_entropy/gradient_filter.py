@@ -1,14 +1,15 @@
-"""A gradient filter on a block of X: gather columns, and multiply only the tiles that count.
+"""The gradient filter: choose the columns of X that count, and multiply only tiles that have any.
 
-X holds R rows of the whole vocabulary, so every column can be judged exactly. Rows are ranked by
-their mass in light tiles, those with much of it last, and processed 128 at a time. The filter
-`block` keeps a column for 128 rows if one of its |p - 1(target)| reaches eps. The filter `mass`
-keeps a column if its sum over the rows is above a level: the highest one at which every row loses
-at most tau. One matrix product computes the mass that rows lose: X times a 0/1 matrix of the
-columns that each level drops. (All elements of a row of X except its target's have one sign.) The
-mass is redistributed over the kept columns in proportion, so each row's sum (target excluded) is
-unchanged. Otherwise the logits of dropped classes would rise, because no step pushes them down:
-each by little, but enough together to raise the loss after a hundred steps.
+X holds R rows of the whole vocabulary, so every column can be judged exactly. A light tile is one
+with little probability mass. Rows are sorted by the mass that they have in light tiles, in
+ascending order, and processed 128 at a time. The filter `block` keeps a column for 128 rows if one
+of its |p - 1(target)| reaches eps. The filter `mass` keeps a column if its sum over the rows is
+above a level. The level is the highest one at which every row loses at most tau. One matrix product
+computes the mass that rows lose: X times a 0/1 matrix of the columns that each level drops. (All
+elements of a row of X except its target's have one sign.) The mass is redistributed over the kept
+columns in proportion, so each row's sum (target excluded) is unchanged. Otherwise the logits of
+dropped classes would rise, because no step pushes them down. Each would rise by little, but
+together they would raise the loss after a hundred steps.
 
 Columns are then ordered by the row tiles that they count in, so that most tiles of 128 x 128 are
 either full or empty, whatever the token ids. The order takes V numbers; rows of the weight and its
@@ -77,7 +78,7 @@ def filter_level(gradient_filter: str, level: float) -> float:
 def leaves_out(gradient_filter: str, depth: int, vocab: int, workspace: int) -> bool:
     """Return whether a filter can drop tiles for this depth and vocabulary, in bf16.
 
-    If the caller limits the workspace, there is no room for the filter's buffers.
+    The answer is no if the caller limits the workspace, because the filter's buffers would not fit.
     """
     least = min(LEAST_DEPTH, LEAST_DEPTH_OF_MANY) if vocab >= MANY_CLASSES else LEAST_DEPTH
     return gradient_filter != "exact" and depth >= least and workspace == 0
@@ -94,7 +95,7 @@ def filter_bytes(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
 
 
 class Filtered(Protocol):
-    """The walk over rows that uses a filter: it has X, the products and the sizes."""
+    """The members of a walk over rows that its filter uses: X, the products and the sizes."""
 
     selection: Any  # the rows that count, with an order
     shapes: Shapes
@@ -286,7 +287,7 @@ class Filter:
     def add_products(self, walk: Filtered, index: int, first: int, here: int) -> tuple[bool, bool]:
         """Add the products of the packed tiles to dE and dC; return which of the two it added to.
 
-        A dense block has no packed tiles: then the dense products process `dense_kept` rows.
+        A dense block has no packed tiles; the dense products then process `dense_kept` rows.
         """
         shapes = self.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
@@ -317,7 +318,10 @@ class Filter:
 
 
 def run_filter(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch the filter's kernel of a step, by a lookup: a block has a dozen launches."""
+    """Launch the filter's kernel of a step.
+
+    Kernels are looked up by name, because a block has a dozen launches.
+    """
     from . import gradient_filter_kernels
 
     kernel = getattr(gradient_filter_kernels, f"_linear_cross_entropy_filter_{name}_kernel")

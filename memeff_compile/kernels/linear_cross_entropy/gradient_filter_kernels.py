@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `gradient_filter`: find the classes that count in a block of rows; multiply them.
+"""The kernels of `gradient_filter`: they find the classes that count in a block of rows, and
+multiply them.
 
-Rows are ranked by their mass in light tiles, and TILE of them at a time are one of up to 16 blocks.
-Each column has a word of 16 bits that say in which of the 16 blocks it counts. Sorted by their
-words, columns form tiles of which nearly all count completely or not at all. Tiles that count are
-packed. The rows of the weight and of its gradient that belong to their columns stay in place.
+Rows are sorted by the mass that they have in light tiles. Each TILE of them form a block; there are
+up to 16 blocks. Each column has a word of 16 bits that say in which of the 16 blocks it counts.
+Sorted by their words, columns form tiles of which nearly all count completely or not at all. Tiles
+that count are packed. The rows of the weight and of its gradient that belong to their columns stay
+in place.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def _linear_cross_entropy_filter_rank_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """Order rows by their light mass; equals, and rows of nan at the end, stay in order."""
+    """Sort rows by their light mass. The sort is stable, and rows of nan come last."""
     rows_here = tl.load(here_ptr)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(light_ptr + rows, mask=rows < rows_here, other=0.0)
@@ -127,7 +129,10 @@ def _linear_cross_entropy_filter_rank_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the levels of these indices; the last is above all scores and gives whole sums."""
+    """Return the levels of these indices.
+
+    The last level is above all scores, so it drops every column.
+    """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
 
@@ -148,7 +153,7 @@ def _linear_cross_entropy_filter_score_kernel(
 ):
     """Score columns by the block's rows; sum the elements of X that each level drops.
 
-    The sums have signs, so X is multiplied in shared memory, as it was loaded.
+    The sums are of signed elements, so X is multiplied from shared memory, without another load.
     """
     block = tl.program_id(0)
     chunk = tl.program_id(1)

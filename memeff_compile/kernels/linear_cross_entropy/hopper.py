@@ -1,16 +1,18 @@
 """The engine `hopper`: every product of the head in Triton, on tensor cores of capability 9.0.
 
-Forward, by rows: each tile of logits is reduced to a maximum and a sum per row, and these are
-merged in a fixed order. The tile that holds a row's target stores the target's logit. No other
-logit is written to memory.
+The forward pass walks over the rows. It reduces each tile of logits to a maximum and a sum per row,
+and merges these in a fixed order. The tile with a row's target also stores the target's logit. No
+other logit is written to memory.
 
-Backward, by rows: the logits are computed again and written as G = dloss/dlogits in 16 bits, R rows
-by the whole vocabulary. Then come the complete dE of these rows, and their summand of dC. Until the
-last block dC is in fp16, with a power of two for each class and SLICE features: its sums need three
-more bits than bf16 has, and no more memory. Backward, by classes, takes less memory and supports a
-limited workspace and fp16: dC of W columns is complete after one write, and dE += G C is summed in
-fp32, by one reduction per element and launch. In the minimal workspace, G and the fp32 sums use the
-memory of the weight's gradient.
+The backward pass usually walks over blocks of R rows. It computes the logits again and writes their
+gradient, G = dloss/dlogits, in 16 bits for the whole vocabulary. Then it computes dE of these rows
+completely, and adds their contribution to dC. Until the last block, dC is stored in fp16, with a
+power of two for each class and SLICE features, because its sums need three more bits than bf16 has.
+
+Another backward pass walks over blocks of classes. It takes less memory, and supports a limited
+workspace and fp16. It writes dC of W columns once, and adds G C to dE in fp32, with one reduction
+per element and launch. In the minimal workspace, G and the fp32 sums use the memory of the weight's
+gradient.
 
 A loss that is one number takes three products, by rows. The first writes X (probabilities up to a
 factor per row) in 16 bits, and fp32 statistics from the same registers. Once a row's log-sum-exp is
@@ -18,12 +20,15 @@ known, the matrices that X is multiplied with are scaled by its factor. X takes 
 whose logits are far from the expected range are computed again; the GPU decides this.
 
 Ignored rows are left out before any product, by an order of rows that the GPU builds. No call waits
-for the GPU or reads a value on the host. bf16 and fp16 (bf16 by rows), a depth that is a multiple
-of 8, a contiguous weight.
+for the GPU or reads a value on the host. The engine needs bf16 or fp16 (only bf16 for blocks of
+rows), a depth that is a multiple of 8, and a contiguous weight.
 
-Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * blocks / 4.28e12; in
-one walk 3 * 2NDV / 700e12. Floors of that at 790e12 and predictions: N, D, V = 8192, 4096, 128256:
-32.7 and 38 ms; 8192, 2304, 256000: 36.7 and 45 ms; 16384, 2048, 128256: 32.7 and 39 ms.
+Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12; in one
+walk 3 * 2NDV / 700e12. For one walk, the times at 790e12 (floors) and the predictions are:
+
+    N, D, V = 8192, 4096, 128256    32.7 and 38 ms
+    N, D, V = 8192, 2304, 256000    36.7 and 45 ms
+    N, D, V = 16384, 2048, 128256   32.7 and 39 ms
 """
 
 from __future__ import annotations
@@ -90,7 +95,10 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings) -> Selection:
-    """Return the rows that count; ignored targets only if another result needs their rows."""
+    """Return the rows that count.
+
+    Rows with ignored targets count only if another result needs them.
+    """
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
     if ignore_index is None or settings.keeps_ignored_rows:
@@ -118,7 +126,7 @@ def _with_order(selection: Selection) -> Selection:
 
 
 def _gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shapes: Shapes) -> None:
-    """Copy the compact rows from `first` on into `out`."""
+    """Copy the rows that count, from the one at index `first` on, into `out`."""
     rows, depth = out.shape
     run_kernel(
         kernels._linear_cross_entropy_hopper_gather_kernel,
@@ -236,7 +244,8 @@ class _Gradient:
 
 
 class BackwardByClasses(Differentiating):
-    """A walk over the classes that completes dC of each block and adds up dE in fp32."""
+    """A walk over blocks of classes: it computes dC of a block completely, and adds up dE in
+    fp32."""
 
     def __init__(
         self,
@@ -292,9 +301,9 @@ class BackwardByClasses(Differentiating):
     def _blocks_inside(self) -> Iterator[Block]:
         """Use the last rows of the weight gradient as scratch memory, and compute those rows last.
 
-        The summand that their classes add to the hidden gradient is computed first, while these
-        rows are still scratch memory; so their logits are computed twice. When the hidden gradient
-        is done, its sums are freed, and G uses only rows that are not yet written.
+        Their classes' contribution to the hidden gradient is computed first, while these rows are
+        still scratch memory; so the logits of these classes are computed twice. When the hidden
+        gradient is done, its sums are freed, and G uses only rows that are not yet written.
         """
         room = self.inside
         assert room is not None
@@ -469,14 +478,14 @@ class ByRows(Differentiating):
         """
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = None) -> Any:
-        """Return a descriptor of a matrix for tiles of this shape, cached for all blocks."""
+        """Return a matrix's descriptor for tiles of this shape; it is cached for all blocks."""
         key = id(matrix), rows, columns, describe
         if key not in self.described:
             self.described[key] = (describe or tiles_of)(matrix, rows, columns)  # holds the matrix
         return self.described[key]
 
     def made(self) -> Gradients:
-        """Return the requested gradients, after the last block."""
+        """Return the requested gradients; call this after the last block."""
         sums = self.bias_sums
         of_bias = None if sums is None else sums.to(self.bias)
         return Gradients(self.grad_hidden, self.grad_weight, of_bias)
@@ -484,8 +493,8 @@ class ByRows(Differentiating):
     def add_products(self, block: Block, factor: Tensor | None) -> None:
         """Add the products of X to the gradients, with the kernels that this Triton supports.
 
-        For dC, X is multiplied with the factor, (R, D), which is zero after the last row. A filter
-        skips the tiles that do not count.
+        For dC, X is multiplied by the scaled hidden states, (R, D), which are zero after the last
+        row. A filter skips the tiles that do not count.
         """
         index, first, here = block.number, block.first, block.stop - block.first
         needs = self.grad_hidden is not None, self.grad_weight is not None
@@ -790,7 +799,7 @@ def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
 def _row_values(
     grads: RowGradients, saved: Saved, selection: Selection, settings: Settings
 ) -> Tensor:
-    """Return the five numbers from which each counting row of G is computed.
+    """Return the five numbers from which a row of G is computed, for each row that counts.
 
     The result is (5, N) fp32, in compact order.
     """

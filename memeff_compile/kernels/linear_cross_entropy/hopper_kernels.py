@@ -1,19 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of `hopper`: products whose epilogue turns a tile of logits into results.
 
-Three ways to use a tile of logits: reduce it to statistics of its rows; turn it into a tile of the
-gradient G of the logits, if the statistics are known; or into a tile of X, if they are not yet.
-X_ij = exp(z_ij - base_i), times dz/ds if there is a softcap, rounded once to 16 bits. base_i is a
-number near the row's logits that is known before them, so X does not wait for the log-sum-exp. The
-factor that turns X into gradients, exp(base_i - lse_i) times the scale, is one per row, and goes
-into the two products of X. At a row's target X has (p - 1) / factor, so that no difference cancels
-in 16 bits. If ranks hold parts of the vocabulary, they exchange their log-sum-exps after X is
-written.
+A tile of logits is used in one of three ways. It is reduced to statistics of its rows. Or it
+becomes a tile of the gradient G of the logits, if the statistics are known. Or it becomes a tile of
+X, if they are not known yet. X_ij = exp(z_ij - base_i), times dz/ds if there is a softcap, rounded
+once to 16 bits. base_i is a number near the row's largest logit. It is known before the logits are,
+so X does not wait for the log-sum-exp. The factor that turns X into gradients, exp(base_i - lse_i)
+times the scale, is one per row, and goes into the two products of X. At a row's target X has (p -
+1) / factor, so that no difference cancels in 16 bits. If ranks hold parts of the vocabulary, they
+exchange their log-sum-exps after X is written.
 
 Products are persistent: each program walks over output tiles, so that the loads of the next tile
-run under the epilogue of the last one. Rows are compact: ignored rows are left out, and the number
-of the others is read on the GPU (`kept_ptr`), never on the host. Logits are in base 2: z2 = z *
-log2(e).
+run under the epilogue of the last one. Rows are compact: ignored rows are left out. Kernels read
+the number of remaining rows on the GPU (`kept_ptr`); the host never reads it. Logits are in base 2:
+z2 = z * log2(e).
 
 Axis letters: n rows, v columns (vocabulary), d features. BM x BN is an output tile, BK a step.
 UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
@@ -94,9 +94,8 @@ def _place(tile, row_blocks, column_blocks, C: tl.constexpr):
 def _logits(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
     """Return logits in base 2, and dz/ds, of one tile of products.
 
-    Columns that do not exist are at -inf, by a number per column that is added to the products:
-    a condition for each element would take four times as long. If there is no softcap, dz/ds is
-    the scale.
+    Columns after the last class get -inf: a number per column is added to the products. A condition
+    for each element would take four times as long. If there is no softcap, dz/ds is the scale.
     """
     scale, softcap = cap
     edge = tl.where(columns < vocab, 0.0, float("-inf"))
@@ -155,7 +154,8 @@ def _linear_cross_entropy_hopper_gather_kernel(
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the compact rows first_row .. first_row + R; rows past the last up to PAD are zero."""
+    """Copy the compact rows first_row .. first_row + R; rows after the last one, up to PAD, become
+    zero."""
     row = tl.program_id(0)
     kept = tl.load(kept_ptr)
     compact = first_row + row
@@ -180,7 +180,10 @@ def _linear_cross_entropy_hopper_scatter_kernel(
     depth,
     BLOCK: tl.constexpr,
 ):
-    """Round the sums of compact rows and write them to their original rows; others get zero."""
+    """Round the sums of compact rows and write them to their original rows.
+
+    Ignored rows get zero.
+    """
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + row).to(tl.int64)
     filled = tl.where(place >= 0, depth, 0)
@@ -210,7 +213,7 @@ def _linear_cross_entropy_hopper_cotangents_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gather the numbers from which a row of G is computed; rows past the last get zeros."""
+    """Gather the numbers from which a row of G is computed; rows after the last one get zeros."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = offs < rows
     is_row = in_range
@@ -373,7 +376,7 @@ def _linear_cross_entropy_hopper_merge_kernel(
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
     """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero.
 
-    `place` is the rows' indices, which of these exist, and the columns' indices.
+    `place` has the rows' indices, a mask of the rows that exist, and the columns' indices.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -468,7 +471,10 @@ def _linear_cross_entropy_hopper_gradient_kernel(
 
 @triton.jit
 def _store_tile(desc, at, tile, ADD: tl.constexpr, C: tl.constexpr):
-    """Write a tile in quarters, or add it to the stored tile; one program per launch does so."""
+    """Write a tile in quarters, or add it to the stored tile.
+
+    Only one program of a launch has this tile.
+    """
     row, first = at
     ROWS: tl.constexpr = tile.shape[0]
     parts = _halves(tile, ROWS, C.BN)
@@ -503,7 +509,7 @@ def _linear_cross_entropy_hopper_class_products_kernel(
     C: tl.constexpr,
     # ADD: add to grad_hidden instead of overwriting it
 ):
-    """Write dC = G^T E of these columns and add G C to dE, one after the other in one launch.
+    """Write dC = G^T E of these columns, then add G C to dE, in one launch.
 
     The second product's tiles fill the multiprocessors that the first one's last wave leaves idle.
     """
@@ -597,8 +603,10 @@ def _linear_cross_entropy_hopper_base_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Write the logit of a row's target as its base: a trained model's largest logit is
-    slightly above it. If another rank has the target, another class's logit is the base.
+    """Write the logit of a row's target as its base.
+
+    A trained model's largest logit is slightly above it. If another rank has the target, the base
+    is another class's logit.
     """
     row = tl.program_id(0)
     is_row = row < _rows_here(kept_ptr, first_row, piece_rows, C)
@@ -800,8 +808,9 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Finish a row with the values of all ranks. They are merged in rank order, so all ranks get
-    the same loss.
+    """Finish a row with the values of all ranks.
+
+    They are merged in rank order, so all ranks get the same loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < _rows_here(kept_ptr, first_row, piece_rows, C)
@@ -860,7 +869,10 @@ def _linear_cross_entropy_hopper_scale_rows_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Multiply rows by their scale; rows past the last up to a multiple of PAD become zero."""
+    """Multiply rows by their scale.
+
+    Rows after the last one, up to a multiple of PAD, become zero.
+    """
     row = tl.program_id(0)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     if row < tl.cdiv(rows_here, C.PAD) * C.PAD:
@@ -895,7 +907,7 @@ def _linear_cross_entropy_hopper_products_kernel(
     depth,
     C: tl.constexpr,  # ADD: to grad_weight; MAY_REST: leave that alone where no rows count
 ):
-    """Write dE of a block of rows and add their summand of dC, in one launch.
+    """Write dE of a block of rows, and add the block's contribution to dC, in one launch.
 
     The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
     rows and fill the multiprocessors that dE leaves idle, during and after it. A program takes the

@@ -1,16 +1,18 @@
 """The engine `library`: matrix products by cuBLAS, and one Triton pass over each product.
 
-Forward, per strip of classes: S = E C_v^T in fp32 (16-bit inputs, fp32 output), then one pass that
-merges S into a running maximum and sum per row. Backward, per block of classes: the same strips of
-S again, one pass that turns each into G in the input dtype, then dC_v = G^T E straight into its
-rows of the weight gradient (one write, no fp32 copy) and dE += G C_v in fp32. G has a separate
-buffer. Writing it over the fp32 strip would save no memory, since a strip half or a quarter as wide
-as the block takes the same bytes, and results would depend on the order in which warps read and
-write.
+The forward pass computes, for each strip of classes, S = E C_v^T in fp32 (from 16-bit inputs). A
+kernel then merges S into a running maximum and sum per row.
+
+The backward pass computes the same strips of S again, for each block of classes. A kernel turns
+each strip into G in the input dtype. Then dC_v = G^T E is written into its rows of the weight
+gradient (once, without an fp32 copy), and G C_v is added to dE in fp32. G has a separate buffer.
+Writing it over the fp32 strip would save no memory, because a strip half or a quarter as wide as
+the block takes the same bytes; and results would depend on the order in which warps read and write.
 
 A loss that is one number, of a frozen head with a LoRA adapter, takes one walk over the rows. S of
-a block of rows and the whole vocabulary is computed once, with the low-rank product added. From it
-come statistics, then G, then dE and d low of these rows. d up is summed in fp32 over the blocks.
+a block of rows and the whole vocabulary is computed once, with the low-rank product added. S
+becomes statistics, then G; from G come dE and the gradient of `low` for these rows. The gradient of
+`up` is summed in fp32 over the blocks.
 
 No call waits for the GPU, reads a value on the host or depends on the data's values, so calls can
 be captured in CUDA graphs. No sum uses atomics.
@@ -256,7 +258,9 @@ def _product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = Fal
 def _merge(
     s: Tensor, given: Operands, state: Tensor, found: RowResults, first: int, settings: Settings
 ) -> None:
-    """Merge products, fp32 (N, W) of the columns from `first` on, into the state, (N, STATE).
+    """Merge a strip of products, fp32 (N, W), into the state, (N, STATE).
+
+    The strip starts at column `first`.
 
     The last strip also writes the results.
     """
@@ -289,8 +293,8 @@ def _differentiate(
 ) -> None:
     """Turn a strip of products into gradients with respect to the products.
 
-    `g`, in the input dtype, has unit stride along columns and may be `s` itself; `grads` are fp32
-    cotangents, contiguous.
+    `g`, in the input dtype, has unit stride along columns and may be `s` itself; `grads` are the
+    contiguous fp32 gradients of the results per row.
     """
     (_, _, bias, target, column_weight, *_), (rows, width) = given, s.shape
     block = library_block(width)

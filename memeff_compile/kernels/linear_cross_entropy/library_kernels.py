@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two elementwise passes of `library`: products to row statistics, products to gradients.
+"""The two kernels of `library`: one turns products into row statistics, the other into gradients.
 
 Each program owns one row of an N x W block of fp32 products, so no sum crosses programs, and every
-run gives the same bits. 16-bit vectors are widened right after each load: arithmetic is fp32
-throughout, on the GPU and under Triton's interpreter alike.
+run gives the same bits. 16-bit vectors are converted to fp32 right after each load, so all
+arithmetic is fp32, on the GPU and under Triton's interpreter.
 
 Axis letters: rows are tokens, columns are vocabulary entries counted from `first_column`.
 """

@@ -96,7 +96,8 @@ class How(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The size of the block of logits that exists at one time: bytes, and columns for a copy."""
+    """The size of the block of logits that exists at one time: its bytes, and the columns whose
+    weights are copied."""
 
     bytes: sympy.Expr
     columns: sympy.Expr
@@ -130,7 +131,10 @@ def bytes_after(
 
 
 def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
-    """Return an upper bound of the blocks of logits that exist at one time; `how` is a `How`."""
+    """Return an upper bound of the size of the blocks of logits that exist at one time.
+
+    `how` is a `How`.
+    """
     given = How(**how)
     dtype, engine, device_type, workspace, has_softcap, with_entropy, training, _ = given
     n, v = sympy.sympify(rows), sympy.sympify(vocab)
@@ -171,7 +175,8 @@ def total_bytes(
     has_softcap: bool = False,  # likewise
     gradient_filter: str = "exact",  # likewise
 ) -> sympy.Expr:
-    """Return a bound of a total's bytes in addition to inputs, gradients and 64 bytes per row.
+    """Return an upper bound of the bytes of a loss that is one number, besides inputs, gradients
+    and 64 bytes per row.
 
     On a GPU: X, the statistics of its tiles and the rows times their scale. In plain PyTorch: a
     block of logits, two more with a softcap, the rows that count and, for 16-bit inputs, the fp32
@@ -192,7 +197,8 @@ def total_bytes(
 def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
-    """Return the bound of `total_bytes` for a frozen head with a LoRA adapter, in `library`."""
+    """Return the upper bound of `total_bytes` for a frozen head with a LoRA adapter, in
+    `library`."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
     return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)
@@ -206,7 +212,9 @@ def hopper_bytes(
     *,
     gradient_filter: str = "exact",
 ) -> sympy.Expr:
-    """Return a bound of the bytes of a walk over blocks of rows, for any N if N is a symbol.
+    """Return an upper bound of the bytes of a walk over blocks of rows.
+
+    If N is a symbol, for every N.
 
     A filter adds the bytes of the packed tiles.
     """

@@ -1,4 +1,4 @@
-"""memeff::linear_cross_entropy and its kin: schemas, validation, fakes, autograd.
+"""memeff::linear_cross_entropy and related ops: schemas, validation, fakes, autograd.
 
 Two ops compute, and each has a backward op; a LoRA adapter of the head is optional in all four:
 
@@ -6,15 +6,16 @@ Two ops compute, and each has a backward op; a LoRA adapter of the head is optio
     linear_cross_entropy_total  one number and the gradients of that number,
                                 total = sum over rows of row_weight_i * nll_i, over norm
 
-The first saves its inputs, one lse per row and, if asked for, one entropy; its backward computes
-logits again. The forward of the second op also computes its gradients, up to a factor, from the
-same logits: a step takes three products instead of four. Its backward pass multiplies these
-gradients by the gradient of the loss, in place if no one can read them again, otherwise in a copy.
+The first saves its inputs, one lse per row and, if requested, one entropy; its backward pass
+computes the logits again. The forward of the second op also computes its gradients, up to a factor,
+from the same logits: a step takes three products instead of four. Its backward pass multiplies
+these gradients by the gradient of the loss, in place if no one can read them again, otherwise in a
+copy.
 
-Four more serve heads whose classes are split over ranks (`vocabulary_parallel`): statistics of a
-rank and their merging, a rank's total, and the total that all ranks use. Four names are written in
-terms of these eight, so that graphs read plainly: `_adapted` and `_adapted_total` (a LoRA part),
-`_over_ranks` and `_total_over_ranks` (a head over ranks).
+Four more ops serve heads whose classes are split over ranks (`vocabulary_parallel`): the statistics
+of a rank, their merging, a rank's total, and the total that all ranks use. Four more names call
+these eight ops, so that graphs are easy to read: `_adapted` and `_adapted_total` (a head with a
+LoRA adapter), `_over_ranks` and `_total_over_ranks` (a head over ranks).
 
 Each argument of an op costs the host some microseconds, so the many settings for ranks are not
 options of the ops for one process.
@@ -307,7 +308,10 @@ _TRAINED = (0, 1, 2, 5, 6)  # hidden, weight, bias, low and up, among the argume
 
 
 def _asked(ctx: Any, places: Sequence[int]) -> list[bool]:
-    """Return which arguments need a gradient; the dispatcher omits a last argument of None."""
+    """Return which arguments need a gradient.
+
+    The dispatcher omits trailing arguments that are None.
+    """
     needs = ctx.needs_input_grad
     return [place < len(needs) and needs[place] for place in places]
 
@@ -327,7 +331,7 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 def _at(
     places: Sequence[int], gradients: Sequence[Tensor], mask: Sequence[bool], count: int
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients that autograd expects: one, or None, for each of `count` arguments."""
+    """Return gradients as autograd expects them: one, or None, for each of `count` arguments."""
     found: list[Tensor | None] = [None] * count
     for place, gradient, wanted in zip(places, gradients, mask, strict=False):
         if wanted:

@@ -1,12 +1,12 @@
 """The engine `reference`: the formula in plain PyTorch, block by block; any device.
 
-16-bit and fp32 inputs are multiplied to fp32 products that enter exp unrounded; fp64 stays fp64.
-Gradients of the products are formed in full precision, target term included. A loss per row walks
-over the classes, and rounds these gradients once to the input dtype, as `library` does. A loss that
-is one number walks over the rows: logits of a block and the whole vocabulary are computed once,
-become row statistics, and then their gradient in place. The weight's gradient is summed over blocks
-in the wide dtype. On a CPU, where reading targets needs no synchronisation, rows with an ignored
-target are left out.
+16-bit and fp32 inputs are multiplied to fp32 products, which enter exp without rounding; fp64 stays
+fp64. Gradients of the products are computed in full precision, including the target's term. For a
+loss per row, the engine walks over the classes, and rounds these gradients once to the input dtype,
+like `library`. For a loss that is one number, it walks over the rows: the logits of a block and the
+whole vocabulary are computed once, become row statistics, and are then replaced by their gradient.
+The weight's gradient is summed over blocks in the wide dtype. On a CPU, rows with an ignored target
+are left out, because reading targets needs no synchronisation there.
 """
 
 from __future__ import annotations
@@ -126,10 +126,11 @@ class Forward(Statistics):
 
 
 class _Factors(NamedTuple):
-    """For each row, the factors of p, 1(j = target), the column's weight, and p (log p + entropy).
+    """For each row, the factors of four terms: p, 1(j = target), the column's weight, p (log p +
+    entropy).
 
-    Every term ends with a multiplication by the scale, so the cotangents (N elements each) are
-    scaled instead.
+    Every term would be multiplied by the scale at the end, so the gradients per row (N elements
+    each) are scaled instead.
     """
 
     probability: Tensor
@@ -379,14 +380,17 @@ def _rows(
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Return `rows` rows of zeros, in which `part` replaces the rows at indices `kept`."""
+    """Return `rows` rows: those at the indices `kept` come from `part`, the others are zero."""
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole
 
 
 def _width(dtype: torch.dtype, rows: int, weight: Tensor, given: Settings, *, forward: bool) -> int:
-    """Return the width of a block, chosen for the number of all rows, ignored ones included."""
+    """Return the width of a block.
+
+    It is chosen for the number of all rows, including ignored ones.
+    """
     per_logit = reference_bytes_per_logit(
         dtype.itemsize, given.softcap > 0, not forward, given.with_entropy
     )

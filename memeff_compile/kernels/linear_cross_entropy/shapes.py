@@ -130,10 +130,10 @@ def library_widths(
 ) -> Widths:
     """Choose the widths of strips and blocks within the workspace; 0 means automatic.
 
-    16-bit inputs: a strip of fp32 products (4 bytes per element) next to a block of gradients in
-    the input dtype (2 bytes); the strip gets half of the budget. fp32 inputs: the gradient replaces
-    the product in place, so strip and block are one buffer. The block is then narrowed to where
-    the weight-gradient product fills whole waves of multiprocessors.
+    For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
+    gets half of the budget, and a block of gradients in the input dtype (2 bytes). For fp32 inputs
+    the gradient replaces the product in place, so strip and block are one buffer. The block is then
+    narrowed until the weight-gradient product fills whole waves of multiprocessors.
     """
     budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
     per_row = budget // max(rows, 1)
@@ -183,7 +183,10 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 
 
 def library_block(width: int) -> int:
-    """Return how many columns a program processes at once: 128 for strips of 64, at most 2048."""
+    """Return how many columns a program processes at once. For strips of 64 columns it is 128.
+
+    At most it is 2048.
+    """
     return min(LIBRARY_MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))
 
 
@@ -245,7 +248,8 @@ class Shapes(NamedTuple):
         }
 
     def gradient_columns(self, *, is_plain: bool) -> int:
-        """Return the width of a tile of G; a softcap, a bias or gathered rows take registers."""
+        """Return the width of a tile of G: narrower with a softcap, a bias or gathered rows, which
+        take registers."""
         return self.columns if is_plain else self.rows
 
 
@@ -258,7 +262,7 @@ def shapes_for(device: torch.device) -> Shapes:
 
 
 def shapes_for_programs(programs: int) -> Shapes:
-    """Return the tile shapes for compute capability 9.0, where they were measured."""
+    """Return the tile shapes for compute capability 9.0, on which they were measured."""
     return Shapes(128, 256, 64, 8, 3, True, programs)
 
 
@@ -275,7 +279,7 @@ def row_block(depth: int, shapes: Shapes) -> int:
 
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
-    """Return the rows of a forward's block: whole tiles, in blocks of about equal height."""
+    """Return how many rows a forward block has: whole tiles, in blocks of about equal height."""
     tiles = -(-rows // shapes.rows)
     count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
     return -(-tiles // count) * shapes.rows
@@ -338,7 +342,10 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many columns fit before their G at the very end, or 0."""
+        """Return how many columns fit into memory in front of their own G, which is at the end.
+
+        Or 0.
+        """
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step
 
@@ -346,7 +353,8 @@ class Room(NamedTuple):
 def room_inside(
     rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_hidden: bool
 ) -> Room | None:
-    """Return the plan of a backward inside the weight gradient, or None if it is too small."""
+    """Return the plan of a backward pass inside the weight gradient, or None if that is too
+    small."""
     step = shapes.columns
     sums = 2 * rows if needs_hidden else 0  # columns whose memory holds the hidden gradient's sums
     half = vocab // 2 // step * step
@@ -383,7 +391,8 @@ def hopper_rows(
 ) -> int:
     """Return the rows of a block: whole tiles, in blocks of about equal height.
 
-    All GPUs take the same, as ranks with other GPUs have to and the report does.
+    The number is the same on all GPUs, because ranks may have different GPUs and the report may be
+    made elsewhere.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
     tiles, width = -(-rows // tile), -(-vocab // shapes.columns) * shapes.columns
@@ -410,8 +419,8 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
     """Return how many programs share the sum of one tile of dE.
 
-    A tile of dE sums over the vocabulary, and a block of few rows has few of them: one program
-    would be at its tile when all others are done with dC.
+    A tile of dE sums over the vocabulary, which takes long, and a block of few rows has few such
+    tiles. One program would still compute its tile of dE when all others have finished dC.
     """
     if rows > TALLEST_SPLIT:
         return 1

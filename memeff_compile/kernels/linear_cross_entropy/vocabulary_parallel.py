@@ -1,9 +1,8 @@
 """A head whose classes are split over ranks: the statistics of each rank, and their merging.
 
-Rank r of P has the rows of the weight that `torch.chunk` gives it. A loss per row: one op computes
-statistics of the rank's columns, k numbers per row; the statistics of all ranks are gathered, k x N
-numbers from each; another op merges them into the results of `linear_cross_entropy` for all
-classes:
+Rank r of P has the rows of the weight that `torch.chunk` gives it. For a loss per row, one op
+computes the statistics of the rank's columns, k numbers per row. The statistics of all ranks are
+gathered. Another op merges them into the results of `linear_cross_entropy` for all classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)
@@ -93,7 +92,7 @@ class Shard(NamedTuple):
         return self.chunk * (self.ranks - 1) >= self.classes
 
     def fault(self, rows: int) -> str | None:
-        """Return why a weight of so many rows is not this shard, or None."""
+        """Return why a weight with this many rows is not this shard, or None if it is."""
         if 0 < rows == self.columns:
             return None
         return (
@@ -102,7 +101,7 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as columns of this rank, and whose target is on this or another rank.
+        """Return targets as columns of this rank, and masks: this rank has it, another rank has it.
 
         Rows with a target elsewhere get any column: they count, but its logit is not used.
         """
@@ -124,7 +123,9 @@ class Split(NamedTuple):
 
 
 def split_of(weight: Any) -> Split | str:
-    """Return how a DTensor is split over ranks by its rows, or a description of its other layout.
+    """Return how a DTensor's rows are split over ranks.
+
+    If they are not, return a description of its layout.
 
     Except for the rank's part, the answer is the same on every rank.
     """
@@ -146,7 +147,7 @@ def layout(tensor: Any) -> str:
 
 
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return this rank's local tensor; its gradient is a partial sum over one mesh dimension."""
+    """Return this rank's local tensor, whose gradient is a partial sum over one mesh dimension."""
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial
@@ -194,7 +195,8 @@ class Part(NamedTuple):
     def split(self, grads: RowGradients) -> RowGradients:
         """Return the gradients of this rank's results from those of the merged results.
 
-        The rank that has a target pulls it up; all ranks push all their classes down.
+        The rank that has a row's target raises the target's logit; every rank lowers the logits of
+        its classes.
         """
         _, here, elsewhere = self.columns
         of_lse = grads.lse + grads.nll.where(elsewhere, 0)
@@ -285,7 +287,10 @@ def rows_of_a_block(
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
-    """Return how many rows ranks exchange at a time, which is the block height of every engine."""
+    """Return for how many rows ranks exchange numbers at a time.
+
+    This is the block height of every engine.
+    """
     kind = where_it_runs(device).type
     if kind == "cuda":
         # whole tiles of `hopper`, which has one size of them
@@ -296,7 +301,7 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return a flat request in the form for one rank's engine; `gather` is that of `Ranks`."""
+    """Return a flat request as this rank's engine takes it; `gather` is as in `Ranks`."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

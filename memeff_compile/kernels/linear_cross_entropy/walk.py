@@ -77,7 +77,8 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A walk that computes gradients, from its first step's logits or from recomputed ones."""
+    """A walk that computes gradients, from the logits of its own first step or from recomputed
+    logits."""
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
@@ -157,11 +158,11 @@ ENGINES = {
         ),
     )
 }
-"""The engines by their names, the first that serves a call computes it.
+"""The engines by their names; the first one that supports a call computes it.
 
-"hopper" is before "library", which could serve its calls too: at 8192 x 2304 x 256000 on an H200
-it takes 46.0 ms in one walk and 60.9 in two (`nvidia-h200/gradients-in-forward.jsonl`), "library"
-66.2 (`nvidia-h200/linear_cross_entropy.jsonl`, "memeff H, workspace auto").
+"hopper" comes before "library", although "library" supports the same calls: at 8192 x 2304 x 256000
+on an H200 it takes 46.0 ms in one walk and 60.9 in two (`nvidia-h200/gradients-in-forward.jsonl`),
+"library" 66.2 (`nvidia-h200/linear_cross_entropy.jsonl`, "memeff H, workspace auto").
 """
 
 
@@ -183,7 +184,7 @@ def engine_for(
 
 
 def engine_of(given: Operands, *, with_top: bool = False) -> Engine:
-    """Return the engine that computes flat operands."""
+    """Return the engine that computes a call with these flattened operands."""
     hidden = given.hidden
     name = engine_for(
         *(hidden.device, hidden.dtype, hidden.shape[-1]),
@@ -207,7 +208,8 @@ def is_faster_in_one_walk(has_kernels: bool) -> bool:
     """Return whether a loss that is one number is faster in one walk than in two.
 
     One walk computes three products, two walks four: 46.0 and 60.9 ms at 8192 x 2304 x 256000 on an
-    H200 (`nvidia-h200/gradients-in-forward.jsonl`). Without kernels the speed was not measured.
+    H200 (`nvidia-h200/gradients-in-forward.jsonl`). The speed was not measured for devices without
+    kernels.
     """
     return has_kernels
 
@@ -224,8 +226,8 @@ def makes_gradients_in_forward(
 ) -> bool:
     """Return whether a loss that is one number is best computed in one walk.
 
-    A filter of one gradient alone and the minimal workspace belong to walks that recompute the
-    logits. fp16 does not have the range for gradients that are scaled afterwards.
+    Filters of only one gradient, and the minimal workspace, need a walk that recomputes the logits.
+    fp16 does not have the range for gradients that are scaled afterwards.
     """
     if filter_parts != "both" or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -247,8 +249,8 @@ def makes_gradients_in_forward_adapted(
 ) -> bool:
     """Return whether such a loss of a head with a LoRA adapter is best computed in one walk.
 
-    A head's gradient would be rounded once per block, or kept in fp32. fp16 does not have the range
-    for gradients that are scaled afterwards.
+    The answer is no if the head trains: its gradient would be rounded once per block, or kept in
+    fp32. fp16 does not have the range for gradients that are scaled afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -269,7 +271,8 @@ def makes_gradients_in_forward_over_ranks(
 
     All ranks get the same answer, whatever their GPUs.
 
-    A filter chooses tiles by the softmax of the whole head, which its walk does not have.
+    The answer is no with a filter, which chooses tiles by the softmax of the whole head: this walk
+    does not have it.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -373,7 +376,7 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute one number and its gradients by an engine's forward and then its backward.
 
-    Ranks with other classes exchange statistics in between, as often as in one walk.
+    Between the two walks, ranks with other classes exchange statistics, as often as in one walk.
     """
     operands, settings, ranks = given.operands, given.settings, given.ranks
     if ranks is not None:
@@ -394,7 +397,10 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exps and losses of the whole head, exchanged block by block in `order`."""
+    """Exchange statistics block by block, in `order`.
+
+    Return log-sum-exps and losses of the whole head.
+    """
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
         whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))

@@ -1,4 +1,4 @@
-"""Divergence between two output projections in one op, without either's N x V logits.
+"""Divergence between the softmaxes of two heads in one op, without N x V logits of either.
 
 Distillation compares the softmax p of a student's logits with the softmax q of a teacher's, over
 the whole vocabulary. With m = share * q + (1 - share) * p, the op returns for each row
@@ -8,8 +8,9 @@ the whole vocabulary. With m = share * q + (1 - share) * p, the op returns for e
 
 and `Coefficients` are a1 to a6. KL(q || p), KL(p || q), the generalised Jensen-Shannon divergence,
 skewed divergences and a cross entropy with the teacher's probabilities are such sums. The student's
-logits are scale * (hidden @ weight.T + bias). The teacher's are computed likewise from its own
-hidden states and weight, of any width, or given. The teacher has no gradient.
+logits are scale * (hidden @ weight.T + bias). The teacher's logits are computed in the same way
+from its hidden states and weight, of any width, or the caller passes them. The teacher has no
+gradient.
 
 Two logits products per block of rows become row statistics in fp32, and then the gradient of the
 student's logits, written over these logits. A loss that is one number takes four products with its

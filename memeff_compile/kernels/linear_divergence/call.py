@@ -32,16 +32,16 @@ class Coefficients(NamedTuple):
 
     @property
     def has_mixture(self) -> bool:
-        """Return whether a sum reads the mixture."""
+        """Return whether one of the sums reads the mixture m."""
         return self.q_log_m != 0 or self.p_log_m != 0
 
     @property
     def has_centre(self) -> bool:
-        """Return whether a row's gradient subtracts a sum over its classes."""
+        """Return whether a row's gradient has a term that is a sum over the classes."""
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return equal coefficients in which the mixture is neither p nor q."""
+        """Return coefficients of the same divergence, in which the mixture is neither p nor q."""
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
             return Coefficients(a1, a2 + a5, a3 + a6, a4)
@@ -81,7 +81,7 @@ class Request(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A number per row, and the gradients that were asked for."""
+    """A number per row, and the requested gradients."""
 
     rows: Tensor  # (N,) fp32 or fp64
     hidden: Tensor | None = None  # (N, D)
@@ -90,7 +90,7 @@ class Found(NamedTuple):
 
 
 def wanted(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> tuple[bool, ...]:
-    """Return which gradients are computed: none without factors of the rows."""
+    """Return which gradients are computed: none of them if the rows have no factors."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)
@@ -128,7 +128,10 @@ AUTO_BYTES = 640 * MIB
 
 
 class Slots(NamedTuple):
-    """Rows of a slot, and the number of slots; at least one block fits."""
+    """The number of rows of a slot, and the number of slots.
+
+    A slot has room for at least one block.
+    """
 
     rows: int
     number: int
@@ -142,8 +145,8 @@ class Slots(NamedTuple):
 def slots_for(rows: int, vocab: int, workspace: int, itemsize: int) -> Slots:
     """Choose the slots within the workspace, and no more than the rows need.
 
-    Blocks of 512 rows come before more slots. Which is faster for a large vocabulary was not timed
-    side by side.
+    Memory goes first into blocks of up to 512 rows, then into more slots. For a large vocabulary it
+    was not measured which is faster.
     """
     rows = max(rows, 1)
     fitting = (workspace or AUTO_BYTES) // (vocab * kept_bytes(itemsize))  # rows of all slots
@@ -157,7 +160,7 @@ def slots_for(rows: int, vocab: int, workspace: int, itemsize: int) -> Slots:
 
 
 def kept_bytes(itemsize: int) -> int:
-    """Return the bytes of a kept logit: fp16 for inputs of 16 bits, else fp32."""
+    """Return the bytes of a stored logit: it is fp16 for 16-bit inputs, otherwise fp32."""
     return min(itemsize, 4)
 
 

@@ -2,14 +2,14 @@
 
 For a block of rows, each side's products come strip by strip in fp32. The first pass keeps them as
 fp16 relative to the maximum of 2048 columns, with that maximum and the sum of exponentials in fp32.
-So a kept logit is exact to 2^-12 of its distance from the maximum: a likely class has no visible
-error, where bf16 logits, as a model computes them, have one of 2^-9 of their size. The second pass
-reads both sides of a row, computes its sums in fp32, and writes the gradient over the student's
-logits. Inputs of 32 bits are kept in 32 bits.
+So the error of a kept logit is at most 2^-12 of its distance from the maximum, and that of a likely
+class is negligible. In bf16, as a model computes them, logits have an error of 2^-9 of their size.
+The second pass reads both sides of a row, computes its sums in fp32, and writes the gradient over
+the student's logits. Inputs of 32 bits are kept in 32 bits.
 
-The teacher's logits need room only until the gradient is made. `call.SLOTS` says how the gradients
-of four blocks come to lie next to each other, so that the weight's gradient is summed in few steps;
-each step rounds it once, as the op of the loss does.
+The teacher's logits need memory only until the gradient is computed. `call.SLOTS` says how the
+gradients of four blocks get into adjacent memory, so that the weight's gradient is summed in few
+steps. Each step rounds it once, as in `linear_cross_entropy`.
 
 No call waits for the GPU or reads a value on the host, and no sum uses atomics.
 
@@ -44,7 +44,7 @@ def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
 
 
 class _Walk:
-    """The buffers of a call, and the work on its blocks of rows."""
+    """The buffers of a call, and the computation of its blocks of rows."""
 
     def __init__(self, given: Request, factors: Tensor | None, mask: Sequence[bool]) -> None:
         self.given = given = _readable(given)

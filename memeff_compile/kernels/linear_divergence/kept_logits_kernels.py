@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The passes of `kept_logits`: products to kept logits, kept logits to results and gradients.
+"""The two kernels of `kept_logits`: products to stored logits, then to results and gradients.
 
-A program of the first pass owns a chunk of a row, one of the second a row, so no sum crosses
-programs, and every run gives the same bits. Arithmetic is fp32 throughout.
+A program of the first kernel computes a chunk of a row, and a program of the second a whole row. So
+no sum crosses programs, and every run gives the same bits. Arithmetic is fp32 throughout.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _log_sum(sums_ptr, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _times(probability, logarithm):
-    """Return their product; a class without probability adds 0, also to minus infinity."""
+    """Return the product, or 0 if the probability is 0, even if the other factor is minus
+    infinity."""
     return tl.where(probability == 0.0, 0.0, probability * logarithm)
 
 
@@ -84,7 +85,7 @@ def _chunk_of(ptr, sums_ptr, lse, chunk, offs, mask):
 
 @triton.jit
 def _slope(p, q, log_p, log_q, log_m, a3, a4, a5, a6, share, HAS_MIXTURE: tl.constexpr):
-    """Return p times the derivative of the sums with respect to p, up to a constant of the row."""
+    """Return p times the derivative of the sums with respect to p, up to a constant per row."""
     found = a3 * _times(p, log_p) + a4 * _times(p, log_q)
     if HAS_MIXTURE:
         of_q = tl.where(q == 0.0, 0.0, tl.exp(log_q - log_m))

@@ -73,5 +73,5 @@ def _slot_bytes(rows: int, vocab: int, workspace: int, itemsize: int) -> int:
 
 
 def bytes_after(rows: Size, held: Size) -> sympy.Expr:
-    """Return the op's bytes from those of `temporary_bytes`."""
+    """Return the op's bytes, given the result of `temporary_bytes`."""
     return sympy.sympify(held) + BYTES_PER_ROW * sympy.sympify(rows)

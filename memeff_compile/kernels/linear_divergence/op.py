@@ -1,4 +1,4 @@
-"""memeff::linear_divergence and its kin: schemas, validation, fakes, autograd, choice of engine.
+"""memeff::linear_divergence and related ops: schemas, validation, fakes, autograd, engines.
 
     linear_divergence        a number per row; its backward computes the logits again
     linear_divergence_total  the weighted sum of the rows, and its gradients
@@ -150,7 +150,7 @@ def _shape_fault(given: _Call) -> str | None:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Return whether two sizes differ for certain; symbolic ones are checked when the op runs."""
+    """Return whether two sizes certainly differ; symbolic sizes are checked when the op runs."""
     return isinstance(a, int) and isinstance(b, int) and a != b
 
 
@@ -275,7 +275,7 @@ def _weight_fault(given: _Total) -> str | None:
 
 
 def _refuse_others(needs_grad: Sequence[bool]) -> None:
-    """Raise if another operand than the student's has a gradient."""
+    """Raise if an operand that is not the student's needs a gradient."""
     names = (*_Call._fields[:6], "row_weight")
     trained = [name for name, needs in zip(names, needs_grad, strict=False) if needs]
     others = [name for name in trained if name not in names[:3]]
@@ -355,7 +355,7 @@ _refuse = library.refusing(DoubleBackwardError, _REFUSAL)
 
 
 class _Refused(torch.autograd.Function):
-    """The gradients of a total, whose own derivative raises."""
+    """The gradients of a total; differentiating them again raises."""
 
     @staticmethod
     def forward(ctx: Any, by: Tensor, *tensors: Tensor | None) -> Any:

@@ -88,7 +88,8 @@ def _divergence(
 
 
 def _product(probability: Tensor, logarithm: Tensor) -> Tensor:
-    """Return their product, in which a class without probability adds 0, also to minus infinity."""
+    """Return the product, with 0 where the probability is 0, even if the other factor is minus
+    infinity."""
     return (probability * logarithm).masked_fill_(probability == 0, 0)
 
 

@@ -10,10 +10,10 @@ shapes, it gets the counter of its earlier graph, as long as the model's paramet
 live; two models count separately. Calls from several threads are counted one by one. Activation
 checkpoints never recompute the op, because it runs only without gradients.
 
-If you capture a CUDA graph yourself, its kernels are chosen once: then every replay uses the
-most precise level, and calls are not counted. Inductor leaves the op out of the
-graphs it captures itself. In float64, which is not coded, calls are not counted either, so a
-comparison may run in parallel.
+If you capture a CUDA graph yourself, its kernels are chosen once. Then every replay uses the most
+precise level, and calls are not counted. Inductor leaves the op out of the graphs it captures
+itself. In float64, which is not coded, calls are not counted either, so a comparison may run in
+parallel.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakV
 
 
 def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> Tensor:
-    """Return the existing counter of a site, or a new one that stands at the first call.
+    """Return the existing counter of a site, or a new one that starts at the first call.
 
-    `site` distinguishes the attention calls of one owner; other levels have a separate counter. The
-    counter is dropped when its owner is freed, so a new owner starts at the first call.
+    `site` distinguishes the attention calls of one owner; each list of levels has a separate
+    counter. The counter is dropped when its owner is freed, so a new owner starts at the first
+    call.
     """
     key = site, tuple(levels), id(owner)
     found = _counters.get(key)

@@ -64,7 +64,7 @@ def _unlike_settings(level: str, granularity: str, smooth: str | None) -> str | 
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the engine that serves tensors of this kind: a key of `ENGINES`."""
+    """Return the name of the engine for tensors of this kind: a key of `ENGINES`."""
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 

@@ -2,18 +2,18 @@
 """Kernels that turn q, k and v into codes, in four launches.
 
     _look_kernel     sums and extremes of keys and values, chunk by chunk; sums of some queries,
-                         or, if queries lose their mean, the mean of each block
+                         or, if the mean of queries is subtracted, the mean of each block
     _settle_kernel   means, the scales of values and the direction of queries, from the chunks
     _write_kernel    codes of k and v, and sums of values by block
     _total_kernel    the values' rounding errors, summed over all blocks up to each
-    _correct_kernel  scores of the queries' means with the keys, where queries lose their mean
+    _correct_kernel  scores of the queries' means with the keys, if these means are subtracted
 
-All values are read, but only every SAMPLE-th key: its mean may be approximate. Only
+All values are read, but only every SAMPLE-th key, because the mean of keys may be approximate. Only
 `_settle_kernel` and `_total_kernel` accumulate across programs; they read the partial results.
 
-If all queries have a large common mean, the rounding error of a key gives all their scores the same
-error. `_aligned` rounds keys so that this error almost vanishes: it moves the codes of two channels
-by whole numbers.
+If all queries have a large common mean, the rounding error of a key causes the same error in all
+their scores. `_aligned` rounds keys so that this error almost vanishes: it moves the codes of two
+channels by whole numbers.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
-    """Return how many keys were sampled (WHICH 0) or read (1) in all chunks, at least 1."""
+    """Return how many keys were sampled (if WHICH is 0) or read (if it is 1), at least 1."""
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
@@ -238,7 +238,7 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _turn_vector(places, step, COUNT: tl.constexpr):
-    """Hadamard transform over tensors in memory: those at `places`, a step further, and so on."""
+    """Apply a Hadamard transform to tensors in memory, at the offsets `places` + i * step."""
     tl.debug_barrier()
     parts = ()
     for part in tl.static_range(COUNT):
@@ -251,7 +251,7 @@ def _turn_vector(places, step, COUNT: tl.constexpr):
 
 @triton.jit
 def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
-    """Write the channels' factors and a direction.
+    """Write the factors of the channels, and the common direction of queries.
 
     The direction is the sum of sampled queries. The kernel stores the direction, its Hadamard
     transform, the transform's elements in two channels, the indices of these channels, and the
@@ -342,7 +342,8 @@ def _settle_kernel(
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
     """Move `x` in two channels so that its rounding error is almost orthogonal to `direction`.
 
-    Whole steps in the first channel leave a remainder; those in the second reduce it.
+    Whole steps in the first channel leave a remainder, which whole steps in the second channel
+    reduce.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
     left = tl.sum((x - _code_of(x, LIMIT)) * direction[None, :], axis=1) / step_size
@@ -402,7 +403,7 @@ def _write_keys(k, mask_ptr, mean_ptr, made, at, keys, C: tl.constexpr):
 
 @triton.jit
 def _key_at(place):
-    """Return the key at a position of 8-bit values, see tiles_kernels._reordered."""
+    """Return the key at a position of 8-bit values; see tiles_kernels._reordered."""
     inside = place % 16
     return place - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
 
@@ -421,8 +422,8 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
     """Write codes of a block of values, and their weighted sum.
 
-    The weight is 1. If the queries have a large common mean, it is the softmax weight that this
-    mean gives the key.
+    The weight is usually 1. If the queries have a large common mean, it is the key's softmax weight
+    for this mean.
     """
     codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests
@@ -606,7 +607,7 @@ def _correct_kernel(
 ):
     """Write the scores of the queries' means with the keys minus the keys' mean.
 
-    With STARTS these are in steps of the keys' block.
+    If STARTS is set, the scores are in units of the step of the keys' block.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()

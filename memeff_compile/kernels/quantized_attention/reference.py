@@ -3,7 +3,8 @@
 Codes are whole numbers in fp32, so fp32 sums of their products are exact. Weights and values are
 rounded to their format and multiplied in fp32. Weights are computed for one tile of keys after the
 other with a running maximum, as in the kernels, because rounding depends on that maximum. Sums
-inside a tile are exact here; on tensor cores their error is a thousandth of the rounding error.
+inside a tile are exact here; on tensor cores these sums have an error of a thousandth of the
+rounding error.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ SAMPLE = 8
 """Every SAMPLE-th key is read for the keys' mean, which may be approximate."""
 
 LEAST_SHARE = 0.6
-"""How much of the queries' energy lies in their mean before keys are rounded with an eye on it."""
+"""The least share of the queries' energy in their mean for which keys are rounded with regard to
+that mean."""
 
 FINER = 3.0
-"""The size of the queries' mean in the first of two channels over that in the second."""
+"""The size of the queries' mean in the first of two channels, divided by its size in the second."""
 
 MOST_EVENED = 3.0
 """The largest power of two by which a channel of queries is divided."""
 
 LEAST_ENERGY = 2.0**-16
-"""Of sampled keys around their mean, in that with it; a channel with less is not known."""
+"""The least energy of sampled keys without their mean, relative to that with it; a channel with
+less is not evened."""
 
 MOST_STEPS = 16
-"""By how much a code of a key is moved."""
+"""The most steps by which a key's code is moved."""
 
 MOST_SCORE = 30.0
-"""The largest score, in base 2, of a weight for rounding errors of values."""
+"""The largest score, in base 2, from which a weight for rounding errors of values is computed."""
 
 MOST_REST = 16.0
 """The largest rounding error of a value, in steps of its scale: half a step of E4M3 at 448."""
@@ -90,7 +93,7 @@ class Codes:
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
     """Return codes of q, (B, H, M, D), and of k and v, (B, G, N, D).
 
-    The function reads only the scale and the mask of keys among the conditions.
+    Of the conditions, the function reads only the scale and the mask of keys.
     """
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.float() * (given.scale * math.log2(math.e)), k.float(), v.float()
@@ -181,9 +184,9 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 def turned(x: Tensor, far: int, near: int) -> Tensor:
     """Return the Hadamard transform of each row of (..., D), unscaled, D padded to a power of two.
 
-    `near` neighbouring channels and `far` channels over the head are transformed together. This
-    spreads a large number in one channel over many, so the codes' steps are finer. Both queries and
-    keys are transformed, and their scores grow by the number of channels.
+    The transform combines `near` neighbouring channels and `far` channels that are spread over the
+    head. This distributes a large number in one channel over many channels, so the codes' steps are
+    finer. Both queries and keys are transformed, and their scores grow by the number of channels.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))
@@ -201,11 +204,11 @@ def _signs(size: int, like: Tensor) -> Tensor:
 def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor:
     """Return the divisors of queries (factors of keys) per channel: (B, G, D).
 
-    Scores do not change, and queries and keys get the same energy in a channel, estimated from
-    sampled rows. So a few channels with large numbers no longer widen the steps of all channels.
-    The average stays the same. The divisors are powers of the square root of two.
-    `whole` is the energy of sampled keys with their mean. All queries are read if they have lost
-    their means, otherwise those sampled.
+    Scores do not change, and queries and keys get the same energy (sum of squares) in a channel,
+    estimated from sampled rows. So a few channels with large numbers no longer make the steps of
+    all channels coarser. The average stays the same. The divisors are powers of the square root of
+    two. `whole` is the energy of sampled keys including their mean. All queries are read if their
+    means have been subtracted, otherwise only sampled queries.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])
@@ -229,9 +232,9 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) -> Tensor:
     """Return codes moved in two channels, so that their error is nearly orthogonal to `direction`.
 
-    If queries have a large common mean, rounding a key gives all of them the same error. Two whole
-    numbers remove most of this error: steps in the channel where the direction is largest, then
-    finer steps in a channel where it is about a third of that.
+    If queries have a large common mean, rounding a key gives all of them the same error. Most of
+    this error is removed in two channels: by whole steps in the channel where the direction is
+    largest, then by whole steps in a channel where it is about a third of that.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)
@@ -293,7 +296,10 @@ def _shown(x: Tensor, mask: Tensor | None) -> Tensor:
 def _smooth_queries(
     q: Tensor, k: Tensor, repeat: int, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return queries minus their block's mean, these means, and the means' scores with keys."""
+    """Return queries minus their block's mean; these means.
+
+    And the scores of the means with keys.
+    """
     if "q" not in settings.smooth:
         return q, q[:, :, :0], None
     starts = range(0, q.shape[2], BLOCK)
@@ -310,7 +316,7 @@ def correction_of(mean: Tensor, k: Tensor, repeat: int) -> Tensor:
 
 
 def _largest(x: Tensor, groups: Tensor) -> Tensor:
-    """Return for each row of (B, H, L, D) the largest size in the group of rows it belongs to."""
+    """Return, for each row of (B, H, L, D), the largest absolute value in the row's group."""
     size = _sizes(x.abs().amax(3), x.sum(3), LEAST)
     found = size.new_zeros((*size.shape[:2], int(groups.max()) + 1))
     index = groups.expand(size.shape)
@@ -318,7 +324,8 @@ def _largest(x: Tensor, groups: Tensor) -> Tensor:
 
 
 def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
-    """Return sizes that are safe divisors: at least `least`, and nan if `total` is not finite."""
+    """Return absolute values that are safe divisors: at least `least`, and nan if `total` is not
+    finite."""
     return size.clamp_min(least) + total * 0.0
 
 
@@ -384,7 +391,8 @@ def _attend_block(
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
     """Return the mean rounding error of values, (B, G, rows, D), over the visible blocks.
 
-    The weights of a query sum to 1, so an error that is common to all values is also in the result.
+    The weights of a query sum to 1, so an error that all values have in common is also in the
+    result.
     """
     assert made.rest is not None
     queries, keys = made.q.shape[2], made.k.shape[2]

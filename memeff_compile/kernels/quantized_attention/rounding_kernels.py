@@ -1,8 +1,8 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
-"""Rounding to 8 bits on the device, for the kernels that write codes and those that read them.
+"""Device code that rounds to 8 bits, for the kernels that write codes and those that read them.
 
-A number that is not finite gets the scale nan. int8 has no nan, so with an ordinary scale the code
-of such a number would give an ordinary weight.
+A number that is not finite gets the scale nan. int8 has no nan, so with an ordinary scale, the code
+of such a number would result in an ordinary weight.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _size_bits(x):
 
 @triton.jit
 def _scale_of(size, least, limit):
-    """Return the scale of numbers up to `size`; never 0, and nan if `size` is not finite."""
+    """Return the scale for numbers up to `size`; it is never 0, and nan if `size` is not finite."""
     return (tl.maximum(size, least) + (size - size)) * (1.0 / limit)
 
 
@@ -86,7 +86,7 @@ def _code_of(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def _turned_far(parts, COUNT: tl.constexpr):
-    """Return the Hadamard transform over tensors, up to 16."""
+    """Return the Hadamard transform over up to 16 tensors."""
     for bit in tl.static_range(4):
         if (1 << bit) < COUNT:
             turned = ()
@@ -102,7 +102,7 @@ def _turned_far(parts, COUNT: tl.constexpr):
 
 @triton.jit
 def _turned_near(x, NEAR: tl.constexpr):
-    """Return rows with so many neighbouring channels, 1, 8 or 16, transformed together."""
+    """Return rows, Hadamard transformed over groups of 1, 8 or 16 neighbouring channels."""
     rows: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
     if NEAR == 1:
@@ -122,11 +122,11 @@ def _turned_near(x, NEAR: tl.constexpr):
 
 @triton.jit
 def _load_turned(x, place, is_place, change, C: tl.constexpr, HAS_MEAN: tl.constexpr):
-    """Load rows with channels scaled, and Hadamard transform them.
+    """Load rows, scale their channels, and apply the Hadamard transform.
 
-    `change` has a mean to subtract with HAS_MEAN, and a factor per channel. The transform is over
-    channels that are a part of the head apart, and over neighbours. A thread loads most of these,
-    so few numbers move between threads.
+    `change` has a factor per channel and, if HAS_MEAN is set, a mean to subtract. The transform
+    combines channels that are a fraction of the head apart, and neighbouring channels. A thread
+    loads most of the channels that it combines, so few numbers move between threads.
     """
     mean_ptr, factor_ptr = change
     width: tl.constexpr = C.DEPTH_BLOCK // C.FAR

@@ -13,19 +13,18 @@ BLOCK = 128
 """Keys that share a scale by default, and queries that share a subtracted mean."""
 
 QUERY_ROWS = 64
-"""Queries that are coded together, if no mean is subtracted."""
+"""Queries that are encoded together, if no mean is subtracted."""
 
 MOST_CODE = 127
-"""The largest number of int8 that is a code."""
+"""The largest code of 8 bits."""
 
 TURNED = {
     "small": {64: (8, 8), 128: (8, 8), 256: (8, 8)},
     "8 bits": {64: (4, 8), 128: (1, 1), 256: (1, 1)},
 }
 """Channels of a padded head that are Hadamard transformed together: equally far apart, and next to
-each other.
-
-A thread loads eight neighbours. For wider heads the transform would cost 8 bits too much time.
+each other. A thread loads eight neighbours. For wider heads and 8-bit codes, the transform would
+take too much time.
 """
 
 MOST_SMALL = 7
@@ -35,16 +34,15 @@ MOST_ODD = 15
 """The largest code of 4 bits by default: all 16 are odd numbers, and no code is zero."""
 
 MOST_START = 14 << 18
-"""The largest score of a mean, in steps of the product, that a sum of int32 starts from.
-
-With the products of 256 codes it stays below 2^22, so that its bits are those of a float.
+"""The largest score of a mean, in steps of the product, from which an int32 sum starts. The sum
+with the products of 256 codes stays below 2^22, so its bits can be read as those of a float.
 """
 
 NARROWEST = 64
-"""Channels of a tile of codes at least."""
+"""The fewest channels of a tile of codes."""
 
 MOST_SAMPLES = 8
-"""Blocks of `QUERY_ROWS` queries per head that are sampled for their mean."""
+"""The most blocks of `QUERY_ROWS` queries per head that are sampled for their mean."""
 
 LEVELS = {
     "8b": "int8 scores, weights and values in E4M3; keys and values without their means",
@@ -54,11 +52,11 @@ LEVELS = {
 }
 
 PRECISION = ("4b", "8b", "8b+f16", "exact")
-"""Levels, least precise first, and "exact"."""
+"""The levels, least precise first, then "exact"."""
 
 GRANULARITIES = ("row", "token", "thread", "warp", "block", "tensor")
-"""The numbers that share a scale: by default a query, and a block of keys; the others are the
-paper's.
+"""Which numbers share a scale: by default each query has one, and each block of keys; the other
+choices are the paper's.
 """
 
 SMOOTHABLE = "qkv"
@@ -76,25 +74,27 @@ class Settings:
 
     @property
     def aligns(self) -> bool:
-        """Return whether keys are rounded against the mean of queries, unlike in the paper."""
+        """Return whether keys are rounded with regard to the mean of queries, unlike in the
+        paper."""
         return self.granularity == "row" and "q" not in self.smooth
 
     @property
     def evens(self) -> bool:
-        """Return whether channels get the same energy in queries and keys, unlike in the paper."""
+        """Return whether queries and keys are scaled to the same energy in each channel, unlike in
+        the paper."""
         return self.granularity == "row"
 
     @property
     def turns(self) -> bool:
         """Return whether queries and keys are Hadamard transformed before they are coded.
 
-        Scores do not change. A number that is large in one channel is spread over those of
-        `turned`, and the steps of the others get finer.
+        Scores do not change. A large number in one channel is distributed over the channels of
+        `turned`, so the codes' steps are finer.
         """
         return self.granularity == "row"
 
     def turned(self, channels: int) -> tuple[int, int]:
-        """Return the channels that are transformed together: far apart, and neighbours."""
+        """Return how many channels are transformed together: channels far apart, and neighbours."""
         return TURNED["small" if self.is_small else "8 bits"][channels]
 
     @property
@@ -109,15 +109,16 @@ class Settings:
 
     @property
     def widest(self) -> int:
-        """Return the size of the largest number, in units of codes: it is half a step further."""
+        """Return the size of the largest number, in units of codes: half a step above the largest
+        code."""
         return self.limit + self.is_odd
 
     @property
     def steps(self) -> int:
-        """Return the largest multiple of its block's step that a key's step may be.
+        """Return the largest factor by which a key's step may exceed its block's step.
 
         Products are computed in int8, and a 4-bit code times this multiple still fits in int8. So
-        each key has a scale, and the attention kernel reads one per block.
+        each key has a scale of its own, while the attention kernel reads one scale per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
@@ -146,7 +147,7 @@ class Values:
     def offset(self) -> float:
         """Return the number that is subtracted from the running maximum, in base 2.
 
-        After that, no weight is above `top`.
+        It makes the largest possible weight `top`.
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
@@ -202,10 +203,11 @@ _SHARED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
     "block": (lambda at: at // 128, lambda at: at // 64),
     "tensor": (lambda at: at * 0, lambda at: at * 0),
 }
-"""The group of rows that share a scale by their place, of queries and of keys."""
+"""For queries and keys: the group of rows with which a row shares its scale, by the row's
+position."""
 
 
 def groups_of(granularity: str, queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """Return which queries and which keys, (B, H, L, D) each, share a scale: (L,) int64 each."""
+    """Return the group of each query and of each key, (L,) int64 each; a group shares a scale."""
     rules = zip(_SHARED[granularity], (queries, keys), strict=True)
     return [rule(torch.arange(rows.shape[2], device=rows.device)) for rule, rows in rules]

@@ -1,6 +1,6 @@
 """How the engine `tiles` cuts the work: tile sizes, warps and stages.
 
-Everything follows from the head dimension and the GPU's kind, never from values of tensors.
+All sizes depend on the head dimension and the kind of GPU, never on values of tensors.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MOST_CHUNKS = 32
 PROGRAMS_PER_PROCESSOR = 4
 
 HEADS_TOGETHER = 4
-"""Heads whose tiles are computed at the same time: heads with the same keys share more of the L2
-cache, and the short tiles under a causal mask end together.
+"""Heads whose tiles are computed at the same time: heads with the same keys share the L2 cache, and
+the short tiles under a causal mask end at the same time.
 """
 
 _SHAPES: dict[str, dict[int, Shape]] = {

@@ -1,11 +1,12 @@
 """The engine `tiles`: codes, then queries against keys, tile by tile. CUDA, sm_80 or later.
 
-Five launches: one reads keys, values and some queries; a small one computes means and scales; one
-codes keys and values; a small one sums the rounding errors of values; one codes queries and
-attends. Masks and ids need one more, which finds the tiles that count; so do queries without their
-means, whose scores are computed before. The host never waits for the GPU or reads a value from it,
-and the grids follow from static sizes, so calls can be captured in CUDA graphs. There are no
-atomics: the same inputs give the same bits. q, k and v are read and never written to.
+A call has five launches. The first reads keys, values and some queries. The second, a small one,
+computes means and scales. The third encodes keys and values. The fourth, a small one, sums the
+rounding errors of values. The fifth encodes queries and computes attention. Masks and ids need one
+more launch, which finds the tiles that count. If means of queries are subtracted, another launch
+computes their scores first. The host never waits for the GPU or reads a value from it, and the
+grids follow from static sizes, so calls can be captured in CUDA graphs. There are no atomics: the
+same inputs give the same bits. q, k and v are read and never written to.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Packed:
 
 
 def _require_rows_in_reach(queries: int, keys: int) -> None:
-    """Refuse more rows of codes than a descriptor's 32-bit coordinates can address."""
+    """Raise if there are more rows of codes than a descriptor's 32-bit coordinates can address."""
     for name, rows in (("queries", queries), ("keys", keys)):
         if rows >= MOST_ROWS:
             raise UnsupportedInputError(
@@ -193,7 +194,7 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
-    """Return keys per chunk and chunks, so that the programs of `_look_kernel` keep the GPU
+    """Return the size and the number of chunks of keys, chosen so that `_look_kernel` keeps the GPU
     busy.
     """
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
@@ -264,7 +265,7 @@ def attend(
     *,
     shape: shapes.Shape | None = None,  # the tile, by default the result of `shape_for`
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; as `reference.attend`."""
+    """Attend to the keys that count; see `reference.attend`."""
     made = pack(q, k, v, given, settings)
     if shape is None:
         is_plain = made.correction is None or settings.starts
@@ -285,7 +286,7 @@ def attend_packed(
     settings: Settings,  # the arithmetic
     shape: shapes.Shape,  # the tile
 ) -> tuple[Tensor, Tensor]:
-    """Attend with codes that were made before."""
+    """Attend with existing codes."""
     from . import tiles_kernels as kernels
 
     batch, heads, queries, depth = q.shape
@@ -346,7 +347,7 @@ def attend_packed(
 def _operands(
     made: Packed, q: Tensor, given: Conditions, shape: shapes.Shape, is_described: bool
 ) -> tuple[Any, ...]:
-    """Return the codes of q, k and v, as descriptors of tiles where the GPU loads by them.
+    """Return the codes of q, k and v, as descriptors of tiles if the GPU loads through descriptors.
 
     Before these come q itself, its strides and the scale, in case the kernel codes the queries.
     """

@@ -3,11 +3,11 @@
 
 Scores are products of int8 codes, exact in int32. Their scales, one per query and one per block of
 keys (or per key), are folded into the exponent in base 2, so that one multiply-add turns a score
-into the exponent of its weight. Weights are at most 448, the largest number of E4M3: the running
-maximum carries an offset, which the division by their sum takes out again.
+into the exponent of its weight. Weights are at most 448, the largest number of E4M3: an offset is
+subtracted from the running maximum. The division by the weights' sum cancels the offset.
 
-The product of each tile's weights and values is separate and added in fp32: tensor cores that
-multiply 8-bit floats keep about 14 bits of a sum, too few for many keys.
+Each tile's product of weights and values is computed separately, then added in fp32. Tensor cores
+that multiply 8-bit floats keep only about 14 bits of a sum, too few for many keys.
 
 After the first product, weights are not in the registers where the second one reads them. So the
 values' keys are stored in the order of the weights' registers (`prepare_kernels`): `_reordered`.
@@ -60,8 +60,9 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, start, C: tl.constexpr):
-    """Return q k^T as fp32, with MAGIC_SUM plus MAGIC_VALUE, with STARTS plus `start`, which is
-    as large."""
+    """Return q k^T as fp32. MAGIC_SUM adds MAGIC_VALUE to it, STARTS adds `start`, which has about
+    the same size.
+    """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
         if C.STARTS:
@@ -81,7 +82,7 @@ def _scores(q, k, start, C: tl.constexpr):
 
 @triton.jit
 def _weighted(weight, v, C: tl.constexpr):
-    """Return a tile's weights times its values, which lie as (depth, keys)."""
+    """Return a tile's weights times its values, whose memory is (depth, keys)."""
     is_8_bit: tl.constexpr = v.dtype == tl.float8e4nv
     if C.UPCAST:
         if is_8_bit:
@@ -147,7 +148,7 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def _mean_rest(rest_ptr, counts_ptr, first, stop, depth, DEPTH_BLOCK: tl.constexpr):
-    """Return the mean rounding error of channels of values, over blocks from `first` to `stop`.
+    """Return the mean rounding error of values in each channel, over blocks from `first` to `stop`.
 
     The weights of a query sum to 1, so an error that all values share is also in the result.
     """

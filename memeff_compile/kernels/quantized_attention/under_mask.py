@@ -1,7 +1,7 @@
-"""Attention in low bits under a mask that is stored: for comparisons, not for speed.
+"""Low-bit attention with a mask that is a tensor: for comparisons, not for speed.
 
-The op takes a mask's conditions, which a compiler reads from the graph. A comparison of levels on
-recorded calls has only the mask itself.
+The op takes conditions, which a compiler reads from the graph. A comparison of levels on recorded
+calls has only the mask tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MASKED = -1e4
 
 @dataclass(frozen=True)
 class _Stored(Conditions):
-    """Conditions that are a stored mask, (B or 1, M, N)."""
+    """Conditions that consist of a mask tensor, (B or 1, M, N)."""
 
     mask: Tensor
 
@@ -31,7 +31,7 @@ class _Stored(Conditions):
         return 0, keys
 
     def counts(self, first: int, stop: int, low: int, high: int, device: torch.device) -> Tensor:
-        """Return a part of the mask."""
+        """Return the mask's values for these queries and keys."""
         return self.mask[:, first:stop, low:high]
 
 
@@ -47,7 +47,8 @@ def attend_under_mask(
     scale: float | None = None,  # of the scores
     level: str = "8b",  # a level of the op
 ) -> Tensor | None:
-    """Return attention at a level, or None if it is not supported, as if the mask is a bias."""
+    """Return attention at a level, or None if this is not supported, as for a mask that is a
+    bias."""
     if supports(q, k, v, level=level) is not None:
         return None
     ahead = 0 if is_causal else None

@@ -6,7 +6,7 @@ matrices.
 
     ternary_linear_pack              weights -> 2-bit codes, four to a byte
     ternary_linear_repack            the layout of transformers' BitNet checkpoints -> 2-bit codes
-    ternary_linear_quantize          tokens -> int8 codes and a scale each
+    ternary_linear_quantize          tokens -> int8 codes and one scale per token
     ternary_linear                   tokens through one or more packed matrices, for inference
     ternary_linear_product           the linears from codes, with straight-through gradients
     ternary_linear_product_backward  the gradients of x, weight and bias

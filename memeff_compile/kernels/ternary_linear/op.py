@@ -98,7 +98,7 @@ class _Gradients(NamedTuple):
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
     """Return a sentence that says why a linear of x (..., K) is not supported, or None.
 
-    The weight (N, K) is None if only the packed one exists; the bias (N,) may be None.
+    The weight (N, K) is None if only the packed weight exists; the bias (N,) may be None.
     """
     given = [("x", x, 1), ("weight", weight, 2), ("bias", bias, 1)]
     for name, tensor, rank in given:
@@ -151,7 +151,7 @@ def _unlike_packed(packed: Tensor, scale: Tensor, like: Tensor) -> str | None:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the engine that serves this device and dtype: a key of `ENGINES`."""
+    """Return the name of the engine for this device and dtype: a key of `ENGINES`."""
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 
@@ -372,8 +372,9 @@ def _product(given: _Product) -> list[Tensor]:
 
 
 def _checked_product(given: _Product) -> list[Tensor]:
-    """Multiply checked operands; Inductor's code calls this with operands checked at compile
-    time.
+    """Multiply checked operands.
+
+    Inductor's code calls this with operands checked at compile time.
     """
     x, _, *coded = given[:5]
     engine, added = _engine(x), dict(zip(given.biased, given.bias, strict=True))
@@ -444,7 +445,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients; None for the weight and bias of a result without a gradient."""
+    """Return the gradients; those of weight and bias are None if the result has no gradient."""
     needs, count = ctx.needs_input_grad, len(grad)
     given = {place: each.contiguous() for place, each in enumerate(grad) if each is not None}
     of_x = needs[0] and bool(given)

@@ -1,4 +1,4 @@
-"""The quantisers of activations: a closed list, which passes over graphs and modules share.
+"""The quantisers of activations: a fixed list, which graph passes and modules share.
 
 A quantiser computes a statistic of each token and a scale from it, and rounds. `scale` is codes per
 unit (a value is code / scale), or the size of a step if the model uses that form (code * scale).
@@ -37,7 +37,8 @@ KINDS = {
 }
 
 FP4_THRESHOLDS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
-"""The boundaries between the codes 0, 1, 2, 3, 4, 6, 8, 12; a tie goes to the even last bit."""
+"""The boundaries between the codes 0, 1, 2, 3, 4, 6, 8, 12; ties go to the code with an even last
+bit."""
 FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
@@ -78,7 +79,7 @@ def words_for(columns: int) -> int:
 
 
 def kept(columns: int) -> int:
-    """Return the least number of elements that remain if half of a token is dropped."""
+    """Return how many elements at least remain if half of a token's elements are dropped."""
     return max(1, columns // 2)
 
 

@@ -1,8 +1,8 @@
-"""The reference: ternary linears in plain PyTorch, on any device, with exact integer accumulation.
+"""The reference: ternary linears in plain PyTorch, on any device, with exact integer sums.
 
 Weight codes are -1, 0, 1, stored as 0, 1, 2 in two bits. A 32-bit word t holds the codes of columns
-16 t .. 16 t + 15: byte b, field j is column 16 t + 4 j + b. Activations have the same order, four
-planes j of bytes c = 4 t + b, so that a word masked to one field matches a plane.
+16 t .. 16 t + 15: byte b, field j is column 16 t + 4 j + b. Activations have the same order: four
+planes j of bytes c = 4 t + b. So a word that is masked to one field matches a plane.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .quantizer import (
 
 PIECE_ELEMENTS = 1 << 20
 EXACT_IN_FLOAT = 1 << 24
-"""Integers up to here are exact in float32, and so are sums of products that stay below."""
+"""Integers up to this one are exact in float32, and so are sums of products that stay below it."""
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -52,7 +52,8 @@ def unpack_codes(packed: Tensor, columns: int) -> Tensor:
 def repack(packed: Tensor) -> Tensor:
     """Convert transformers' layout of packed weights to this module's.
 
-    Transformers' is (N / 4, K) uint8, with the codes of rows N / 4 apart in one byte.
+    Transformers' layout is (N / 4, K) uint8: a byte has the codes of four rows that are N / 4
+    apart.
     """
     codes = torch.cat([packed >> 2 * j & 3 for j in range(4)]).to(torch.int8) - 1
     return pack_codes(codes)

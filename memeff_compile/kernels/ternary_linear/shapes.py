@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_VECTORS = 4
-"""Tokens that the kernel without tensor cores processes at once."""
+"""The most tokens for which the kernel without tensor cores runs."""
 MAX_GROUP = 3
-"""Matrices that one launch multiplies with the same tokens."""
+"""The most matrices that one launch multiplies with the same tokens."""
 GROUPED_TOKENS = 64
-"""Tokens up to which several matrices of one input share a launch: alone, each leaves processors
-idle.
+"""The most tokens for which several matrices of one input share a launch: separate launches would
+leave multiprocessors idle.
 """
 MAX_COLUMNS = 1 << 15
-"""Columns of one token that a program processes."""
+"""The most columns of one token that a program processes."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> Vector
 
 
 WORDS_OF_ONE_LAUNCH = 1_250_000
-"""Words of packed weights up to which a launch saved is worth more than tokens quantised once."""
+"""The most words of packed weights for which saving a launch is worth more than quantising the
+tokens only once."""
 
 
 def quantizes_first(words: int, rows: int) -> bool:
@@ -70,7 +71,7 @@ def quantizes_first(words: int, rows: int) -> bool:
 
 
 def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
-    """Return whether integer dot products are faster than tensor cores, which take 16 tokens.
+    """Return whether integer dot products are faster than tensor cores, whose tiles have 16 tokens.
 
     Measured on an H200 with nine sizes of weights: two tokens always, four never.
     """
@@ -90,7 +91,8 @@ def tile_shapes(
 ) -> TileShapes:
     """Return the launch for more tokens: the fastest of a sweep, or close to it.
 
-    A row of weights has `width` bytes; on Hopper the sums of 128 x 128 fit four warps.
+    A row of weights has `width` bytes. On Hopper, four warps have enough registers for the sums of
+    128 x 128.
     """
     large = TileShapes(128, 128, 64, 4 if is_hopper else 8, 3)
     if tokens > 64:

@@ -27,7 +27,7 @@ from .shapes import (
 )
 
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-"""Lowest bit that a number of this dtype has as float32."""
+"""The position, in a float32, of the lowest bit of a number of this dtype."""
 
 
 Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -126,9 +126,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32.
 
-    With `is_chained` the next kernel of the stream, which has to be a chained `product` or
-    `vectors`, may be launched before this one has ended; with `is_early`, this kernel may
-    be launched before the previous one has ended.
+    If `is_chained` is set, the next kernel of the stream, which must be a chained `product` or
+    `vectors`, may be launched before this one has ended. If `is_early` is set, this kernel may be
+    launched before the previous one has ended.
     """
     x = _with_unit_stride(x)
     tokens, columns = x.shape
@@ -185,7 +185,7 @@ _ASKED = ("HAS_UP", "HAS_NORM", "IS_CHAINED", "IS_EARLY")
 
 
 def _quantize_warps(columns: int, tokens: int) -> int:
-    """Return the number of warps per token: many if there are few tokens to wait for."""
+    """Return the number of warps per token: many if there are few tokens."""
     if tokens <= MAX_VECTORS:
         return max(1, min(16, columns // 512))
     return max(1, min(16, max(4, columns // 1024), columns // 32))
@@ -209,9 +209,9 @@ def vectors(
 ) -> list[Tensor]:
     """Multiply up to four tokens with up to three matrices; quantise the tokens in the same kernel.
 
-    Results are (M, N), or (*leading, N). With `coded`, `x` holds quantised tokens. With
-    `is_early` the kernel may start, and read weights, while the one before it in the stream is
-    still running.
+    Results are (M, N), or (*leading, N). If `coded` is given, `x` has quantised tokens. If
+    `is_early` is set, the kernel may start, and read weights, while the previous kernel of the
+    stream is still running.
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
@@ -304,8 +304,8 @@ def products(
 ) -> list[Tensor]:
     """Return the products (M, N) of quantised tokens, or (*leading, N) with M rows in total.
 
-    Up to three matrices are multiplied in one launch; the sum of a residual needs one alone. With
-    `is_chained` the kernel before this one in the stream is a chained `quantize`.
+    Up to three matrices are multiplied in one launch; only one matrix is possible if a residual is
+    added. If `is_chained` is set, the previous kernel of the stream is a chained `quantize`.
     """
     kinds = {t.dtype for t in weight_scale}, {None if t is None else t.dtype for t in bias}
     if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
@@ -351,7 +351,7 @@ def products(
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The parameters of a product's launches; they follow from sizes only."""
+    """The parameters of a product's launches; they depend only on sizes."""
 
     grid: tuple[int, int]  # of the kernel that multiplies
     constants: dict[str, Any]  # likewise
@@ -409,7 +409,7 @@ def _plan(
 _SETTINGS = ("HAS_BIAS", "HAS_ADDED", "IS_STEP", "WEIGHT_IS_STEP")
 _ROUNDED: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _WORDS = 128
-"""Words of 16 columns, at the most, of one program that dequantises."""
+"""The most words of 16 columns for one program that dequantises."""
 
 
 def _dequantize(

@@ -2,12 +2,12 @@
 """Device code of the engine `tiles`.
 
 A word of packed weights holds the codes of 16 columns, four fields of two bits in each of four
-bytes. Masked to one field it is four codes 0, 1, 2, ready for an integer product with four bytes of
-the activations' plane of that field. Weight codes are stored plus one, so the sum of a token's
-codes is subtracted at the end.
+bytes. A word that is masked to one field has four codes 0, 1, 2, ready for an integer product with
+four bytes of the activations' plane of that field. Weight codes are stored plus one, so the sum of
+a token's codes is subtracted at the end.
 
-Launch with enable_fp_fusion=False: a product and the rounding that follows are two steps, as in
-PyTorch, and not one.
+Launch these kernels with enable_fp_fusion=False: a product and the rounding after it must be two
+steps, as in PyTorch.
 
 BYTEWISE computes integer products byte by byte: set by the interpreter, which has no assembler.
 
@@ -37,7 +37,7 @@ def _scale_of_token(
     eps_rounded,
     C: tl.constexpr,
 ):
-    """Return the scale of a token before it is known to be one."""
+    """Return the scale of a token, which may not be valid; `_checked` checks it."""
     if C.IS_MEAN:
         total = tl.sum(tl.abs(x), axis=0)
         statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), C.DTYPE)
@@ -61,8 +61,8 @@ def _scale_of_token(
 def _larger_half(x, kept, LOW_BIT: tl.constexpr):
     """Set all but the `kept` largest absolute values to zero.
 
-    The bits of the smallest kept value are found from the top down, two at a time: one sum has the
-    counts for all three of their values.
+    The smallest kept value is determined from its highest bits down, two bits at a time: one sum
+    has the counts for all three possible values of the two bits.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
@@ -115,9 +115,9 @@ def _entering_token(
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return a token in float32, rounded wherever PyTorch rounds to its dtype on the way.
+    """Return a token in float32, rounded at each operation at which PyTorch rounds to its dtype.
 
-    With HAS_UP x becomes relu(x) ** 2 * up, and with HAS_NORM an RMS norm follows.
+    If HAS_UP is set, x becomes relu(x) ** 2 * up; if HAS_NORM is set, an RMS norm follows.
     """
     x_ptr, up_ptr, norm_ptr = entering
     KIND: tl.constexpr = x_ptr.dtype.element_ty
@@ -143,7 +143,7 @@ def _quantized_token(
     COLUMNS: tl.constexpr,  # a power of two
     C: tl.constexpr,
 ):
-    """Return the codes of a token four to a word, in the order of the columns, its scale, its sum.
+    """Return a token's codes, four per word in the order of the columns; its scale; and its sum.
 
     Word 4 t + j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
     """
@@ -311,7 +311,7 @@ def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr)
 
 @triton.jit
 def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
-    """Load rows of packed weights, whole; zeros after the last."""
+    """Load whole rows of packed weights, with zeros after the last row."""
     row = begin + tl.arange(0, ROWS)
     return tl.load(
         packed_ptr + row.to(tl.int64)[:, None] * words + word[None, :],
@@ -322,7 +322,7 @@ def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
 
 @triton.jit
 def _factor(scale, weight_scale, C: tl.constexpr):
-    """Return the factor of an integer product."""
+    """Return the factor that turns an integer product into a result."""
     by_token = scale
     by_weight = weight_scale.to(tl.float32)
     if not C.IS_STEP:
@@ -340,7 +340,7 @@ def _plane(codes_ptr, place, word, words):
 
 @triton.jit
 def _sum_with(found, added_ptrs, mask):
-    """Add the residual, after the product was rounded."""
+    """Add the residual to the rounded product."""
     added = tl.load(added_ptrs, mask=mask, other=0.0)
     return found.to(added.dtype).to(tl.float32) + added.to(tl.float32)
 
@@ -441,7 +441,7 @@ def _ternary_vectors_kernel(
 
 @triton.constexpr_function
 def _keep_field(FIELD):
-    """Return code that leaves two bits of each of four bytes."""
+    """Return assembly code that keeps two bits of each of four bytes."""
     if FIELD == 0:
         return "and.b32 $0, $1, 0x03030303;"
     return f"{{ .reg .b32 t; shr.b32 t, $1, {2 * FIELD}; and.b32 $0, t, 0x03030303; }}"

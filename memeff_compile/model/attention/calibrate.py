@@ -1,9 +1,9 @@
-"""Measures which attention of a model may run in low bits, on the user's inputs.
+"""Measures, on the user's inputs, which attention of a model may run in low bits.
 
 The model runs unchanged. Each call of PyTorch's attention is computed a second time at every level,
 on the same queries, keys and values, and compared with the call's result. The model continues with
-the call's result, so that no error of one layer reaches the next. SageAttention2 chooses like this,
-per layer and, for diffusion models, per time step: the worst score decides, not the mean.
+the call's result, so that no error of one layer reaches the next. As in SageAttention2, levels are
+chosen per layer and, for diffusion models, per time step. The worst score decides, not the mean.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = 1
 EXACT = "exact"
 DEFAULT_LEVELS = ("8b", "8b+f16")
 SHARED_LEVELS = ("4b", "8b")
-"""Levels with a share, unless you choose others."""
+"""The default levels if a share is given."""
 LEAST_SCORE = 0.98
 
 _Found: TypeAlias = "dict[str, dict[str, list[list[float]]]]"
@@ -43,13 +43,14 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 class Calibration(VerbReport, dict[str, Any]):
     """A table of levels, which `memeff.attention` takes; it can be stored as JSON.
 
-    Keys: `levels`, for each site a level or a list of levels by call; `scores`, for each site and
-    level the mean and standard deviation over inputs, and the worst, by call; `min_score`, or
-    `share`, if a share of calls was requested.
+    Its keys are: `levels`, for each site a level, or a list with a level per call; `scores`, for
+    each site and level, per call, the mean and standard deviation over inputs, and the worst; and
+    `min_score`, or `share` if a share of calls was requested.
     """
 
     def __str__(self) -> str:
-        """Return how many sites run in low bits, and the table as text, worst site first."""
+        """Return how many sites run in low bits, and the table as text, with the worst site
+        first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
         asked = (
@@ -77,10 +78,11 @@ class Calibration(VerbReport, dict[str, Any]):
         return json.dumps(self, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the mean over calls and the standard deviation of each level's scores by site.
+        """Draw, for each site and level, the mean over calls and the standard deviation of the
+        scores.
 
-        The ending of `path` sets the format, SVG if it has no ending. Raise CalibrationError if
-        matplotlib is not installed.
+        The extension of `path` sets the format; SVG if there is no extension. Raise
+        CalibrationError if matplotlib is not installed.
         """
         scores, tried = self._scores()
         series = {level: [_spread(found[level]) for found in scores.values()] for level in tried}
@@ -119,28 +121,31 @@ def calibrate_attention(
     levels: Sequence[str] | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
-    """Score each attention of a model at each level, and choose for each the first good enough.
+    """Score each attention of a model at each level, and choose the first level that is good
+    enough.
 
     A score is cosine similarity x (1 - relative L1) of a level's result and the call's result. The
-    worst over inputs counts. A site is the path of the module that calls attention, with `#1` for
-    the second attention inside of one call of it, and so on; a module that is called several times
-    for one input, as in the steps of a diffusion model, has a score and a level for each call.
+    worst score over inputs counts. A site is the path of the module that calls attention; `#1` is
+    appended for the second attention in one call of the module, and so on. If a module is called
+    several times for one input, as in the steps of a diffusion model, each call has a score and a
+    level.
 
     Args:
         model: It runs eagerly, without gradients, and is not changed.
         inputs: For each run a mapping of keyword arguments, a tuple or list of arguments, or the
-            one argument; a mapping or tensor by itself is that of one run.
-        min_score: The least acceptable score, between 0 and 1; 0.98 without `share`.
-        share: The share of all calls, those with the worst scores in the first of two levels, that
-            gets the second one, as SageAttention2 chooses; instead of `min_score`.
-        levels: Those to choose among, in this order, by default `8b` and `8b+f16`; if none is good
-            enough, `exact` is chosen. With `share` two, by default `4b` and `8b`; the second may be
-            `exact`.
-        run: Function that runs the model on one input, if it is not `model(input)`: a whole
-            sampling loop.
+            only argument. A single mapping or tensor is one run.
+        min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
+            `share`.
+        share: Instead of `min_score`: the share of all calls that gets the second of two levels, as
+            in SageAttention2. These are the calls with the worst scores at the first level.
+        levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
+            is good enough, `exact` is chosen. For `share`, two levels, by default `4b` and `8b`;
+            the second may be `exact`.
+        run: A function that runs the model on one input, if that is not `model(input)`; for example
+            a whole sampling loop.
 
     Returns:
-        A table for `memeff.attention`, printable, and storable as JSON.
+        A table for `memeff.attention`, which can be printed, and stored as JSON.
 
     Raises:
         CalibrationError: There are no inputs, no attention was called, or an argument is no level.
@@ -183,7 +188,7 @@ def calibrate_attention(
 def _levels(
     min_score: float | None, share: float | None, levels: Sequence[str] | None
 ) -> Sequence[str]:
-    """Return the levels to choose among, or raise if the arguments do not fit together."""
+    """Return the levels to choose from, or raise if the arguments contradict each other."""
     for name, number in (("min_score", min_score), ("share", share)):
         if number is not None and not 0.0 <= number <= 1.0:
             raise CalibrationError(f"{name} is {number}; a number between 0 and 1 is needed.")
@@ -212,7 +217,7 @@ def restart_attention_calls() -> None:
     """Reset all counts of attention calls to the first call, for use after an interrupted loop.
 
     If a table lists levels by call, calls use these levels in order, and start again after the
-    last. Loops that always make as many calls as calibration saw do not need this.
+    last. Loops that always make the same number of calls as in the calibration do not need this.
 
     Example: memeff_compile.restart_attention_calls()
     """
@@ -231,7 +236,8 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 
 
 def _by_share(found: _Found, share: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return for each call the second level if its score is among the worst, else the first."""
+    """Return, for each call, the second level if its score is among the worst, otherwise the
+    first."""
     low, high = levels
     worst = sorted(
         (min(scores), number, site, place)
@@ -261,7 +267,8 @@ def _table(found: _Found, by_call: Mapping[str, list[str]], **asked: float) -> C
 
 
 def score(found: Tensor, wanted: Tensor) -> float:
-    """Return cosine similarity x (1 - relative L1), 0 at least; 0 where numbers are missing."""
+    """Return cosine similarity x (1 - relative L1), at least 0; 0 if there are numbers that are not
+    finite."""
     ours, theirs = found.flatten().double(), wanted.flatten().double()
     size = theirs.abs().sum()
     if not float(size):

@@ -1,1 +1,1 @@
-"""KV caches as objects, and their effects on a model."""
+"""KV caches as objects, and functions that make a model use them."""

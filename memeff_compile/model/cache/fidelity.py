@@ -1,9 +1,9 @@
 """Measures how a lossy KV cache changes a model's answers, on the user's inputs.
 
 The model runs twice on each input: with an exact cache, and with the prompt in a `KVCache`, from
-which the last tokens of the input are predicted. These are given, not generated. The report
-compares the next token's probabilities. The similarity of neighbouring layers shows whether merging
-them can work.
+which the last tokens of the input are predicted. These tokens come from the input; they are not
+generated. The report compares the next token's probabilities. The similarity of neighbouring layers
+shows whether merging them can work.
 
 Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
 """
@@ -34,29 +34,30 @@ from memeff_compile.model.watch import Watch
 from memeff_compile.report import VerbReport
 
 BINS = 40
-"""Of a histogram of cosines, from -1 to 1."""
+"""Bins of a histogram of cosines from -1 to 1."""
 _KINDS = ("keys", "values")
 
 
 @dataclass(frozen=True)
 class FidelityReport(VerbReport):
-    """The result of `fidelity_report`; printable, and storable as JSON.
+    """The result of `fidelity_report`, which can be printed, and stored as JSON.
 
     Attributes:
-        settings: of the cache that was compared with an exact one.
-        pairs: for each two neighbouring layers `layers`, and of keys and of values the mean cosine
-            between their rows, the cosine that one in twenty stays below, and a histogram of
-            `BINS` from -1 to 1; and `aligned`, the mean cosines of `keys` and of `values` when the
-            two layers are aligned.
+        settings: the settings of the cache that was compared with an exact one.
+        pairs: for each two neighbouring layers, their `layers`; for keys and for values, the mean
+            cosine between their rows, the 5th percentile of the cosines, and a histogram of `BINS`
+            from -1 to 1; and `aligned`, the mean cosines of `keys` and of `values` when the two
+            layers are aligned.
         attention: for each call of attention that both runs made, the `mean` and the `worst` cosine
             between its results; empty if the model calls no scaled_dot_product_attention.
         logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
-            `kl_worst`, `agreement`, the share of tokens with the same most likely one, and
-            `loss_exact`, `loss` of the actual tokens.
-        memory: `bytes` of the cache, `before` of keys and values in the model's dtype, `ratio`.
+            `kl_worst`, `agreement`, the share of positions with the same most likely token, and the
+            losses `loss_exact` and `loss` of the actual tokens.
+        memory: `bytes` of the cache, the bytes `before` of keys and values in the model's dtype,
+            and their `ratio`.
         merged: `KVCache.merged` of the last input.
-        codes: for a cache that merges, `bits`, `kl` and `ratio` of caches of as many bits, of 3 and
-            of 2 that do not.
+        codes: for a cache that merges, `bits`, `kl` and `ratio` of caches that do not merge: with
+            the same bits, with 3 and with 2.
     """
 
     settings: dict[str, Any]
@@ -68,7 +69,8 @@ class FidelityReport(VerbReport):
     codes: list[dict[str, float]] = field(default_factory=list)
 
     def advice(self) -> str:
-        """Return what to use: this cache, or one that does not merge; "" if it does not merge."""
+        """Return advice whether to use this cache or one that does not merge; "" if it does not
+        merge."""
         if not self.codes:
             return ""
         kl, ratio = self.logits["kl"], self.memory["ratio"]
@@ -122,7 +124,7 @@ class FidelityReport(VerbReport):
         return json.dumps(asdict(self), indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the similarity of neighbouring layers: mean cosine, the middle nine tenths of the
+        """Draw the similarity of neighbouring layers: the mean cosine, and the middle 90 % of the
         rows.
 
         The ending of `path` sets the format, SVG if it has no ending. Raise CalibrationError if
@@ -150,13 +152,13 @@ def fidelity_report(
     Args:
         model: a causal language model of transformers; it runs eagerly, without gradients, in eval
             mode, and its mode is restored.
-        inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, where prompts are
-            padded on the left, ``attention_mask``; or a list of these. Use long ones: the last
+        inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, if prompts are
+            padded on the left, ``attention_mask``; or a list of these. Use long inputs: the last
             `recent` tokens are exact in every cache.
         bits: as for `KVCache`.
         merge: as for `KVCache`.
-        steps: tokens at the end of an input whose predictions are compared, 2 at least.
-        settings: of `KVCache`, `max_cache_len` aside.
+        steps: number of tokens at the end of an input whose predictions are compared, at least 2.
+        settings: settings of `KVCache`, except `max_cache_len`.
 
     Returns:
         Cosines of layers, of attention's results, divergence of probabilities, memory.
@@ -225,7 +227,7 @@ def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: AN
 
 
 class _Run(NamedTuple):
-    """Logits and results of attention of the last tokens, and the cache."""
+    """Logits and attention results for the last tokens, and the cache."""
 
     logits: Tensor
     attention: list[Tensor]
@@ -234,7 +236,10 @@ class _Run(NamedTuple):
 
 @torch.no_grad()
 def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = None) -> _Run:  # noqa: ANN401
-    """Run on all tokens; with a cache first put the prompt into it, which the last tokens read."""
+    """Run on all tokens. If there is a cache, first put the prompt into it.
+
+    The last tokens then read the cache.
+    """
     from memeff_compile.model.cache.layers import CACHE_NAME  # transformers, slow to import
 
     forward = partial(compat.forward_of(model), **{CACHE_NAME: cache}, use_cache=True)
@@ -249,7 +254,7 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 def _without(codes: Mapping[str, float]) -> str:
-    """Return a cache that does not merge, in words."""
+    """Describe, in words, a cache that does not merge."""
     kl, ratio = codes["kl"], codes["ratio"]
     return f"{codes['bits']:.0f} bits without merging ({ratio:.2f} times smaller, KL {kl:.1e})"
 
@@ -343,7 +348,7 @@ class _Gathered:
 
 
 def _spread(whole: Tensor) -> dict[str, Any]:
-    """Return mean, twentieth and histogram of cosines."""
+    """Return mean, 5th percentile and histogram of cosines."""
     ordered = whole.sort().values
     counts = torch.histc(whole, BINS, -1.0, 1.0)
     return {

@@ -15,7 +15,8 @@ from memeff_compile.system import Hooks, Request, Undone
 
 
 class CacheHooks(Hooks):
-    """Make a model's `generate()` use caches, and compile it in place for all their lengths."""
+    """Make a model's `generate()` use caches; compile the model in place for caches of any
+    length."""
 
     def wants(self, request: Request) -> bool:
         return request.kv_cache is not None

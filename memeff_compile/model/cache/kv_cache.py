@@ -1,8 +1,9 @@
-"""A KV cache of few bits for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
+"""A low-bit KV cache for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
-Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay exact. Layers with a
-sliding window stay exact. Without the backend each step decodes keys and values; results are
-correct. With the backend, attention reads the codes directly (passes/compress_kv_cache.py).
+Old tokens are stored as codes of 8, 4, 3 or 2 bits; the latest and the first few tokens stay exact.
+Layers with a sliding window stay exact. Without the backend each step decodes keys and values;
+results are correct. With the backend, attention reads the codes directly
+(passes/compress_kv_cache.py).
 
 Needs transformers, which is imported with this module.
 """
@@ -46,33 +47,32 @@ from memeff_compile.options import is_disabled, plain_path
 from memeff_compile.system import Undone
 
 Untyped: TypeAlias = Any
-"""Objects without a type here: a config, a model or a layer of transformers, a setting of a
-cache.
+"""Objects that have no type here: a config, a model or a layer of transformers, or a setting.
 """
 
 _POOLED = ("greedy_search", "sample", "beam_search", "beam_sample")
-"""Ways of generating that change only the contents of a cache."""
+"""Kinds of generation that change only the contents of a cache."""
 
 
 class KVCache(Cache):
-    """A low-bit KV cache, to pass as ``past_key_values``; ``cache`` since transformers 5.24.
+    """A low-bit KV cache, to pass as ``past_key_values``, or as ``cache`` since transformers 5.24.
 
     Args:
         config: the model's config.
-        max_cache_len: the most tokens it can hold. More raise on a CPU; on a GPU, which must not
-            wait for the host, logits are nan from there on.
+        max_cache_len: the most tokens that fit. More tokens raise an error on a CPU. On a GPU,
+            which must not wait for the host, logits are nan from there on.
         bits: 16 (exact), 8, 4, 3 or 2.
-        scheme: ``kivi``, a scale and zero per channel of keys and per token of values, or
-            ``per_head``, one scale per token and head.
+        scheme: ``kivi`` (a scale and a zero per channel of keys and per token of values) or
+            ``per_head`` (one scale per token and head).
         group: tokens that are coded together: 32, 64 or 128.
-        recent: how many of the latest tokens stay exact at least; a multiple of 16.
-        keep_first: how many of a sequence's first tokens stay exact: most models attend to them
-            from everywhere.
-        attention_mask: (batch, tokens) with 0 for padding, where prompts are padded on the left, so
-            that `keep_first` counts from the first token and scales ignore padding.
+        recent: at least this many of the latest tokens stay exact; a multiple of 16.
+        keep_first: this many of a sequence's first tokens stay exact, because in most models all
+            tokens attend to them.
+        attention_mask: for prompts padded on the left: (batch, tokens) with 0 for padding. Then
+            `keep_first` counts from the first token, and scales ignore padding.
         merge: None, ``"minicache"``, or a `MiniCache` that says how: neighbouring layers share the
-            directions of their older tokens. Lossier than codes of 3 bits; warns unless you pass
-            the result of `fidelity_report` for your model.
+            directions of their older tokens. This loses more than codes of 3 bits. It warns unless
+            you pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -130,7 +130,7 @@ class KVCache(Cache):
         *args: Untyped,
         **how: Untyped,
     ) -> tuple[Tensor, Tensor]:
-        """Append to a layer, and return all that attention is to read."""
+        """Append to a layer, and return the keys and values that attention reads."""
         if layer_idx >= len(self.layers):
             refuse(
                 f"layer {layer_idx} of a model was given to a cache of {len(self.layers)} layers, "
@@ -141,9 +141,9 @@ class KVCache(Cache):
     def merged(self) -> list[dict[str, Any]]:
         """Return a line per pair of layers that share directions; waits for the device.
 
-        It has the numbers of its `layers`, `merged` tokens, the mean number of rows `kept`
-        unchanged per sequence and head, without first tokens, and `left_over`, rows per sequence
-        and head that should have been kept but had no room.
+        A line has the pair's `layers`; the number of `merged` tokens; `kept`, the mean number of
+        rows that were kept unchanged per sequence and head, without first tokens; and `left_over`,
+        the rows per sequence and head that should have been kept but had no room.
         """
         found = []
         for layer in self.layers:
@@ -162,7 +162,10 @@ class KVCache(Cache):
         return found
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
-        """Empty the cache; its tensors stay. The mask is of the next prompts, None: no padding."""
+        """Empty the cache; its tensors stay. The mask is for the next prompts.
+
+        None means no padding.
+        """
         ours = (layer for layer in self.layers if isinstance(layer, InPlace))
         held = {tensor.shape[0] for layer in ours for _, tensor in layer.tensors()}
         self._starts.restart(attention_mask, held)
@@ -170,7 +173,7 @@ class KVCache(Cache):
             layer.reset()
 
     def begin_with_a_step(self) -> None:
-        """Let a prompt of one token run as a step after zero tokens, which is compiled anyway.
+        """Let a prompt of one token run as a decoding step, whose graph is compiled anyway.
 
         Only a cache that can be compiled then has a mask, which excludes empty positions.
         """
@@ -204,11 +207,11 @@ class KVCache(Cache):
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence; new tensors."""
+        """Repeat every sequence, in new tensors."""
         self._change_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some sequences; new tensors."""
+        """Keep some sequences, in new tensors."""
         self._change_rows(lambda t: t[indices].contiguous())
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -272,12 +275,12 @@ _BOUNDED = "a window bounds what such a layer keeps"
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Warn of a request without effect: generate() makes a cache a call."""
+    """Warn of a request without effect, because generate() creates a new cache in each call."""
     warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def _kept_exact(layers: list[Untyped], bits: int) -> str:
-    """Return in words which layers stay exact although low bits were requested; "" if none does."""
+    """Return in words which layers stay exact although low bits were requested, or ""."""
     ours = [n for n, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
     coded = [n for n in ours if isinstance(layers[n], CodedLayer)]
     exact = [n for n in ours if n not in coded]
@@ -403,7 +406,7 @@ def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
     """Return a compiled call whose first graphs serve prompts, and caches, of any length.
 
-    Windows are moved before a step, which then is the same one whether they are full or not.
+    Windows are moved before a step, so the same compiled step works whether they are full or not.
     """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:
@@ -436,7 +439,8 @@ _HOOK = "_prepare_cache_for_generation"
 class _Hook:
     """Replacement of a model's method that generate() calls; remembers the original.
 
-    It holds the model itself, so that copies of the model, pickled ones too, have separate hooks.
+    It refers to the model itself, so that copies of the model, including pickled ones, have
+    separate hooks.
     """
 
     model: Any
@@ -457,7 +461,7 @@ class _Hook:
         *args: object,
         **kwargs: object,
     ) -> Untyped:
-        """Put a KVCache into the arguments of the model, unless another cache is asked for."""
+        """Put a KVCache into the arguments of the model, unless the call requests another cache."""
         model = self.model
         given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         is_named = named_cache(model_kwargs) is not None
@@ -500,7 +504,8 @@ class _Hook:
         return compiled is not None and compiled[1].get("memeff.preset") == "off"
 
     def undo(self) -> None:  # of this use alone
-        """Let the model make the caches it made before, as far as that is not undone as well."""
+        """Let the model create the same caches as before, unless that setting has been undone as
+        well."""
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)
@@ -562,9 +567,9 @@ _COMPILED_STEP = "_compiled_call"
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Undo:
-    """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included.
+    """Let every later ``model.generate(...)`` use a `KVCache`, also in pipelines.
 
-    A call that passes its cache, or ``use_cache=False``, is not changed. Lengths are rounded up to
+    A call that passes a cache, or ``use_cache=False``, is not changed. Lengths are rounded up to
     buckets, and a cache that generate() does not return is used again in later calls. On a GPU
     generate() compiles decoding by itself, with this backend unless you choose another one. The
     most recent `use_kv_cache_` applies until you undo it. Copies of the model keep the setting.
@@ -572,16 +577,16 @@ def use_kv_cache_(
     Args:
         model: a model of transformers that generates, also with PEFT's adapters or compiled.
         bits: as for `KVCache`.
-        max_cache_len: the most tokens it can hold; by default the tokens that each call needs,
-            rounded up.
+        max_cache_len: the most tokens that fit; by default the tokens that each call needs, rounded
+            up.
         settings: as for `KVCache`.
 
     Returns:
         An object that undoes it: call it, or use it in a ``with`` statement. It is also a report.
 
     Raises:
-        UnsupportedInputError: The model does not generate, is an encoder-decoder or brings its
-            cache, or a setting is not supported.
+        UnsupportedInputError: The model does not generate, is an encoder-decoder or has a cache of
+            another kind, or a setting is not supported.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

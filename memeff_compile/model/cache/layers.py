@@ -1,7 +1,6 @@
-"""The layers of a `KVCache`, exact and coded ones, and their common base.
+"""The exact and the coded layers of a `KVCache`, and their common base.
 
-This module needs transformers, as no other module does; if it is missing, the import raises with a
-sentence.
+This module needs transformers; if it is missing, the import raises an error that says so.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ def refuse(sentence: str) -> None:
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Return the properties that a tensor and the buffer it is written to must share."""
+    """Return the properties that must be equal for a tensor and the buffer to which it is
+    written."""
     batch, heads, _, depth = tensor.shape
     return batch, heads, depth, tensor.dtype, tensor.device
 
@@ -83,7 +83,7 @@ class InPlace(CacheLayerMixin):
     buffers: tuple[str, str]
     """Names of tensors like keys and values: (batch, heads, some tokens, depth)."""
     held: Sequence[str]
-    """Names of its tensors that have an entry per sequence."""
+    """Names of its tensors that have an element per sequence."""
     long: Sequence[str] = ()
     """Names of its tensors whose third size grows with the cache; the first tensor's is its
     length.
@@ -109,8 +109,9 @@ class InPlace(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """`max_cache_len`; as the size of a tensor if it is one, so that compiled code accepts
-        any.
+        """`max_cache_len`.
+
+        If a tensor has this size, its size is returned, so that compiled code accepts any length.
         """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
@@ -122,14 +123,14 @@ class InPlace(CacheLayerMixin):
 
     @abstractmethod
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens, which fit."""
+        """Write new tokens; the caller has checked that they fit."""
 
     @abstractmethod
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, those that were just written among them."""
+        """Return all keys and values, including those just written."""
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse tokens that do not fit the cache, before any are written.
+        """Raise for tokens that do not fit the cache, before any are written.
 
         The number of tokens in the cache is checked only if the host knows it: not on a GPU, and
         not in a compiled graph.
@@ -152,7 +153,7 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that have an entry per sequence, once they exist."""
+        """Yield the tensors that have an element per sequence, once they exist."""
         if self.is_initialized:
             for name in self.held:
                 yield (self, name), getattr(self, name)
@@ -163,8 +164,9 @@ class InPlace(CacheLayerMixin):
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last `remove` tokens cannot be removed, or None; this layer can remove
-        any.
+        """Return why the last `remove` tokens cannot be removed, or None.
+
+        This layer can remove any.
         """
         return None
 
@@ -181,11 +183,11 @@ class InPlace(CacheLayerMixin):
         self.remove_last(remove)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that the mask is about."""
+        """Return length and offset of the keys that the mask covers."""
         return (query_length if self.is_empty else self.room), 0
 
     def get_max_length(self) -> int:
-        """Return the number of tokens for which there is room."""
+        """Return the number of tokens that fit."""
         return self.max_cache_len
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -194,15 +196,16 @@ class InPlace(CacheLayerMixin):
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def offload(self) -> None:
-        """Refuse: the tensors keep their addresses."""
+        """Raise, because the tensors must keep their addresses."""
         refuse("offloading is not supported; the cache is small because it is coded.")
 
     prefetch = offload
 
 
 class AsTheyCome(InPlace, StaticLayer):
-    """A layer that stores keys and values unchanged, each in its dtype. Under autocast these
-    differ: keys are rotated in fp32, values have 16 bits.
+    """A layer that stores keys and values unchanged, each in its dtype.
+
+    Under autocast the dtypes differ: keys are rotated in fp32, values have 16 bits.
     """
 
     keys: Any
@@ -227,7 +230,7 @@ class ExactLayer(AsTheyCome):
         self.is_empty = True
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Also refuse more tokens than there is room for after the existing ones."""
+        """Also raise if there is no room for the tokens after the existing ones."""
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
             return
@@ -264,10 +267,10 @@ class ExactLayer(AsTheyCome):
 
 
 class WindowLayer(AsTheyCome):
-    """A sliding-window layer with room for some more tokens than the window.
+    """A sliding-window layer with room for a few more tokens than the window.
 
-    New tokens are appended. When there is no room, the window moves to the front; the more spare
-    room, the rarer that is. Masks select the visible tokens. The fill level is counted on the host,
+    New tokens are appended. When there is no room, the window moves to the front, which is rarer
+    with more spare room. Masks select the visible tokens. The fill level is counted on the host,
     for masks, and on the device, for write positions. If the cache is not longer than this layer,
     no token ever leaves it.
     """
@@ -319,8 +322,9 @@ class WindowLayer(AsTheyCome):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write to all positions at once with index_copy_, as exact layers do. With copy_, a memory
-        snapshot showed the prompts of all layers at the GPU's peak.
+        """Write to all positions at once with index_copy_, as exact layers do.
+
+        With copy_, a memory snapshot showed the prompts of all layers at the GPU's peak.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -328,7 +332,8 @@ class WindowLayer(AsTheyCome):
 
     @property
     def kept(self) -> int:
-        """Return how many tokens remain when the window moves: those that the next token sees."""
+        """Return how many tokens remain when the window moves: the ones that the next token
+        sees."""
         return min(self.filled - _NONE, self.window - 1)
 
     def _latest(self, kept: int) -> tuple[Tensor, Tensor]:
@@ -351,7 +356,7 @@ class WindowLayer(AsTheyCome):
         self.filled = kept + _NONE
 
     def require_room(self, new: int) -> None:
-        """Refuse more tokens than fit, if the cache is not longer than the window."""
+        """Raise if tokens do not fit and the cache is not longer than the window."""
         there = self.total - _NONE
         if self.holds_all and there + new > self.max_cache_len:
             counted = f"{there} tokens and {new} more" if there else f"{new} tokens"
@@ -367,7 +372,7 @@ class WindowLayer(AsTheyCome):
         return found
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that the mask is about: as the next tokens go."""
+        """Return length and offset of the keys that the mask of the next tokens covers."""
         if self.is_empty:
             return query_length, 0
         if self.filled + query_length <= self.room + _NONE:
@@ -405,7 +410,8 @@ _NONE = 2
 
 
 def room_of(window: int) -> int:
-    """Return how many tokens a layer with such a window can hold: a sixteenth more, at least 16."""
+    """Return how many tokens fit into a layer with such a window: a sixteenth more, at least 16
+    more."""
     return window + max(16, window // 16)
 
 
@@ -435,7 +441,7 @@ class CodedLayer(InPlace):
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for keys and values like these; refuse those that cannot be coded."""
+        """Allocate for keys and values like these; raise for those that cannot be encoded."""
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:
             refuse(
@@ -473,7 +479,10 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the maps of a layer that is aligned to another, which the ops take last."""
+        """Return the maps of a layer that is aligned to another.
+
+        They are the ops' last arguments.
+        """
         return ()
 
     def _view(self) -> tuple[Tensor, Tensor]:
@@ -487,7 +496,8 @@ class CodedLayer(InPlace):
         return 0 if self.is_empty else self.counts[op_folder.LENGTH]
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last `remove` tokens cannot be removed: they are in codes already."""
+        """Return why the last `remove` tokens cannot be removed (they are already encoded), or
+        None."""
         if remove == 0 or self.is_empty:
             return None
         length, coded = int(self.counts[op_folder.LENGTH]), int(self.counts[op_folder.CODED])

@@ -1,8 +1,9 @@
 """The layers of a KVCache that share directions in pairs.
 
 The lower layer of a pair is read before the upper layer's keys and values exist. So a single token
-goes into the lower layer's window at once, and the upper layer's append merges complete groups of
-both. Several tokens of the lower layer wait for those of the upper one.
+is written to the lower layer's window at once, and the upper layer's append merges complete groups
+of both layers. If several tokens are appended, those of the lower layer wait for those of the upper
+layer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class Pair:
         return [getattr(self, name) for name in op_folder.SHARED]
 
     def maps(self) -> list[Tensor]:
-        """Return the tensors that align the layers, in this order; none if they are not."""
+        """Return the tensors that align the layers, in the ops' order.
+
+        None if layers are not aligned.
+        """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
     def torn(self) -> str:
@@ -54,7 +58,7 @@ class Pair:
         )
 
     def clear(self, starts: Tensor) -> None:
-        """Forget all tokens; `starts` is each sequence's first, (B, H)."""
+        """Remove all tokens; `starts`, (B, H), is each sequence's first position."""
         self.parked = None
         held: Any = self
         held.places.fill_(-1)
@@ -67,7 +71,8 @@ class Pair:
 
 
 class MergedLayer(CodedLayer):
-    """One of two neighbouring layers whose older tokens have one direction and two lengths."""
+    """One of two neighbouring layers, whose older tokens have a shared direction and two
+    lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long = "span", "norms", "k_kept", "v_kept"
@@ -105,7 +110,7 @@ class MergedLayer(CodedLayer):
         return tuple(held[1:] if self.is_upper else held[:1])
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
-        """Make its tensors, and the shared ones with the first of the two."""
+        """Allocate this layer's tensors; for the first layer of a pair, also the shared ones."""
         shared, own = op_folder.shapes_of_pair(layout, batch, heads, self.max_cache_len)
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:
@@ -126,7 +131,8 @@ class MergedLayer(CodedLayer):
         self.span = self.pair.span
 
     def lengthy(self) -> list[Tensor]:
-        """Return the tensors whose third size follows from the length, kept rows among them."""
+        """Return the tensors whose third size depends on the cache's length, including kept
+        rows."""
         shared = (tensor for tensor in self.pair.shared() if tensor.dim() > 2)
         return [*super().lengthy(), *shared]
 
@@ -135,15 +141,13 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Also refuse new tokens if an interrupted pass has left the two layers with different
-        ones.
-        """
+        """Also raise if an interrupted forward pass has left different tokens in the two layers."""
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write single tokens into the window, or leave several to the upper layer.
+        """Write a single token into the window; leave several tokens to the upper layer.
 
         The upper layer writes its tokens and the waiting ones of the lower, and merges complete
         groups.

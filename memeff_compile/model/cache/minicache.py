@@ -1,4 +1,4 @@
-"""Which layers of a KV cache share directions, and how: the settings of merging.
+"""The settings of merging: which layers of a KV cache share directions, and how.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -16,10 +16,11 @@ from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import READINGS, RULES, SCALES
 
 ALIGNMENTS = ("heads", "none")
-"""How the rows of two layers are brought near each other before they are merged."""
+"""The ways to make the rows of two layers similar before they are merged."""
 
 ALIKE = 0.5
-"""Mean cosine between the rows of two layers, below which they are not merged unasked."""
+"""If the mean cosine between the rows of two layers is below this, they are merged only if `force`
+is set."""
 
 
 class Measured(Protocol):
@@ -37,26 +38,26 @@ class MiniCache:
     """How neighbouring layers of a `KVCache` are merged; lossy, see `fidelity_report`.
 
     Args:
-        start_layer: layers before it are not merged; pairs are this layer and the next, and so on.
-            By default half of the layers.
-        end_layer: layers from it on are not merged; by default all are. The last layer alone may
-            cost the most: see `fidelity_report`.
-        align: ``heads`` takes each layer's mean from its rows, matches the heads of two layers and
-            turns the upper layer's rows towards the lower's before they are merged; the maps are
-            fitted on the first tokens that the cache gets. ``none`` merges rows as they are, as
-            the paper does.
-        rule: which direction replaces two: ``slerp``, on the arc between them; ``average``, their
-            weighted mean; ``max_norm``, the longer row's.
-        t: position on the arc, or the weight: 0 is the lower layer's, 1 the upper's.
-        gamma: rows whose distance is within this share of the largest are kept unchanged; a larger
-            share keeps more, 1 all that fit.
+        start_layer: layers before it are not merged; the first pair is this layer and the next. By
+            default merging starts at half of the layers.
+        end_layer: layers from this one on are not merged; by default all are. The last layer may
+            have the largest effect; see `fidelity_report`.
+        align: ``heads`` subtracts each layer's mean from its rows, matches the heads of two layers,
+            and rotates the upper layer's rows towards the lower's before they are merged. These
+            maps are fitted on the first tokens that the cache gets. ``none`` merges rows as they
+            are, as the paper does.
+        rule: the direction that replaces both: ``slerp``, on the arc between them; ``average``,
+            their weighted mean; ``max_norm``, that of the longer row.
+        t: the position on the arc, or the weight: 0 is the lower layer's direction, 1 the upper's.
+        gamma: rows whose distance is within this share of the largest are kept unchanged. A larger
+            share keeps more rows; 1 keeps all that fit.
         retained: room for such rows, as a share of `max_cache_len`. The rows that differ most come
             first.
         reading: ``distinct`` keeps the rows that differ most; ``similar``, another reading of the
             paper's inequality, those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes its error smallest.
-        fidelity: the result of `fidelity_report` for the model. A cache whose layers are merged
-            warns without it, and refuses any pair whose rows have a mean cosine below `ALIKE`.
+        fidelity: the result of `fidelity_report` for the model. Without it, a cache that merges
+            layers warns, and raises for any pair whose rows have a mean cosine below `ALIKE`.
         force: merge even if layers are not alike, without a warning.
 
     Raises:
@@ -109,7 +110,7 @@ _EXPECTED = {
 
 
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
-    """Refuse to merge layers that are not alike; warn if their similarity was not measured."""
+    """Raise if the layers to merge are not alike; warn if their similarity was not measured."""
     if merge.force:
         return
     if merge.fidelity is None:
@@ -153,7 +154,7 @@ def _named(pairs: Iterable[tuple[int, int]]) -> str:
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
     """Return the pairs of neighbouring layers of one kind from `start` on, and before `end`.
 
-    Each layer is in one at most; layers of the kind None are left out.
+    Each layer is in at most one pair; layers of the kind None are in no pair.
     """
     found: list[tuple[int, int]] = []
     for lower, upper in pairwise(range(len(kinds))[start:end]):

@@ -1,7 +1,7 @@
 """Reuses the caches of generate(), so that their addresses stay the same from call to call.
 
 A CUDA graph of a step depends on the addresses of its cache, and compiled code on its sizes. So
-sizes are rounded up to buckets, tensors are allocated before the first prompt runs, and a cache
+lengths are rounded up to buckets, tensors are allocated before the first prompt runs, and a cache
 that is no longer in use is emptied and used again.
 """
 
@@ -28,7 +28,7 @@ Made = TypeVar("Made")
 
 
 def bucket(tokens: int) -> int:
-    """Return the length of a cache for so many tokens: an eighth more at most, 256 at least."""
+    """Return the length of a cache for this many tokens: at most an eighth more, at least 256."""
     step = max(_SMALLEST, (1 << (tokens - 1).bit_length() - 1) // 8) if tokens > 1 else _SMALLEST
     return -(-tokens // step) * step  # 12288 for 12096
 
@@ -56,7 +56,7 @@ class Pool:
         _pools.add(self)
 
     def clear(self) -> None:
-        """Release all caches; those in use live on with their users."""
+        """Release all caches; those in use stay alive as long as their users."""
         with self._lock:
             self._kept.clear()
 
@@ -101,14 +101,15 @@ def forget_caches() -> None:
 
 
 def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
-    """Return whether processes hold parts of a model that transformers did not cut."""
+    """Return whether a model is split over processes by other code than transformers."""
     is_theirs = (getattr(model, "_tp_size", None) or 1) > 1
     return not is_theirs and any(map(compat.is_tensor_parallel, model.parameters()))
 
 
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
-    """Return key-value heads and head dimension of this process's cache; None if they are only
-    known from the first keys.
+    """Return key-value heads and head dimension of this process's cache.
+
+    None if they are only known from the first keys.
     """
     if is_cut_elsewhere(model):
         return None

@@ -1,9 +1,9 @@
-"""Let generate() run without a wait for each token: the host prepares a step during another.
+"""Lets generate() run without waiting for each token: the host prepares a step while another runs.
 
-generate() asks after each token whether all sequences have ended, and waits for the GPU to know;
-then the GPU waits for the host. transformers can ask one step late (`DeferredStopCheck`) and
-discards the extra step, but only on one kind of device. With this module it also does so on a GPU,
-for the caches that `use_kv_cache_` makes; other caches are not affected.
+After each token, generate() checks whether all sequences have ended. For this it waits for the GPU;
+then the GPU waits for the host. transformers can check one step late (`DeferredStopCheck`) and
+discard the extra step, but only on one kind of device. With this module it also does so on a GPU,
+for the caches that `use_kv_cache_` creates; other caches are not affected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK = "_may_run_ahead"
 
 
 def let_run_ahead(cache: object) -> None:
-    """Let generate() ask one step late whether it has ended, while it fills this cache."""
+    """Let generate() check one step late whether it has ended, while it fills this cache."""
     from transformers.generation import utils  # slow to import; who generates has it
 
     check: Any = getattr(utils, "DeferredStopCheck", None)
@@ -54,8 +54,9 @@ def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
 def may_be_late(loop: Mapping[str, Any]) -> bool:
     """Return whether one extra step is unobservable, judged from generate()'s local variables.
 
-    If the length alone ends the loop there is no extra step. Otherwise an extra step would draw one
-    more random number and call processors and criteria once more, whose state is unknown.
+    If the length alone ends the loop there is no extra step. Otherwise an extra step could have
+    visible effects: it may draw one more random number, and it calls processors and criteria, whose
+    state is unknown, once more.
     """
     names = ("stopping_criteria", "logits_processor", "generation_config", "synced_gpus")
     if not all(name in loop for name in names) or loop["synced_gpus"]:
@@ -68,7 +69,8 @@ def may_be_late(loop: Mapping[str, Any]) -> bool:
 
 
 def _is_theirs(asked: object) -> bool:
-    """Return whether a processor or criterion is transformers' and calls no user function."""
+    """Return whether a processor or criterion is part of transformers and calls no user
+    function."""
     kind = type(asked)
     is_theirs = kind.__module__.partition(".")[0] == "transformers"
     return is_theirs and kind.__name__ != "PrefixConstrainedLogitsProcessor"

@@ -1,7 +1,8 @@
-"""The activation of gated MLPs: which one a model has, and the paper's squared ReLU in its place.
+"""Finds the activation of a model's gated MLPs, and replaces it by the paper's squared ReLU.
 
-BitNet a4.8 is made for `down(relu(gate(x)) ** 2 * up(x))`. Classes name the parts of a gated MLP in
-many ways, so a stand-in of each is run once to see which module the activation is.
+BitNet a4.8 is made for `down(relu(gate(x)) ** 2 * up(x))`. Classes have different names for the
+parts of a gated MLP. So a stand-in of each MLP runs once, which shows which module is the
+activation.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class GatedMLP:
 
 
 class _Gives(nn.Module):
-    """Returns fixed numbers, whatever its input."""
+    """Returns fixed numbers for any input."""
 
     weight = torch.empty(0)  # T5 reads its dtype
 
@@ -60,7 +61,7 @@ class _Gives(nn.Module):
 
 
 class _Notes(nn.Module):
-    """Remembers its input, and returns fixed numbers or the input itself."""
+    """Records its input, and returns fixed numbers or the input itself."""
 
     weight = torch.empty(0)
 
@@ -74,7 +75,7 @@ class _Notes(nn.Module):
 
 
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
-    """Return the MLP that a module is, by the roles of its children: "gate or up", or "down"."""
+    """Return a module as a gated MLP, from the roles of its children: "gate or up", or "down"."""
     kind = type(module).__name__
     into = [name for name, role in roles.items() if role == "gate or up"]
     (down, *others) = [name for name, role in roles.items() if role == "down"]
@@ -96,14 +97,14 @@ def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedML
 
 
 def _may_activate(child: nn.Module) -> bool:
-    """Return whether a module can be an activation function: without parts and numbers."""
+    """Return whether a module can be an activation function: it has no children and no tensors."""
     is_plain = not (child._parameters or child._buffers or child._modules)
     return is_plain and not isinstance(child, nn.Dropout | nn.Identity)
 
 
 @dataclass(frozen=True)
 class _StandIn:
-    """Runs a module's own forward over children that give fixed numbers, on the CPU."""
+    """Runs a module's forward with children that return fixed numbers, on the CPU."""
 
     module: nn.Module
     into: tuple[str, ...]  # gate and up, in either order, or one projection to both
@@ -162,7 +163,7 @@ def _equal(found: Any, wanted: Tensor) -> bool:  # noqa: ANN401
 
 
 def require_activation(name: str | None) -> None:
-    """Raise OptionError for an activation that cannot be put into a model."""
+    """Raise OptionError for an unsupported activation."""
     if name is not None and name not in ACTIVATIONS:
         raise OptionError(
             f"activation is {name!r}; 'relu2' (the paper's squared ReLU) or None is needed."
@@ -198,7 +199,7 @@ def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict
     """Put the squared ReLU into each MLP, and name it in the model's config.
 
     Returns:
-        The new state of each module by its path, and the values that a config could not hold.
+        The new state of each module by its path, and the values that a config could not store.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -225,10 +226,10 @@ def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict
 
 
 def unsquare(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Put every activation back that `square` replaced, for `undo`.
+    """Restore every activation that `square` replaced, for `undo`.
 
     Returns:
-        The new state by path, and by path the reason for one that stays.
+        The new state by path, and the reasons, by path, for those that stay.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -267,6 +268,6 @@ def _names_of(config: Any, activation: nn.Module) -> dict[str, str]:  # noqa: AN
 
 
 def _comes_back(config: Any) -> bool:  # noqa: ANN401
-    """Return whether a config that was saved and loaded names the squared ReLU."""
+    """Return whether a config still names the squared ReLU after saving and loading."""
     saved = type(config).from_dict(config.to_dict())
     return any(getattr(saved, key, None) == "relu2" for key in CONFIG_KEYS)

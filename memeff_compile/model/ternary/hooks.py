@@ -1,4 +1,4 @@
-"""The calls that the core makes to ternary linears: make them before compiling, and undo them."""
+"""The calls that the core makes to ternary linears: create them before compiling, and undo them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SWITCHES = ("exact", "off")
 
 
 class TernaryHooks(Hooks):
-    """Make the linears of a model ternary that is about to be compiled, and undo that."""
+    """Make the linears of a model ternary before it is compiled, and undo that."""
 
     def refuse(self, options: Options) -> None:
         if options.ternary not in _SWITCHES:

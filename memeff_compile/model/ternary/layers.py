@@ -1,4 +1,4 @@
-"""Linears with ternary weights as modules: one that trains, one that holds packed codes."""
+"""Linears with ternary weights as modules: one for training, one with packed codes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SquaredReLU(nn.Module):
     """relu(x) ** 2, the activation of BitNet a4.8's gated MLP.
 
     Attributes:
-        was: the activation that it replaced, which `undo` puts back; None if there was none.
+        was: the activation that it replaced and that `undo` restores, or None.
         names: the entries of `config` that named that activation, and their values.
     """
 
@@ -61,7 +61,8 @@ class SquaredReLU(nn.Module):
 
     @property
     def was(self) -> nn.Module | None:
-        """Return the activation that it replaced. As a child it would be part of the model."""
+        """Return the activation that it replaced, which is no child module: it must not be part of
+        the model."""
         return self._was[0]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -70,15 +71,15 @@ class SquaredReLU(nn.Module):
 
 
 class TernaryLinear(nn.Linear):
-    """A linear that rounds its weight to -1, 0, 1 and its input to few bits, and trains.
+    """A trainable linear that rounds its weight to -1, 0, 1 and its input to few bits.
 
     The weight stays a parameter in full precision. The forward pass divides it by the mean of its
-    absolute values and rounded; tokens are quantised as `kind` says. Gradients pass through both
+    absolute values and rounds it; tokens are quantised by `kind`. Gradients pass through both
     unchanged. The backward pass keeps two bits per weight and a byte per input.
 
     Attributes:
         kind: "int8", "int4", "fp4" or "topk8"; may be set at any time.
-        was_dense: whether `ternarize_` made it of an nn.Linear, which `undo` puts back.
+        was_dense: whether `ternarize_` made it from an nn.Linear, which `undo` restores.
 
     Example:
         >>> TernaryLinear(64, 128, kind="int4")  # doctest: +SKIP
@@ -164,7 +165,7 @@ class PackedTernaryLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Explain the way out if a model reads the weight without calling the linear."""
+        """Raise an error with a remedy if a model reads the weight without calling the linear."""
         if name == "weight":
             raise AttributeError(
                 "A packed ternary linear has no weight in full precision, and this model reads "

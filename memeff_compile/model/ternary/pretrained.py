@@ -1,8 +1,8 @@
 """Packed ternary models in transformers' save_pretrained and from_pretrained.
 
-config.json lists the packed linears, and from_pretrained creates them before it loads weights.
-Needs transformers, and is imported while transformers loads its own quantizers: its models are not
-there yet, and whatever is heavy is imported when a packed model is.
+config.json lists the packed linears, and from_pretrained creates them before it loads weights. This
+module needs transformers, and is imported while transformers loads its quantizers, before its
+models exist. So large imports wait until a packed model is used.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class PackedTernaryConfig(QuantizationConfigMixin):
         self.norm_eps, self.low_bit_heads = norm_eps or {}, low_bit_heads or {}
 
     def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401
-        """Also readable as a dictionary, as from_pretrained treats a config that you pass."""
+        """Return a value as a dictionary does, because from_pretrained treats a config as one."""
         return getattr(self, name, default)
 
 
 class PackedTernaryQuantizer(HfQuantizer):
-    """Puts packed linears where a saved model had them; their codes are loaded as any buffer."""
+    """Puts packed linears where a saved model had them; their codes are loaded like any buffers."""
 
     quantization_config: PackedTernaryConfig
     # transformers' name for "loads only models that were packed before"
@@ -61,9 +61,9 @@ class PackedTernaryQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
         """Return the tensors to save, and update the entry in the model's config.
 
-        One linear also gets a weight without elements next to its codes: if this quantizer is not
-        registered, transformers would draw random dense weights; the weight's shape makes it raise
-        instead.
+        One linear also gets a weight without elements next to its codes. Otherwise, if this
+        quantizer is not registered, transformers would silently create random dense weights; the
+        weight's shape makes it raise instead.
         """
         for path, linear in _packed(model).items():
             if not isinstance(linear.norm, _norm() | None):
@@ -122,8 +122,9 @@ AUTO_QUANTIZER_MAPPING[METHOD] = PackedTernaryQuantizer
 
 
 def know(model: nn.Module) -> set[nn.Module]:
-    """Make every transformers model inside a packed one save its quantizer entry; return these
-    models.
+    """Make every transformers model inside a packed model save its quantizer entry.
+
+    Return these models.
     """
     from transformers import PreTrainedModel
 
@@ -157,7 +158,8 @@ def _packed(model: nn.Module) -> dict[str, PackedTernaryLinear]:
 
 
 def _mark(model: Any) -> PackedTernaryConfig:  # noqa: ANN401
-    """Record in a model's config the properties of the linears that the dense model lacks."""
+    """Record, in a model's config, properties of the packed linears that the dense model does not
+    have."""
     from memeff_compile.model.low_bit_heads import heads_of
 
     marked = PackedTernaryConfig()

@@ -15,8 +15,9 @@ from memeff_compile.model.ternary.verbs import require_recipe, ternarize_
 log = logging.getLogger(__name__)
 
 _MARK = "memeff_first_stage"
-"""Names, in the second stage, an entry of an optimizer's groups with the settings of the first, and
-an attribute of a scheduler with the factor of its base rates; both are saved with their owner.
+"""The name, in the second stage, of an entry in an optimizer's groups (the settings of the first
+stage), and of an attribute of a scheduler (the factor of its base rates). Both are saved with their
+owner.
 """
 _RATES = ("initial_lr", "max_lr", "min_lr")
 """Entries that schedulers keep in an optimizer's groups."""
@@ -25,20 +26,21 @@ _RATES = ("initial_lr", "max_lr", "min_lr")
 class TernaryStages:
     """The two stages of BitNet a4.8: INT8 tokens for most of training, then the hybrid scheme.
 
-    Optimizer state is kept: the parameters are the same. Switching changes an attribute of each
-    linear, so that a compiled model is compiled once more.
+    The optimizer state stays valid, because the parameters stay the same. Switching changes an
+    attribute of each linear, so a compiled model is compiled once more.
 
     Args:
         model: A model that `ternarize_` can change, or has changed.
-        steps: Steps of the whole training.
-        share: The part of them in the first stage; the paper has 95 of 100 billion tokens.
+        steps: Number of steps of the whole training.
+        share: The share of steps in the first stage; in the paper 95 of 100 billion tokens.
         second: The recipe of the second stage.
-        kinds, skip: As in `ternarize_`, for the second stage and for both.
+        kinds, skip: As in `ternarize_`; kinds for the second stage, skip for both.
         activation: As in `ternarize_`, for both stages; the paper's is "relu2".
         low_bit_heads: As in `ternarize_`, for the second stage.
-        optimizer: Its learning rate and weight decay change at the switch, in every group.
-        scheduler: The scheduler of its rate, if there is one. Its base rates change too; otherwise
-            it would set the rate of the first stage again.
+        optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
+            group.
+        scheduler: The scheduler of the optimizer's rate, if there is one. Its base rates change
+            too; otherwise it would set the rate of the first stage again.
         rate: The factor of the learning rate; in the paper 1.5e-3 becomes 1e-3 (700M parameters).
         weight_decay: The weight decay of the second stage; the paper's 0.1 becomes 0.
 
@@ -98,14 +100,14 @@ class TernaryStages:
         self._switch_if_due()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps done."""
+        """Return the number of completed steps."""
         return {"done": self.done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the given number of steps, in the stage they belong to.
+        """Continue after the given number of steps, in the stage of the next step.
 
-        Load the optimizer's and the scheduler's own states before or afterwards: they hold the
-        rate and weight decay of their stage, which are not changed twice.
+        Load the states of optimizer and scheduler before or after this. They contain the rate and
+        weight decay of their stage, which are not changed twice.
         """
         self.done = state["done"]
         self._set_stage()
@@ -129,7 +131,8 @@ class TernaryStages:
             log.info("second stage of ternary training after %d steps", self.done)
 
     def _set_optimizer(self) -> None:
-        """Give groups and schedulers the rate and decay of the stage, unless they have them."""
+        """Set the stage's rate and decay in groups and schedulers, unless they have them
+        already."""
         is_second = self.stage == 2
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             if (_MARK in group) == is_second:
@@ -156,7 +159,8 @@ class TernaryStages:
 
 
 def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Yield the schedulers that have base rates: it, one that it wraps, those of a sequence."""
+    """Yield the schedulers that have base rates: this one, one that it wraps, or those of a
+    sequence."""
     if hasattr(scheduler, "base_lrs"):
         yield scheduler
     for inner in (getattr(scheduler, "scheduler", None), *getattr(scheduler, "_schedulers", ())):
@@ -165,7 +169,7 @@ def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def _require_lasting(optimizer: Any, scheduler: Any, rate: float) -> None:  # noqa: ANN401
-    """Raise unless the rate that the switch sets will last."""
+    """Raise if a scheduler would overwrite the rate that the switch sets."""
     if optimizer is None:
         if scheduler is not None:
             raise OptionError("TernaryStages has a scheduler and no optimizer; pass both.")

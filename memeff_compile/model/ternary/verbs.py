@@ -54,7 +54,7 @@ _ROLES = {
         "down_proj w2 fc2 fc_out lin2 dense_4h_to_h mlp.c_proj output.dense DenseReluDense.wo"
     ),
 }
-"""Ends of module paths, by the projection's role; the longest match counts."""
+"""The last parts of module paths, by the projection's role; the longest match counts."""
 
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
 
@@ -82,26 +82,27 @@ def ternarize_(
 ) -> Model:
     """Turn the linears of a model into trainable ternary ones, in place; return the model.
 
-    `verb_report(model)` lists them, and how each quantises its tokens.
+    `verb_report(model)` lists the linears, and how each quantises its tokens.
 
     Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
     dicts of the model remain valid. Output heads (`get_output_embeddings()`, `lm_head`) and linears
-    whose weight is also an embedding's stay dense. On a ternary model it only changes how tokens
-    are quantised: that is the second stage of BitNet a4.8 (see `TernaryStages`).
+    whose weight is also an embedding's stay dense. On a model that is already ternary, only the
+    quantisation of tokens changes: that is the second stage of BitNet a4.8 (see `TernaryStages`).
 
     Args:
         model: Any module; linears of the exact class `nn.Linear` are changed.
         recipe: "b1.58" (INT8 tokens everywhere), "a4.8" (INT4 into attention, gate and up; the
             larger half of attention's output in INT8; INT8 into down) or "a4.8-fp4" (FP4 instead of
             INT4 and of the half).
-        kinds: Overrides, or names that the recipe does not know: patterns of module paths to
-            "int8", "int4", "fp4" or "topk8". The first that fits counts.
+        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". It
+            overrides the recipe, and is needed for names that the recipe does not know. The first
+            matching pattern counts.
         skip: Patterns of module paths to leave dense.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
-            the model's config; the model has to train afterwards. None leaves activations alone,
-            and the report names those that a recipe of the paper is not made for.
-        low_bit_heads: Bits of keys and values in attention, or the settings of
-            `use_low_bit_heads_` as a mapping. None leaves attention alone.
+            the model's config; the model has to train afterwards. None does not change activations,
+            and the report names those for which the paper's recipe is not made.
+        low_bit_heads: Bits of keys and values in attention, or the settings of `use_low_bit_heads_`
+            as a mapping. None does not change attention.
 
     Raises:
         OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is
@@ -157,7 +158,7 @@ def plan_of(
     skip: Iterable[str] = (),
     activation: str | None = None,
 ) -> Plan:
-    """Return what `ternarize_` would change, or raise as it does."""
+    """Return the changes that `ternarize_` would make, or raise the same errors."""
     require_recipe(recipe)
     require_activation(activation)
     require_module(model, "ternarize_")
@@ -188,7 +189,7 @@ def plan_of(
 
 
 def _mlps(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> list[GatedMLP]:
-    """Return the MLPs that hold the chosen down projections."""
+    """Return the MLPs that contain the chosen down projections."""
     roles: dict[str, dict[str, str]] = {}
     for path in chosen:
         parent, _, name = path.rpartition(".")
@@ -201,7 +202,10 @@ def _mlps(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> list[Gated
 
 
 def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) -> str:
-    """Give attention low-bit heads, in the place of others; return a sentence."""
+    """Give attention low-bit heads instead of its present ones.
+
+    Return a sentence for the report.
+    """
     if low_bit_heads is None:
         return ""
     from memeff_compile.model.low_bit_heads import (
@@ -223,7 +227,7 @@ def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) 
 
 
 def dense_again(model: nn.Module) -> Undone:
-    """Put dense linears of the same parameters where `ternarize_` put its own, for `undo`."""
+    """Replace the linears of `ternarize_` by dense linears with the same parameters, for `undo`."""
     made: dict[nn.Module, nn.Module] = {}
     found: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -252,7 +256,7 @@ def dense_again(model: nn.Module) -> Undone:
 
 
 def _bound(path: str, module: TernaryLinear) -> str:
-    """Return why a ternary linear has to stay where it is, or ""."""
+    """Return why a ternary linear cannot be replaced, or ""."""
     if not path:
         return "it is the whole model, which cannot be replaced in place"
     if compat.is_dtensor(module.weight):
@@ -269,7 +273,7 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def require_recipe(recipe: str) -> None:
-    """Raise OptionError for a recipe that is not known."""
+    """Raise OptionError for an unknown recipe."""
     if recipe not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
         raise OptionError(f"The recipe is {recipe!r}; one of {known} is needed.")
@@ -315,7 +319,7 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
 
 
 def _role_of(path: str) -> str:
-    """Return the role of a projection, or "" if its name tells none."""
+    """Return the role of a projection by its name, or "" if the name has none."""
     parts = path.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
     return next((_ROLE_OF[end] for end in ends if end in _ROLE_OF), "")
@@ -343,7 +347,10 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -> None:
-    """Replace modules by new ones wherever they are used; `what` names an old one."""
+    """Replace modules by new ones wherever they are used.
+
+    `what` is a word for an old module in errors.
+    """
     if model in made:
         raise OptionError(
             f"The model is itself a {what}, which cannot be replaced in place. Put it into a "
@@ -357,21 +364,25 @@ def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -
 
 @torch.no_grad()
 def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> Model:
-    """Store the ternary weights of a model in two bits each, in place; return it, for inference.
+    """Pack the ternary weights of a model into two bits each, in place, for inference.
 
-    `verb_report(model)` lists them, and the bytes.
+    Return the model.
+
+    `verb_report(model)` lists the linears and their bytes.
 
     The full-precision weights are freed: an eighth of the memory of bf16 remains. It packs the
     linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
     online and offline, and the packed `BitLinear`. In transformers the scale is a factor in one
-    class and a divisor in the other; here it always divides. Models of transformers are saved by
-    `save_pretrained` and come packed from `from_pretrained`, once memeff_compile is imported. State
-    dicts can be saved and loaded: make the model, `ternarize_` and `pack_ternary_` it, and load.
+    class and a divisor in the other; here it always divides. `save_pretrained` saves packed models
+    of transformers, and `from_pretrained` loads them packed once memeff_compile is imported. State
+    dicts can be saved and loaded: create the model, call `ternarize_` and `pack_ternary_` on it,
+    and load.
 
     Args:
         model: Any module with such linears.
-        layers: Classes of your own: subclasses of nn.Linear that quantise weights by their mean
-            absolute value, and tokens as "int8", "int4", "fp4" or "topk8".
+        layers: Further classes of linears: subclasses of nn.Linear that quantise weights by their
+            mean absolute value. The value is the kind of token quantisation, "int8", "int4", "fp4"
+            or "topk8".
 
     Raises:
         OptionError: There is no linear to pack, or a linear has hooks or parametrisations.
@@ -403,7 +414,7 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
 
 def _save_as_packed(model: nn.Module) -> None:
-    """Let transformers models inside be saved unchanged, and refuse if packing would be lost."""
+    """Prepare transformers models inside for saving; raise if saving would lose the packing."""
     known: set[nn.Module] = set()
     for module in model.modules():
         is_saved = callable(getattr(type(module), "save_pretrained", None))

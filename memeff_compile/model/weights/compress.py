@@ -1,9 +1,9 @@
-"""compress_ and decompress_: replace a model's dense linear weights by coded ones, and back.
+"""compress_ and decompress_: replace a model's dense linear weights by coded weights, and back.
 
-A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. It reads as
-the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
-them. One weight is coded at a time and its dense memory is freed immediately, so the model never
-takes more than its dense size plus one tensor.
+A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. Reading it
+returns the same bf16 weight, bit for bit. `state_dict` returns dense tensors, and `load_state_dict`
+accepts them. Weights are encoded one at a time, and the dense memory is freed immediately, so the
+model never takes more than its dense size plus one tensor.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from memeff_compile.system import Undone
 log = logging.getLogger(__name__)
 
 LARGEST_SHARE = 0.9
-"""A weight stays dense if its code takes more than this share of it."""
+"""A weight stays dense if its code takes more than this share of its bytes."""
 
 SKIPPED = ("lm_head", "embed_out", "output_projection")
 """Modules left dense by default: heads, whose losses the backend fuses on dense weights."""
 
 LAYERS = ("Linear", "Conv1D", "Embedding")
-"""Classes of layers whose weights can be compressed; by default the first alone is."""
+"""Classes of layers whose weights can be compressed; by default only those of the first class
+are."""
 
 MIN_SIZE = 1 << 20
 """Elements of the smallest weight that is compressed by default."""
@@ -176,7 +177,7 @@ def _line(weights: Sequence[CompressedWeight]) -> str:
 
 
 class _Place(NamedTuple):
-    """A parameter, and every module and attribute that holds it."""
+    """A parameter, and every module and attribute that refers to it."""
 
     parameter: Tensor
     owners: list[tuple[str, nn.Module, str]]
@@ -189,7 +190,7 @@ class _Place(NamedTuple):
 
     @property
     def is_of_linears(self) -> bool:
-        """Return whether only linear layers hold it."""
+        """Return whether only linear layers use it."""
         return all(isinstance(module, nn.Linear) for _, module, _ in self.owners)
 
 
@@ -208,9 +209,10 @@ def compress_(
 ) -> CompressionReport:
     """Compress the weights of a model's linear layers in place.
 
-    It compresses bf16 weights that only `nn.Linear` modules hold, unless you name more `layers`.
-    With `mantissa=7` this is lossless. Products with a few tokens decode inside the kernel, which
-    sums in another order. Call it before you create an optimizer and before you compile the model.
+    It compresses bf16 weights that only `nn.Linear` modules use, unless you name more `layers`.
+    With `mantissa=7` this is lossless. For a few tokens, the product's kernel decodes the weight
+    itself; it sums in another order. Call it before you create an optimizer and before you compile
+    the model.
 
     Args:
         model: any module, also under PEFT; on the device where it will run.
@@ -297,7 +299,10 @@ def settings_of(
     min_size: int,
     layers: Sequence[str],
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Return the codec's full name, the names to skip and the layers; OptionError for any other."""
+    """Return the codec's full name, the names to skip and the layers.
+
+    Raise OptionError for an unknown one.
+    """
     name = _codec_name(codec, mantissa, block)
     skip = (skip,) if isinstance(skip, str) else skip
     are_names = isinstance(skip, Collection) and all(isinstance(each, str) for each in skip)
@@ -331,7 +336,7 @@ def plan(
 def coded_or_dense(
     name: str, weight: Tensor, codec: str
 ) -> tuple[CodedWeight | None, CompressedWeight]:
-    """Encode a weight that was just loaded, unless its code is hardly smaller."""
+    """Encode a weight that was just loaded, unless that saves less than a tenth."""
     sentence = supports_weight(weight, codec)
     parts = [] if sentence else encode(weight, codec)
     after, shape = sum(part.nbytes for part in parts), tuple(weight.shape)
@@ -468,7 +473,10 @@ class _Rounding:
         self.grams: dict[str, Tensor] = {}
 
     def of(self, place: _Place) -> Tensor | None:
-        """Return a rounded weight, or None if that is not possible; weights come in their order."""
+        """Return a rounded weight, or None if that is not possible.
+
+        Call this in the order of the weights.
+        """
         if self.waiting and place is self.waiting[0]:
             count = self.groups.pop(0)
             group, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -492,7 +500,7 @@ def _with_progress(places: list[_Looked], progress: bool | None) -> Iterable[_Lo
 
 
 _Looked: TypeAlias = tuple[_Place, str]
-"""A place, and why its weight is left dense, if it is."""
+"""A `_Place`, and why its weight is left dense, if it is."""
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
@@ -547,7 +555,7 @@ def _reason(
 
 
 def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
-    """Return why a sharded weight is not compressed, or "" if this rank's shard is to be coded."""
+    """Return why a sharded weight is not compressed, or "" if this rank's shard can be encoded."""
     local = compat.local_part(weight)
     if _is_cut_once(weight):
         return _unfit_shard(weight, codec, min_size)
@@ -594,7 +602,7 @@ def _layer(module: nn.Module, attribute: str) -> str:
 
 
 def require_layer(module: nn.Module, attribute: str, shape: Sequence[int]) -> None:
-    """Raise CodedWeightError if a module cannot hold a coded weight of this shape."""
+    """Raise CodedWeightError if a module cannot have a coded weight of this shape."""
     if not _layer(module, attribute):
         raise CodedWeightError(
             f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
@@ -631,7 +639,7 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> CompressedWeight:
-    """Encode a weight, or its rounded values, unless its code is hardly smaller."""
+    """Encode a weight, or its rounded values, unless that saves less than a tenth."""
     weight = compat.local_part(place.parameter) if rounded is None else rounded
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
@@ -730,7 +738,8 @@ def _codes_in_state_dict(
     unexpected_keys: list[str],
     error_messages: list[str],
 ) -> None:
-    """Take codes under the names of a saved folder: the Trainer loads checkpoints this way."""
+    """Accept codes under the names of a saved folder, because the Trainer loads checkpoints this
+    way."""
     for name, own in module._parameters.items():
         path = f"{prefix}{name}"
         parts = {part: state_dict.pop(f"{path}.{part}", None) for part in PARTS}
@@ -747,7 +756,7 @@ PARTS = frozenset(part for each in CODECS for part in (*parse(each).parts, "norm
 
 
 def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
-    """Return a coded weight of these parts, which can replace a module's weight."""
+    """Return a coded weight with these parts, which can replace a module's weight."""
     forms = [own.codec] if isinstance(own, CodedWeight) else list(CODECS)
     codec = next((each for each in forms if set(parse(each).parts) == set(found)), None)
     if codec is None:
@@ -771,7 +780,8 @@ def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
 def _decode_in_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Give dense tensors under the usual names, unless the parameters themselves are requested."""
+    """Return dense tensors under the usual names, unless the parameters themselves are
+    requested."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, CodedWeight) and not isinstance(value, nn.Parameter):
@@ -799,7 +809,7 @@ def put_coded(
 ) -> None:
     """Replace the parameter of a layer by a coded weight.
 
-    CodedWeightError if the module is not one of `LAYERS`, or its weight has another shape.
+    Raise CodedWeightError if the module is not one of `LAYERS`, or its weight has another shape.
     """
     require_layer(module, attribute, coded.shape)
     expected = module._parameters[attribute]

@@ -42,14 +42,14 @@ class _File(Protocol):
 
 
 def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
-    """Save a compressed model to one safetensors file, as codes.
+    """Save a compressed model to one safetensors file, with weights as codes.
 
     Args:
         model: a model that `compress_` was called on.
         path: the file to write.
 
     Returns:
-        A report of the saved weights; as a number, the count of compressed ones.
+        A report of the saved weights, which is also a number: the count of compressed weights.
 
     Raises:
         CodedWeightError: No weight of the model is compressed.
@@ -107,7 +107,7 @@ def load_compressed_(
         device: the device for weights of a model on the meta device; by default the CPU.
 
     Returns:
-        A report of the loaded weights; as a number, the count of compressed ones.
+        A report of the loaded weights, which is also a number: the count of compressed weights.
 
     Raises:
         CodedWeightError: The file is damaged or belongs to another version or model, or a buffer

@@ -1,4 +1,4 @@
-"""The calls that the core makes to compressed weights: compress before compiling, and guards."""
+"""The core's calls to compressed weights: compress a model before compiling, and add guards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memeff_compile.system import Graph, Hooks, Request, Undone
 
 
 class WeightHooks(Hooks):
-    """Compress a model that is about to be compiled, and guard its weights by one number each."""
+    """Compress a model before it is compiled, and guard each of its weights by one number."""
 
     def refuse(self, options: Options) -> None:
         if options.weights not in ("exact", "off"):

@@ -1,4 +1,4 @@
-"""from_pretrained: the model of a folder or of the hub, in the class that config.json names."""
+"""from_pretrained: load a model from a folder or the hub, in the class that config.json names."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from memeff_compile.errors import MemeffError, OptionError
 def from_pretrained(name: str | PathLike[str], **settings: Any) -> Any:  # noqa: ANN401 - a model
     """Load a model that `save_pretrained` wrote, compressed or not, in the class it was saved from.
 
-    It is the `from_pretrained` of transformers: codes are read as they are, dense weights are
-    compressed one by one as they are read if you pass a `MemeffConfig`, and buffers that no
-    checkpoint holds are made by the model. `AutoModelForCausalLM.from_pretrained` does the same
-    once memeff_compile is imported.
+    It calls the `from_pretrained` of transformers. Codes are read without decoding. If you pass a
+    `MemeffConfig`, dense weights are compressed one by one when they are read. The model creates
+    buffers that no checkpoint contains. `AutoModelForCausalLM.from_pretrained` does the same once
+    memeff_compile is imported.
 
     Args:
         name: a folder, or a name on the hub.
-        settings: everything that transformers' own takes, such as `quantization_config`,
+        settings: all arguments of transformers' `from_pretrained`, such as `quantization_config`,
             `device_map`, `dtype` and `revision`.
 
     Raises:
         OptionError: The name is that of a file.
-        CodedWeightError: The folder is damaged, of another model, or of another release.
+        CodedWeightError: The folder is damaged, or belongs to another model or another release.
         MemeffError: The package transformers is missing.
 
     Example:

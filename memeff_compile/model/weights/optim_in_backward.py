@@ -1,15 +1,16 @@
-"""optim_in_backward: each weight is updated as soon as its gradient is there (LOMO).
+"""optim_in_backward: updates each weight as soon as its gradient exists (LOMO).
 
-One gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
-encoded again at once, so that its code is the only copy. The factory's optimizer computes the
-update, on the same bits as with dense weights. Plain SGD on a GPU decodes and updates in the
-gradient's memory, in one kernel, if that memory has no other owner.
+Only one gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
+encoded again at once, so its code is the only copy. The factory's optimizer computes the update, on
+the same bits as with dense weights. Plain SGD on a GPU decodes and updates in the gradient's
+memory, in one kernel, if no other tensor uses that memory.
 
 A parameter sharded by FSDP2 is updated when its gradient has been reduced, on the stream of the
-reduction. That is once in a backward: autograd adds up the gathered weight's gradient first.
+reduction. That happens once per backward pass, because autograd adds up the gathered weight's
+gradient first.
 
-The host does not wait for the GPU in between. Whether a new value fitted into its lists is checked
-later; the GPU copies one that did not to a spill buffer in host memory.
+The host does not wait for the GPU between updates. Whether a new value fitted into its lists is
+checked later. If it did not, the GPU has copied it to a spill buffer in host memory.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ from memeff_compile.report import VerbReport
 Factory = Callable[[nn.Parameter], Optimizer]
 
 TRAINING_ROOM = Room(share=0.01, least=512)
-"""Spare room in lists: weights move, and lists that grow are new memory and a new compilation."""
+"""Spare room in lists: weights change, and a list that grows needs new memory and a new
+compilation."""
 MOST_ROOM = Room(share=0.16, least=8192)
 """The spare room of all weights is doubled up to this when a weight outgrows its lists. Compiled
 code depends on the lists' lengths and has to be compiled again each time, so this has to be rare.
 """
 
 UNSETTLED = 2
-"""Weights whose dense values are kept if the host has no memory that the GPU can write to."""
+"""The number of weights whose dense values are kept if the GPU cannot write to host memory."""
 REFUGES = 4
-"""Times the largest weight: memory of the host that values can go to."""
+"""The size of the spill buffers in host memory, as a multiple of the largest weight."""
 LARGEST_TOGETHER = 1 << 24
 """Elements of weights that one launch updates together. Larger weights keep the GPU busy for longer
 than a launch takes on the host, and are updated one by one.
@@ -69,8 +71,8 @@ than a launch takes on the host, and are updated one by one.
 class _Queue:
     """New values that are not yet known to fit, oldest first.
 
-    The GPU copies one that does not fit to a ring of spill buffers in host memory, from which it is
-    encoded again. The host runs ahead of the GPU by as many weights as that ring has room for.
+    If a value does not fit, the GPU copies it to a ring of spill buffers in host memory, from which
+    it is encoded again. The host can run ahead of the GPU by as many weights as fit into that ring.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -88,7 +90,7 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a region of the ring for `count` elements; wait until one is free."""
+        """Return a region of the ring for `count` elements; wait until there is a free one."""
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
                 self._settle_oldest()
@@ -99,7 +101,7 @@ class _Queue:
         return self._ring[start : start + count]
 
     def _free(self, count: int, size: int) -> int | None:
-        """Return where `count` elements are free: those in use reach from tail to head."""
+        """Return where `count` elements are free; those in use reach from tail to head."""
         if not self._waiting:
             return 0
         tail = self._waiting[0][1]
@@ -110,7 +112,8 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Say that the gradients of these parameters all exist and will arrive one after the other.
+        """Announce that the gradients of these parameters all exist and will arrive one after the
+        other.
 
         Parameters that one launch can update together are collected.
         """
@@ -143,7 +146,7 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Encode the collected weights; if no room can be made they stay collected."""
+        """Encode the collected weights; if there is not enough memory, they stay collected."""
         with self.lock:
             together = self._together
             if together is not None:
@@ -156,7 +159,7 @@ class _Queue:
                 self._head += count
 
     def add(self, value: Unsettled, count: int) -> None:
-        """Add a value; it is settled at the end of the backward at the latest."""
+        """Add a value; `settle` confirms it at the end of the backward pass at the latest."""
         if value.is_settled:
             return
         self._waiting.append((value, self._head))
@@ -165,7 +168,7 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for all of them."""
+        """Wait until all values are known to fit, or are encoded again."""
         with self.lock:
             self._encode()
             while self._waiting:
@@ -213,7 +216,7 @@ class _Update:
             self.held.data = self.held.data.new_empty(0)
 
     def _hold_itself(self) -> None:
-        """Let the optimizer use the weight itself, which was cast and has been dense since."""
+        """Let the optimizer use the weight itself, which is dense since a cast."""
         state = self.optimizer.state
         if self.held in state:
             state[self.parameter] = state.pop(self.held)
@@ -257,8 +260,9 @@ class _Update:
             self._empty()
 
     def _store(self, coded: CodedWeight, held: list[Tensor], by: Step | None = None) -> None:
-        """Encode the new value in a list, or the result of a step along the gradient in it; if
-        making room fails, the old value stays.
+        """Encode the new value in a list, or the result of a step with the gradient in the list.
+
+        If memory runs out, the old value stays.
         """
         with self.queue.lock:
             place = self.queue.place_for(self.room)
@@ -267,7 +271,10 @@ class _Update:
 
 
 def _clip(held: list[Tensor], max_norm: float) -> None:
-    """Scale the gradient in a list down to a norm, in place if its memory has no other owner."""
+    """Scale the only gradient in a list down to a norm.
+
+    In place, if no other tensor uses its memory.
+    """
     norm = torch.linalg.vector_norm(held[0], dtype=torch.float32)
     factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
     if compat.is_sole_owner(held):
@@ -277,11 +284,11 @@ def _clip(held: list[Tensor], max_norm: float) -> None:
 
 
 _BEYOND = ("momentum", "nesterov", "maximize", "differentiable", "fused")
-"""Settings of SGD with which a step is more than a product and a sum."""
+"""Settings of SGD with which a step is more than a multiplication and an addition."""
 
 
 def plain_step(optimizer: Optimizer) -> Step | None:
-    """Return the step of an optimizer that is plain SGD; None for any other."""
+    """Return the step of an optimizer that is plain SGD, or None for any other optimizer."""
     if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
         return None
     (group,) = optimizer.param_groups
@@ -321,15 +328,15 @@ def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
 class BackwardOptimizer(VerbReport, Optimizer):
     """The optimizers of a model whose weights are updated during the backward.
 
-    It is an optimizer for everything that expects one: a scheduler sets learning rates through its
-    `param_groups`, one per parameter; `state_dict` saves and restores all of them. `step` only
-    checks.
+    Code that expects an optimizer can use it. A scheduler sets learning rates through its
+    `param_groups`, of which there is one per parameter. `state_dict` saves all of them. `step` only
+    checks that the weights were updated.
     """
 
     def __init__(
         self, updates: Iterable[_Update], accumulate: int, max_norm: float | None, queue: _Queue
     ) -> None:
-        """Hook the updates; `optim_in_backward` makes them."""
+        """Register the hooks of the updates, which `optim_in_backward` creates."""
         self._updates = list(updates)
         self._queue = queue
         self._times_anew = sum(each.times_anew for each in self._coded())
@@ -378,8 +385,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return cast("RemovableHandle", hook)
 
     def train(self) -> None:
-        """Register hooks again that moving the model has removed; the Trainer calls it at each
-        step.
+        """Register hooks again that moving the model has removed.
+
+        The Trainer calls it at each step.
         """
         for update in self._updates:
             if self._hooks and not is_updated_in_backward(update.parameter):
@@ -394,7 +402,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Check that the weights were updated in the backward pass; apply gradients set by hand.
+        """Check that the weights were updated in the backward pass.
+
+        Apply gradients that the user set.
 
         Raise MemeffError if a gradient is left because the hook of its weight did not run. A
         closure computes the loss again, as with any optimizer; its backward pass updates the
@@ -409,7 +419,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return result
 
     def _update_by_hand(self) -> None:
-        """Use remaining gradients that were set by hand; raise for any others."""
+        """Apply remaining gradients that the user set; raise for any others."""
         for update in self._updates:
             if update.shard is not None and not update.shard.holds(update.parameter):
                 raise MemeffError(
@@ -430,7 +440,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """Give all lists more room, packed together, if a weight has outgrown its lists."""
+        """Give all lists more room, in shared allocations, if a weight has outgrown its lists."""
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
         if anew > self._times_anew:
@@ -444,7 +454,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return [u.parameter for u in self._updates if isinstance(u.parameter, CodedWeight)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that have not led to an update yet."""
+        """Drop gradients that have not been used for an update yet."""
         with compat.without_torch_function():
             for update in self._updates:
                 update.seen = 0
@@ -458,7 +468,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @state.setter
     def state(self, made: defaultdict[Tensor, Any]) -> None:
-        """Keep the existing states: torch's constructor sets an empty one."""
+        """Ignore the assignment, because torch's constructor would set an empty state."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every optimizer in the usual form, with the names of the parameters:
@@ -467,8 +477,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return {**super().state_dict(), "names": [update.name for update in self._updates]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of `state_dict` of the same model; raise MemeffError for another
-        model.
+        """Restore the result of `state_dict` of the same model.
+
+        Raise MemeffError for another model.
         """
         names = [update.name for update in self._updates]
         groups = state_dict.get("param_groups", ())
@@ -505,7 +516,7 @@ def optim_in_backward(
     max_norm: float | None = None,
     **settings: Any,  # noqa: ANN401 - whatever the class takes
 ) -> BackwardOptimizer:
-    """Update every trainable weight during the backward, as soon as its gradient is there.
+    """Update every trainable weight during the backward pass, as soon as its gradient exists.
 
     After `loss.backward()` the weights are updated and all gradients are freed. Global-norm
     clipping is therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips
@@ -514,9 +525,9 @@ def optim_in_backward(
     Args:
         model: compressed or dense, or some of both; sharded by FSDP2 if dense, and not under DDP.
         factory: the class of an optimizer, or a function that makes the optimizer of one parameter.
-        accumulate: gradients per update, counted per parameter: one that a backward pass does not
-            reach is updated later. With more than one, gradients are kept dense in between, which
-            takes back the memory they would have saved.
+        accumulate: the number of gradients per update, counted per parameter: a parameter that a
+            backward pass does not reach is updated later. If it is more than one, dense gradients
+            are kept until the update, so their memory is not saved.
         max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
         settings: arguments of the class, such as `lr`.
 
@@ -524,7 +535,7 @@ def optim_in_backward(
         An optimizer for schedulers, checkpoints and training loops.
 
     Raises:
-        OptionError: An argument, or the factory's result, cannot be used.
+        OptionError: An argument, or the factory's result, is not supported.
         MemeffError: Several processes train together, and FSDP2 does not shard every weight.
 
     Example:

@@ -1,9 +1,9 @@
 """Compressed models in transformers' save_pretrained and from_pretrained.
 
 The folder has the usual files. config.json names the compressed weights. The weight files contain
-each code part as a plain tensor, `<name>.<part>`. This module is imported while transformers loads
-its quantizers, before the models of transformers exist. So the parts of this package that need
-torch are imported later, when a compressed model is used.
+each code part as a plain tensor, `<name>.<part>`. transformers loads this module together with its
+quantizers, before its models exist. So the parts of this package that need torch are imported
+later, when a compressed model is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VERSION = 1
 
 
 class MemeffConfig(QuantizationConfigMixin):
-    """Configuration by which `from_pretrained` compresses or loads a compressed model.
+    """The configuration with which `from_pretrained` compresses a model or loads a compressed one.
 
     config.json stores it. The arguments are those of `compress_`.
     `from_pretrained(name, quantization_config=...)` compresses each weight when it is read.
@@ -95,7 +95,10 @@ class MemeffConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Theirs
     ) -> Theirs:
-        """Read the description in config.json; CodedWeightError if another release wrote it."""
+        """Read the description in config.json.
+
+        Raise CodedWeightError if another release wrote it.
+        """
         if config_dict.get("version", VERSION) != VERSION:
             raise CodedWeightError(
                 f"config.json describes compressed weights in version {config_dict['version']!r}, "
@@ -106,7 +109,10 @@ class MemeffConfig(QuantizationConfigMixin):
         return read(config_dict, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the description for config.json, of a saved model only the keys for loading."""
+        """Return the description for config.json.
+
+        For a saved model, only the keys that loading needs.
+        """
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():
             del said[name]
@@ -137,7 +143,7 @@ class MemeffQuantizer(HfQuantizer):
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype; CodedWeightError if dense tensors would not match the codes."""
+        """Return the dtype; raise CodedWeightError if dense tensors would not match the codes."""
         given, saved = str(dtype).removeprefix("torch."), self.quantization_config.dtype
         if self.pre_quantized and saved is not None and given != saved:
             raise CodedWeightError(
@@ -148,7 +154,7 @@ class MemeffQuantizer(HfQuantizer):
         return dtype
 
     def validate_environment(self, *_: object, device_map: Theirs = None, **__: object) -> None:
-        """Refuse a device map that contains a disk."""
+        """Raise for a device map that contains a disk."""
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         if "disk" in places:
             _refuse_offloading("a part")
@@ -175,8 +181,8 @@ class MemeffQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
         """Return the conversions from tensors of the folder to weights.
 
-        Our folders use the module's parameter names. A dense checkpoint uses the model's
-        conversions, as usual.
+        Folders of compressed models use the module's parameter names. A dense checkpoint uses the
+        model's conversions, as usual.
         """
         if not self.pre_quantized or not self.quantization_config.weights:
             return weight_conversions

@@ -1,10 +1,11 @@
-"""Rounds weights by their inputs: products lose less precision, with the same codes.
+"""Rounds weights with regard to their inputs, so that products lose less precision with the same
+bits.
 
-Rounding each weight to the nearest number that keeps so many bits of the mantissa minimises the
-error of the weight. The model's quality depends on the error of products, which inputs weight: the
-error of a column is spread over later columns by the inverse of the inputs' Gram matrix (Frantar et
-al. 2022, 2210.17323), before these are rounded. The result has that number of bits already, and
-coding keeps all of them.
+Rounding each weight to the nearest number with few mantissa bits minimises the error of the
+weights. The model's quality depends on the error of products with the inputs. So the error of a
+column is compensated in later columns, by the inverse of the inputs' Gram matrix (Frantar et al.
+2022, 2210.17323), before these are rounded. The result already has the wanted number of bits, and
+encoding keeps all of them.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from torch import Tensor, nn
 from memeff_compile.model.runs import call, evaluating
 
 DAMPED = 0.01
-"""Added to the diagonal of a Gram matrix, relative to its mean."""
+"""The number added to the diagonal of a Gram matrix, relative to the diagonal's mean."""
 
 AT_ONCE = 64
-"""Columns whose errors are spread over later columns in one step."""
+"""Columns whose errors are compensated in later columns in one step."""
 
 GRAM_BYTES = 2 << 30
-"""Gram matrices in memory at a time; the model runs again for more."""
+"""The bytes of Gram matrices in memory at a time; for more, the model runs again."""
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield, for each run, how many of the linears of these widths get their Gram matrices."""
+    """Yield, for each run, how many of the linears with these widths get their Gram matrices in
+    it."""
     count = held = 0
     for width in widths:
         if count and held + 4 * width * width > GRAM_BYTES:
@@ -48,7 +50,7 @@ def grams(
 ) -> dict[str, Tensor]:
     """Return the Gram matrix (D, D), in fp32, of all inputs of each weight's linears.
 
-    Weights that no input reached are left out.
+    Weights that no input reached are not included.
     """
     found: dict[str, Tensor] = {}
     with evaluating(model), _noted(linears, found):
@@ -82,7 +84,7 @@ def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor])
 
 
 def kept(x: Tensor, mantissa: int) -> Tensor:
-    """Return numbers rounded to `mantissa` bits of mantissa, half away from zero."""
+    """Return numbers rounded to `mantissa` bits of mantissa; halves are rounded away from zero."""
     fraction, exponent = torch.frexp(x)
     whole = torch.floor(fraction.abs() * 2.0 ** (mantissa + 1) + 0.5)
     return torch.ldexp(torch.sign(fraction) * whole / 2.0 ** (mantissa + 1), exponent)
@@ -90,10 +92,10 @@ def kept(x: Tensor, mantissa: int) -> Tensor:
 
 @torch.no_grad()
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
-    """Round a weight (V, D) to numbers that a code keeps, with products by such inputs in view.
+    """Round a weight (V, D) to numbers that a code keeps, with regard to products with such inputs.
 
     The largest number of a block, by which the others are divided, is not changed and stays the
-    largest. None if inputs are all zero or not finite, or the weight is not finite.
+    largest. Return None if all inputs are zero or some are not finite, or the weight is not finite.
     """
     x = weight.float()
     spread = float(gram.diagonal().mean())

@@ -1,1 +1,1 @@
-"""How attention, its masks and its caches are read in a graph."""
+"""Reads attention, its masks and its caches in a graph."""

@@ -1,4 +1,4 @@
-"""Conditions that every pass checks on attention over a cache before replacing the call."""
+"""Conditions that all passes check before they replace attention over a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CachedSite:
 
 
 class CachedPass(GraphPass):
-    """A pass that serves attention over caches, one call at a time."""
+    """A pass that rewrites attention over caches, one call at a time."""
 
     def places(self, match: CachedSite) -> Sequence[Node]:
         return [match.node]
@@ -53,7 +53,10 @@ def advice(*, is_one_row: bool) -> dict[str, Any]:
 
 
 def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) -> Decline | None:
-    """Return why the ops cannot serve a call over a cache, or None. ``without_causal``: a hint."""
+    """Return why the ops do not support a call over a cache, or None.
+
+    ``without_causal`` is a hint.
+    """
     node, args, value = match.node, match.call.args, info.tensor(match.node)
     if value is None or value.requires_grad:
         return Decline(
@@ -79,7 +82,7 @@ def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) ->
 
 
 def held_scale(call: Call) -> float | None:
-    """Return the scale as a number, and guard that scale and dropout keep their values."""
+    """Return the scale as a number, and guard the values of scale and dropout."""
     for name in ("dropout_p", "scale"):
         compat.hold_constant(call.args[name])  # symbols where everything is dynamic
     scale = compat.known_number(call.args["scale"])

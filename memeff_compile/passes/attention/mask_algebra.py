@@ -1,12 +1,12 @@
 """An attention mask as a formula over batch, query and key index.
 
-A tensor is described by its shape and by one scalar, a function of the tensor's own index: integers
-are sums of axes, sizes and reads of other tensors (:class:`Linear`), truth values are formulas over
-such sums, and floating-point numbers are lists of cases. Views, broadcasts and gathers are then
+A tensor is described by its shape and by one scalar, a function of the tensor's index. Integers are
+sums of axes, sizes and reads of other tensors (:class:`Linear`). Booleans are formulas over such
+sums, and floating-point numbers are lists of cases. Views, broadcasts and gathers are then
 substitutions of axes, and values of tensors are never read.
 
-Every decision is proved from the sizes, symbolic ones included; :mod:`mask_forms` says which of the
-known forms a formula is.
+Every decision is proved from the sizes, including symbolic ones; :mod:`mask_forms` recognises the
+known forms of formulas.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Read:
-    """The value of a graph's node at an index; ``moment`` distinguishes reads of memory that
-    changes.
+    """The value of a graph's node at an index.
+
+    ``moment`` distinguishes reads of memory that changes.
     """
 
     node: Node
@@ -52,7 +53,10 @@ Term: TypeAlias = "Axis | Read"
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A constant plus integer multiples of terms. Two sums are equal if both print alike."""
+    """A constant plus integer multiples of terms.
+
+    Two sums are equal if they print as the same text.
+    """
 
     constant: Size = 0
     terms: Mapping[Term, int] = field(default_factory=dict)
@@ -94,7 +98,8 @@ class Linear:
         return not self.terms
 
     def lowest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the least value over a tensor of this shape, or None if it depends on a read."""
+        """Return the smallest value over a tensor of this shape, or None if it depends on a
+        read."""
         return self._bound(shape, lambda times: times < 0)
 
     def highest(self, shape: Sequence[Size]) -> Size | None:
@@ -133,7 +138,7 @@ class _OfParts:
 
 @dataclass(frozen=True)
 class Fixed:
-    """True or false everywhere."""
+    """A formula that is true, or false, at every index."""
 
     value: bool
 
@@ -147,12 +152,12 @@ class IsZero(_OfSum):
 
 
 class Flag(_OfRead):
-    """A truth value read from a tensor."""
+    """A boolean read from a tensor."""
 
 
 @dataclass(frozen=True)
 class Not:
-    """Negation of a flag or an equality; negation of other formulas is moved inside them."""
+    """Negation of a flag or an equality. The negation of other formulas is moved inside them."""
 
     part: Formula
 
@@ -171,7 +176,7 @@ TRUE, FALSE = Fixed(True), Fixed(False)
 
 
 class TooLarge(Exception):
-    """A formula has grown too large to be worth reading."""
+    """Raised if a formula has become too large to be worth reading."""
 
 
 def at_least_zero(total: Linear) -> Formula:
@@ -213,7 +218,7 @@ def _joined(
 
 
 def negated(formula: Formula) -> Formula:
-    """Return the negation, with ``Not`` around flags and equalities alone."""
+    """Return the negation, in which ``Not`` is only around flags and equalities."""
     match formula:
         case Fixed(value):
             return Fixed(not value)
@@ -229,7 +234,7 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula after conditions that follow from the sizes become TRUE or FALSE."""
+    """Return the formula with TRUE or FALSE for conditions that follow from the sizes."""
     match formula:
         case AtLeastZero(total) | IsZero(total):
             low, high = total.lowest(shape), total.highest(shape)
@@ -295,7 +300,7 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return which keys a mask keeps: where it is true, or where it adds zero.
+    """Return which keys a mask keeps: those for which it is true, or adds zero.
 
     A mask of numbers must add a number as low as `MASKED` to all other keys. Return None for a bias
     that does more than mask.
@@ -317,7 +322,7 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a scalar with `change` applied to its sums, reads and parts, and simplified."""
+    """Return a scalar, simplified, with `change` applied to its sums, reads and parts."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))
@@ -371,7 +376,7 @@ def axes_in(scalar: Any) -> set[Axis]:
 
 
 def reads_in(scalar: Any) -> set[Read]:
-    """Return the reads that a scalar depends on, those of indices included."""
+    """Return the reads that a scalar depends on, including those inside indices."""
     own = {scalar} if isinstance(scalar, Read) else set[Read]()
     return own.union(*map(reads_in, _parts_of(scalar)))
 

@@ -1,8 +1,8 @@
 """The conditions of a mask's formula: those on sizes, and those read from tables.
 
 :func:`form_of` sorts the parts of a formula into bounds between query and key, tables of keys,
-equalities of ids, and the rest. Every claim is proved from the sizes, symbolic ones included; an
-unproved condition stays a part of the form's ``rest``.
+equalities of ids, and the rest. Every claim is proved from the sizes, including symbolic ones. A
+condition without a proof stays in the form's ``rest``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .mask_algebra import TRUE, AtLeastZero, Axis, Formula, IsZero, Linear, Read
 
 @dataclass(frozen=True)
 class Ids:
-    """``query == key``: a sum over batch and query index, and one over batch and key index."""
+    """``query == key``: one sum over batch and query index, one over batch and key index."""
 
     query: Linear
     key: Linear
@@ -60,7 +60,7 @@ class Form:
 
     @property
     def padding(self) -> bool:
-        """Return whether a table says which keys, or which queries, are padding."""
+        """Return whether a table marks keys, or queries, as padding."""
         return bool(self.queries) or any(not _is_length(part) for part in self.tables)
 
     @property
@@ -153,7 +153,7 @@ def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
 
 
 def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
-    """Split a sum into a part of the query and a part of the key; None if one term has both."""
+    """Split a sum into a part with the query and a part with the key; None if a term has both."""
     mine, theirs = Linear(total.constant), Linear()
     for term, times in total.terms.items():
         one = Linear(0, {term: times})
@@ -168,8 +168,9 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Return the form with the stricter of two bounds; if neither is stricter, add the new one to
-    ``rest``.
+    """Return the form with the stricter of two bounds.
+
+    If neither is stricter, add the new one to ``rest``.
     """
     before = getattr(form, name)
     if before is None or compat.statically_true(value <= before):
@@ -192,7 +193,7 @@ def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
 
 
 def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether every query is proved to attend to some key."""
+    """Return whether there is a proof that every query attends to some key."""
     if form.rest or form.positions or form.reads_data:
         return _sees_a_neighbour(formula, form, shape)
     queries, keys = shape[-2], shape[-1]
@@ -210,8 +211,8 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether the key at a query's index, or the furthest one ahead that it may see, always
-    counts.
+    """Return whether the key at a query's index always counts, or the last key that the query may
+    see.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
@@ -226,7 +227,7 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
 
 
 def key_table(form: Form, rank: int) -> Formula:
-    """Return which keys count in which row of the batch; TRUE if there is no table."""
+    """Return which keys count in which row of the batch, or TRUE if there is no table."""
     if form.keys is None:
         return algebra.both(*form.tables)
     bound = algebra.at_least_zero(-axis(rank - 1) + (form.keys - 1))
@@ -234,7 +235,7 @@ def key_table(form: Form, rank: int) -> Formula:
 
 
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
-    """Compare positions by index where equal ids mean that they are consecutive.
+    """Compare indices instead of positions, if equal ids mean that positions are consecutive.
 
     ``positions`` maps a read of ids to the position at the same index: between two equal ids of a
     row, positions increase by one. The last two axes are query and key.
@@ -274,7 +275,7 @@ def _pairs(total: Linear) -> list[tuple[Read, Read]]:
 
 
 def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
-    """Replace multiples of a difference of two positions by ``by`` in a comparison."""
+    """Replace, in a comparison, multiples of the difference of two positions by ``by``."""
     if not isinstance(part, (AtLeastZero, IsZero)) or len(difference.terms) != 2:
         return part
     (term, sign), _ = difference.terms.items()

@@ -1,8 +1,8 @@
-"""Reads a mask's part of the graph as a formula: an abstract interpreter, one rule per ATen op.
+"""Reads the nodes that compute a mask as a formula: an abstract interpreter, one rule per ATen op.
 
 Ops are read through :mod:`canonical`. A node that no rule can read becomes a read of that node's
-value, which is always correct. If anything in the graph writes to a tensor, the tensor is never
-replaced by the formula that computed it.
+value, which is always correct. A tensor to which the graph writes is never replaced by the formula
+that computed it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
-    """No rule reads this."""
+    """Raised if no rule can read a node."""
 
 
 def _require(holds: bool) -> None:
@@ -52,7 +52,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a mask keeps, and the number it adds to the scores of the others."""
+    """The keys that a mask keeps, and the number that it adds to the scores of other keys."""
 
     formula: Formula  # which keys count
     added: frozenset[float] = frozenset()  # the numbers; empty for a mask of truth values
@@ -66,7 +66,7 @@ class MaskReader:
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return the value of a node, as far as it can be read."""
+        """Return the value of a node, by formulas as far as possible."""
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
@@ -84,7 +84,8 @@ class MaskReader:
         return Mask(found, algebra.values_taken(scalar))
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
-        """Return the position for each read of ids that count the breaks in positions."""
+        """Return the positions that belong to each read of ids, if the ids count breaks in
+        positions."""
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
             positions = self._counted_breaks(read_of_ids.node)
@@ -140,8 +141,8 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Read an input that the graph around a body, or an earlier partition of the model, passes
-        in.
+        """Read an input that comes from the graph around a body, or from an earlier partition of
+        the model.
         """
         if self.parent is None:
             return handed_over(node)
@@ -158,9 +159,7 @@ class MaskReader:
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and the tensors it is computed from that were not read yet, operands
-    first.
-    """
+    """Return ``node`` and all nodes before it that were not read yet; operands come first."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False)]
@@ -180,7 +179,7 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether a rule may read the node; a mask's inputs may depend on a whole model."""
+    """Return whether to read the node by a rule: a mask's inputs may depend on a whole model."""
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
 
@@ -197,7 +196,7 @@ def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
 
 
 def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
-    """Return whether a scalar is of the kind that tensors of this dtype hold."""
+    """Return whether a scalar is of the kind of this dtype: integer, boolean or floating-point."""
     if isinstance(scalar, (Linear, Magnitude)):
         return dtype in _INTEGERS
     if isinstance(scalar, Cases):
@@ -284,7 +283,7 @@ def _size_of(node: Node) -> Any:
 
 
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
-    """Return the scalar of a value over the axes of a shape it broadcasts to."""
+    """Return the scalar of a value over the axes of a shape to which it broadcasts."""
     lead = len(shape) - len(value.shape)
     _require(lead >= 0)
     index = []
@@ -337,7 +336,7 @@ def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
 
 
 def as_condition(scalar: Scalar) -> Formula:
-    """Return where a scalar is not zero."""
+    """Return the condition that a scalar is not zero."""
     if isinstance(scalar, Linear):
         return algebra.negated(algebra.is_zero(scalar))
     if isinstance(scalar, Cases):
@@ -352,7 +351,7 @@ def _expand(given: _Operands) -> Value:
 
 
 def _repeat(given: _Operands) -> Value:
-    """Read repetitions of axes of size one: of others, an index would wrap around."""
+    """Read repetitions of axes of size one; for other axes an index would wrap around."""
     value, repeats = given.value(), list(given.plain("repeats"))
     sizes = [1] * (len(repeats) - len(value.shape)) + list(value.shape)
     _require(all(_is_one(a) or _is_one(b) for a, b in zip(sizes, repeats, strict=True)))
@@ -368,7 +367,7 @@ def _unsqueeze(given: _Operands) -> Value:
 
 
 def _reshape(given: _Operands) -> Value:
-    """Read a view that only puts in or takes out axes of size one."""
+    """Read a view that only inserts or removes axes of size one."""
     value, shape = given.value(), given.shape
     old = [p for p, size in enumerate(value.shape) if not _is_one(size)]
     new = [p for p, size in enumerate(shape) if not _is_one(size)]
@@ -432,7 +431,7 @@ def _select(given: _Operands) -> Value:
 
 
 def _index(given: _Operands) -> Value:
-    """Read a gather by tensors of indices along leading axes, or along one axis."""
+    """Read a gather by index tensors, along leading axes or along one axis."""
     value = given.value()
     chosen = given.given("indices")
     places = [p for p, index in enumerate(chosen) if index is not None]
@@ -500,7 +499,8 @@ def _compared_magnitudes(
     left: Scalar,
     right: Scalar,
 ) -> Formula:
-    """Compare ``|x|`` with a sum: below it are both x and -x, above it one of them."""
+    """Compare ``|x|`` with a sum: ``|x|`` is below it if x and -x are, and above it if x or -x
+    is."""
     _require(of_numbers(0, 1) != of_numbers(1, 0))  # as for equal and different
     is_below = of_numbers(0, 1)
     if isinstance(left, Magnitude) and isinstance(right, Linear):
@@ -653,7 +653,7 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
 
 
 def _cumsum(given: _Operands) -> Value:
-    """Read the running sum of a value that is the same at every index."""
+    """Read the cumulative sum of a value that is the same at every index."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     scalar = value.scalar
@@ -726,7 +726,8 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
 
 
 def reader_of(info: GraphInfo) -> MaskReader:
-    """Return the one reader of this level of the graph: a mask shared by layers is read once."""
+    """Return the single reader of this level of the graph, so that a mask shared by layers is read
+    once."""
     reader: MaskReader | None = info.notes.get("mask_reader")
     if reader is None:
         parent = None if info.parent is None else reader_of(info.parent)
@@ -735,7 +736,7 @@ def reader_of(info: GraphInfo) -> MaskReader:
 
 
 def handed_over(node: Node) -> Value | None:
-    """Return the value of an input that an earlier partition of the model made, if it was
+    """Return the value of an input that an earlier partition of the model computed, if it was
     recorded.
     """
     notes = compat.notes_between_pieces()

@@ -1,7 +1,7 @@
 """Writes a mask's conditions on keys and queries as small tensors: one row per sequence.
 
 A mask is queries x keys; a table of its keys is one number per key. The tables are computed from
-the nodes that the mask was computed from, right after the last of them, once for all layers.
+the inputs of the mask, right after the last of these, once for all layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .mask_algebra import Axis, Formula, Linear, Read, Size
 
 @dataclass(frozen=True)
 class Table:
-    """A table to write: a truth value, or a sum, over the row of the batch and one more axis."""
+    """A table to write: a boolean or a sum, over the row of the batch and one more axis."""
 
     content: Formula | Linear  # a formula for truth values, a sum for integers
     along: int  # the axis of the scores along which the table runs: queries or keys
@@ -103,7 +103,7 @@ class _Writer:
         return self.editor.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def truth(self, formula: Formula) -> Node:
-        """Write a truth value."""
+        """Write a boolean."""
         call = self.editor.call
         match formula:
             case algebra.Fixed(value):
@@ -175,7 +175,10 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor if its axes are those of the table, in order; else None."""
+        """Return the tensor unchanged if its axes are those of the table, in order.
+
+        Otherwise None.
+        """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))

@@ -1,7 +1,7 @@
-"""Operands of attention: a node of the graph, and the views that turn it into the call's form.
+"""Operands of attention: a node of the graph, and the views that give it the call's form.
 
-Products name their axes in any order and may leave axes out (batch and heads in one, keys without
-heads). PyTorch's call and memeff::attention want batch, heads, length and depth. The views are
+Products may have their axes in any order, join axes (batch and heads) or omit them (keys without
+heads). PyTorch's call and memeff::attention need batch, heads, length and depth. The views are
 inserted when a site is rewritten; until then only their shapes are stored.
 """
 
@@ -91,7 +91,7 @@ class Given(NamedTuple):
 
 @dataclass
 class Placed:
-    """The operands of a chain as a call takes them."""
+    """The operands of a chain in the form that a call takes."""
 
     operands: tuple[Operand, ...]
     result_steps: tuple[Step, ...]  # views that turn a call's result into the chain's result
@@ -106,8 +106,8 @@ def placed(
 
     Args:
         result: the axes of the chain's result.
-        sizes: of the scores' axes; batch and heads separately, if any tensor has separate axes for
-            them.
+        sizes: the sizes of the scores' axes; batch and heads are separate if any tensor has
+            separate axes for them.
         may_split: whether a joint axis of batch and heads may be split as in the operands.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
@@ -138,7 +138,7 @@ def placed(
 def _placed(
     info: GraphInfo, given: Given, base: Node | None, sizes: dict[str, Any]
 ) -> tuple[Operand, bool]:
-    """Return one operand, and whether it is the tensor with separate batch and head axes."""
+    """Return one operand, and whether it has separate batch and head axes."""
     node, axes, wanted = given
     if FOLDED not in axes:
         return _arranged(Operand(node), axes, sizes, wanted), False
@@ -181,8 +181,10 @@ def _result_steps(result: str, *, is_split: bool) -> tuple[Step, ...]:
 
 
 def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
-    """Follow transposes back until axes are in the wanted order; return the node, its axes, and the
-    nodes passed. If no node has that order, the operand is returned unchanged.
+    """Follow transposes back until axes are in the wanted order.
+
+    Return the node, its axes, and the transposes. If no node has that order, the operand is
+    returned unchanged.
     """
     node, axes, way = given.node, given.axes, list[Node]()
     wanted = given.wanted.replace(BATCH + HEADS, FOLDED) if FOLDED in axes else given.wanted

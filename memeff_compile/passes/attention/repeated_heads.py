@@ -1,4 +1,4 @@
-"""Keys and values that were copied once per query head, traced back to the original."""
+"""Traces keys and values that were copied once per query head back to the original."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Finds attention in a graph: calls of scaled_dot_product_attention, and chains that write it
-explicitly.
+"""Finds attention in a graph: calls of scaled_dot_product_attention, and explicitly written chains.
 
     scores = matmul(q, k.transpose(-1, -2)) * scale
     scores = tanh(scores / softcap) * softcap [+ mask]
     out = matmul(dropout(softmax(scores, -1).to(dtype), 0.0), v)
 
-A product is read however it is written (:mod:`..graph.products`), with batch and heads as two axes
-or folded into one. In-place writes to the scores are steps of the chain. A chain is matched whole:
-no other node may use a value between its two products.
+All spellings of a product are read (:mod:`..graph.products`), with batch and heads as two axes or
+joined in one. In-place writes to the scores are steps of the chain. A chain matches only as a
+whole: no other node may use a value between its two products.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Site:
 
 
 def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
-    """Yield every attention of a graph, and a decline for each that cannot be served."""
+    """Yield every attention of a graph, and a decline for each one that is not supported."""
     for node in info.visit(info.gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -221,7 +220,7 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
 def _site(
     info: GraphInfo, softmax: Node, sizes: dict[str, Any], scores: _Scores, weights: _Weights
 ) -> Site | Decline:
-    """Return the site of a chain, or why the chain is no attention that can be rewritten."""
+    """Return the site of a chain, or why the chain cannot be rewritten as attention."""
     given, walks = (scores.query, scores.key, weights.value), (scores.walk, weights.walk)
     kind = kind_among(each.node for each in given)
     if kind:
@@ -259,7 +258,7 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether all sequences share a mask, so that it also broadcasts over one more axis."""
+    """Return whether all sequences share a mask; it then also broadcasts over one more axis."""
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
 
@@ -322,7 +321,7 @@ def _passes_on(node: Node, weights: Node, walk: _Walk) -> bool:
 
 
 def _alike(info: GraphInfo, node: Node) -> list[Node]:
-    """Return users whose results have the same last two sizes, whatever their op."""
+    """Return the users whose results have the same last two sizes."""
     return [user for user in node.users if _is_floating(user) and _same_pairs(info, node, user)]
 
 
@@ -337,7 +336,7 @@ def _is_floating(node: Node) -> bool:
 
 
 def _weighted(node: Node, weights: Node, axes: str) -> tuple[Given, str] | Decline | None:
-    """Return the values that weights are multiplied with in this node, and the result's axes."""
+    """Return the values with which this node multiplies the weights, and the result's axes."""
     product = product_of(node)
     if product is None or [product.left.node, product.right.node].count(weights) != 1:
         return None
@@ -380,7 +379,7 @@ def weights_used(user: Node, hint: str) -> Decline:
 def _follow_scores(
     softmax: Node, scores: Any, walk: _Walk, dtype: torch.dtype | None
 ) -> _Scores | Decline | None:
-    """Read the operand of a softmax, which may compute in another dtype."""
+    """Read the operand of a softmax; the softmax may compute in another dtype."""
     info = walk.info
     if not _leads_to_product(info, scores):
         return None
@@ -413,8 +412,9 @@ def _follow_scores(
 
 
 def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
-    """Return the in-place writes to scores before their reader, last first; a Decline if another
-    node uses the scores.
+    """Return the in-place writes to scores before their reader, the last one first.
+
+    Return a Decline if another node uses the scores.
     """
     others = [user for user in scores.users if user is not reader]
     for user in others:
@@ -433,7 +433,7 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The facts about scores that are known so far; reading goes backwards from the softmax."""
+    """The facts about scores that are known so far. Reading goes backwards from the softmax."""
 
     casts: list[torch.dtype]
     masking: _Masking = field(default_factory=lambda: _Masking())
@@ -510,7 +510,7 @@ class _Read:
 class _Factors:
     """The numbers between a product and its mask, read backwards: cap, tanh, and the scale.
 
-    They are recorded without their signs, because tanh is odd.
+    They are recorded without signs, because tanh is odd.
     """
 
     cap: float | None = None
@@ -533,12 +533,12 @@ class _Factors:
         return self.product() * self.cap, self.cap
 
     def product(self) -> float:
-        """Return the product of all factors read so far, which under a tanh is the cap."""
+        """Return the product of all factors read so far; under a tanh this is the cap."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
 def _leads_to_product(info: GraphInfo, node: Any) -> bool:
-    """Return whether a node leads back to a product, over steps that scores may have."""
+    """Return whether a node comes from a product, over steps that scores may have."""
     seen: set[Node] = set()
     stack = [(node, 0)]
     while stack:
@@ -561,7 +561,7 @@ _STEPS = named("to mul div add tanh masked_fill where cat sub")
 
 
 def _scores_operand(info: GraphInfo, call: Call) -> Any:
-    """Return the operand of a step that the scores come from."""
+    """Return the operand of a step that has the scores."""
     given, op = call.args, call.op.overloadpacket
     if op is aten.cat:
         return given["tensors"][0]
@@ -593,7 +593,7 @@ def _is_number(info: GraphInfo, node: Any) -> bool:
 
 
 def _number(given: Any) -> float | None:
-    """Return a number, or that of a tensor without axes."""
+    """Return a number, or the number in a tensor without axes."""
     call = call_of(given, aten.full.default)
     if call is not None and not call.args["size"]:
         given = call.args["fill_value"]
@@ -607,7 +607,7 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return how scores are masked, without the dtype if later casts make it infinite."""
+    """Return the masking of scores, without its dtype if later casts make its number infinite."""
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
     is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)

@@ -1,4 +1,4 @@
-"""Rewrites attention with masks that SDPA has no argument for into memeff::attention.
+"""Rewrites attention with masks for which SDPA has no argument into memeff::attention.
 
     before: mask = (arange(S) <= arange(S)[:, None]) & attention_mask[:, None, None, :]
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
@@ -6,10 +6,10 @@
 
 The op takes bounds between query and key, one table of keys, one equality of ids, and a softcap. A
 mask is passed this way only if the arguments select the same keys for every query. A query without
-keys gets the original's result; otherwise the pass declines.
+keys gets the same result as in the original; if that is not possible, the pass declines.
 
-Any other mask of a call, such as an input or a mask that adds numbers, is read tile by tile when
-the kernel runs. The GPU determines which tiles are empty, once per mask for all layers.
+The kernel reads any other mask of a call, such as an input or a mask that adds numbers, tile by
+tile when it runs. The GPU determines which tiles are empty, once per mask for all layers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
-    """Return the table of keys and those of ids; None if one cannot be written."""
+    """Return the table of keys and the tables of ids; None if one of them cannot be written."""
     query, key = site.query.value, site.key.value
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 
@@ -115,9 +115,7 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs that must be equal for query and key; a table of queries is compared
-    with 1.
-    """
+    """Return the pairs that must be equal for query and key; a table of queries must be 1."""
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
         found.append((both(*form.queries), Linear(1)))
@@ -125,7 +123,7 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
 
 
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
-    """Return the original's result for a query without keys, or why it is not known."""
+    """Return the original's result for a query without keys, or why this result is not known."""
     if not form.empty or mask is None:
         return "zeros"
     if not site.between:
@@ -154,7 +152,7 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return why the op would not support a site or not be fast there, or an empty string."""
+    """Return why the op does not support a site or is not fast there, or an empty string."""
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
         return "memeff::attention needs four axes, heads of one size, and one batch"
@@ -190,7 +188,7 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
 
 
 def why_not_read(info: GraphInfo, site: Site) -> str:
-    """Return why the op would not read a site's mask when it runs, or an empty string."""
+    """Return why the op cannot read a site's mask when it runs, or an empty string."""
     if site.between or site.mask is None:
         return "memeff::attention reads masks for calls of scaled_dot_product_attention alone"
     mask = info.value(site.mask)
@@ -204,8 +202,10 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_added(info: GraphInfo, site: Site) -> str:
-    """Return why the op would not add a site's mask when it runs, or "". A bias that the graph
-    computes and adds (ALiBi, T5) usually hides no key, so that no tile could be skipped.
+    """Return why the op cannot add a site's mask when it runs, or "".
+
+    A bias that the graph computes and adds (ALiBi, T5) usually hides no key, so no tile could be
+    skipped.
     """
     if _input_behind(info, site.mask) is None:
         return "the graph computes the mask to add, and PyTorch's kernels add it as fast"
@@ -230,7 +230,7 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a node at its level and, if it is passed in, at the enclosing levels."""
+    """Return a node at its level and, if it is an input there, at the enclosing levels."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)
@@ -242,7 +242,7 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
 
 
 def handed_in(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether an earlier partition of the model made a mask that this one reads."""
+    """Return whether an earlier partition of the model computed a mask that this one reads."""
     source = _input_behind(info, mask)
     return source is not None and handed_over(source) is not None
 
@@ -268,7 +268,7 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return a site's mask with four axes, and the codes of its tiles, both once for all sites."""
+    """Return a site's mask with four axes, and the codes of its tiles; all sites share both."""
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
     owner = editor
@@ -305,7 +305,7 @@ def _with_four_axes(editor: Editor, node: Node) -> Node:
 
 
 def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
-    """Say that a mask is read when the kernel runs."""
+    """Return the report's sentence for a mask that is read when the kernel runs."""
     query, result = site.query.value, info.value(site.node)
     engine = op_folder.engine_for(query.device, result.dtype, query.shape[3])
     return (

@@ -1,7 +1,8 @@
-"""Which calls PyTorch's attention kernels take, which kernel it chooses, and the result's layout.
+"""Says which calls PyTorch's attention kernels support, which kernel PyTorch chooses, and the
+result's layout.
 
-A call of scaled_dot_product_attention is written only if one of its fused kernels would serve it.
-Its result gets the original's layout if any later node may see the difference.
+The passes insert a call of scaled_dot_product_attention only if one of its fused kernels supports
+the call. The result gets the original's layout if a later node may see the difference.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _LARGEST_HEAD = 256
 def why_not_grouped(info: GraphInfo, site: Site) -> str:
     """Return why the call without a mask would be slow on unexpanded keys, or an empty string.
 
-    On a CPU PyTorch's single fused kernel supports them in every floating dtype, and is not slower
-    than with expanded ones. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
-    to 256 in steps of 8; the memory-efficient kernel does not, and the remaining one is slow.
+    On a CPU, PyTorch's single fused kernel supports unexpanded keys in every floating dtype, and is
+    not slower than with expanded ones. On a GPU, the flash and cuDNN kernels support them in 16
+    bits, for heads of one size up to 256 in steps of 8. The memory-efficient kernel does not, and
+    the remaining kernel is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)
@@ -56,7 +58,7 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
-    """Return why a chain would not become one kernel, or an empty string."""
+    """Return why a chain cannot become one kernel, or an empty string."""
     sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
     return why_no_kernel(info, info.value(site.node), *sizes)
 
@@ -93,8 +95,8 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return why attention is not rewritten if the graph, or one around it, selects kernels
-    itself.
+    """Return why attention is not rewritten in code that selects PyTorch's kernels explicitly, or
+    "".
     """
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
@@ -133,7 +135,7 @@ _BLIND_TO_LAYOUT = named("contiguous reshape flatten linear matmul mm bmm addmm"
 
 
 def _depends_on_layout(node: Node) -> bool:
-    """Return whether a view, or a reader outside the graph, may see the layout of a result."""
+    """Return whether a view, or code outside the graph, may see the layout of a result."""
     return any(_sees_layout(user) for user in node.users)
 
 

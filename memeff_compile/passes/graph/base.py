@@ -1,4 +1,4 @@
-"""The interface of a pass, and the three answers it can give about a match in the graph."""
+"""The interface of a pass, and the three answers that it can give about a match in the graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .graph_info import GraphInfo, node_name
 class Decline:
     """A match that a pass declined: the code, a sentence, a remedy, and the node.
 
-    Equal declines become one record if ``sites`` counts them.
+    Equal declines become one record, in which ``sites`` counts them.
     """
 
     code: str
@@ -47,7 +47,8 @@ def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
 
 @dataclass(frozen=True)
 class Gain:
-    """Bytes of the tensors that a rewrite removes, before and after it, as formulas in sizes."""
+    """Bytes of the tensors that a rewrite removes, before and after the rewrite, as formulas in
+    sizes."""
 
     before: sympy.Expr
     after: sympy.Expr
@@ -65,8 +66,9 @@ NOTED = (
 @dataclass
 class Done:
     """Result of a rewrite: entries for the report, and tasks of the backend for the graph.
-    Equal matches that ``sites`` counts become one record. ``inductor`` holds Inductor settings that
-    suit the graph; the user's own settings override them.
+
+    Equal matches become one record, in which ``sites`` counts them. ``inductor`` holds Inductor
+    settings that suit the graph; the user's own settings override them.
     """
 
     node: Node
@@ -82,12 +84,12 @@ class Done:
 class GraphPass(ABC):
     """A pass: finds matches in a graph, checks each, and rewrites those that pass the check.
 
-    ``find`` and ``check`` are pure. ``rewrite`` edits only through the editor; the pipeline
-    verifies the result and rolls the match back when an edit is refused. A match is what ``find``
-    yields: a node, or whatever ``places`` can read.
+    ``find`` and ``check`` change nothing in the graph. ``rewrite`` edits only through the editor;
+    the pipeline verifies the result, and undoes the match if the editor refuses an edit. A match is
+    an object that ``find`` yields: a node, or any object that ``places`` can read.
 
     Attributes:
-        name: in reports, in ``memeff.skip`` and in ``memeff.strict``.
+        name: the pass's name in reports, in ``memeff.skip`` and in ``memeff.strict``.
         when: whether a pass given in ``memeff.passes`` runs before or after the built-in ones.
     """
 
@@ -120,7 +122,10 @@ class GraphPass(ABC):
 
     @abstractmethod
     def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
-        """Edit the graph; EditRefused when the result would differ for a consumer."""
+        """Edit the graph.
+
+        The editor raises EditRefused if the result would differ for a consumer.
+        """
 
     def dead(self, match: Any) -> Sequence[Node]:
         """Return the nodes the rewrite leaves without users."""
@@ -146,8 +151,8 @@ class GraphPass(ABC):
         """Return a key that identifies this pass, and its version, in caches on disk.
 
         The key contains the source of the pass's classes and its attributes. Override this method
-        if a rewrite depends on more. A pass without a source file has a key for its own process
-        only.
+        if a rewrite depends on more. A pass without a source file has a key that is valid only in
+        its process.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:

@@ -5,9 +5,9 @@ Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32
 returns the pre-dispatch ATen calls with arguments bound by schema name and defaults filled in, so a
 pass handles only one form.
 
-Reading never changes the graph. There are two tiers. A table (names, then schemas) takes
-microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests compare the
-table with it. For a node that neither tier can read the result is None, and the caller declines.
+Reading never changes the graph. There are two ways to read a node. A table (names, then schemas)
+takes microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests
+compare the table with it. If neither can read a node, the result is None, and the caller declines.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ def read_one(node: Any) -> Call | None:
 
 
 def read_write(node: Node) -> Call | None:
-    """Read an in-place write as the call whose result it writes into its first argument: ``x /= 2``
-    as ``div(x, 2)``, ``x[mask] = 0.0`` as ``masked_fill(x, mask, 0.0)``; None for any other node.
+    """Read an in-place write as the call whose result it writes into its first argument.
+
+    It reads ``x /= 2`` as ``div(x, 2)`` and ``x[mask] = 0.0`` as ``masked_fill(x, mask, 0.0)``.
+    Return None for any other node.
     """
     try:
         if node.target is operator.setitem or node.target == "__setitem__":
@@ -112,7 +114,7 @@ def call_of(node: Any, *ops: OpOverload) -> Call | None:
 
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
-    """Follow calls of these ops back to their first operand; append the nodes to ``way``."""
+    """Follow calls of these ops back along their first operands; append the nodes to ``way``."""
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
             way.append(node)
@@ -161,7 +163,7 @@ def arguments_of(op: Any) -> tuple[Argument, ...]:
 
 
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Bind ``args`` and ``kwargs`` to the schema of ``op``, defaults filled, or raise."""
+    """Bind ``args`` and ``kwargs`` to the schema of ``op``, with defaults filled in, or raise."""
     arguments = arguments_of(op)
     positional = [a.name for a in arguments if not a.is_named]
     _require(len(args) <= len(positional))
@@ -351,7 +353,8 @@ def _reduction(given: Mapping[str, Any]) -> int:
 
 
 def _created(name: str, leading: int = 0) -> _Reader:
-    """Read ``torch.ones(2, 3)``, ``x.new_ones((2, 3))`` and their kin, sizes in one list."""
+    """Read ``torch.ones(2, 3)``, ``x.new_ones((2, 3))`` and similar calls, with sizes in one
+    list."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("requires_grad", False)}
@@ -384,8 +387,9 @@ def _difference(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``127 / x`` as PyTorch computes it, ``reciprocal(x) * 127``; other quotients as
-    ``div``.
+    """Read ``127 / x`` as PyTorch computes it, ``reciprocal(x) * 127``.
+
+    Other quotients as ``div``.
     """
     if _is_of_a_number(args, kwargs):
         inverse = bind(aten.reciprocal.default, (args[1],), {})
@@ -508,7 +512,7 @@ _CUTS = named(
 
 
 def _axes_taken(item: Any) -> int:
-    """Return how many axes an index consumes; a boolean mask consumes as many as it has."""
+    """Return how many axes an index consumes; a boolean mask consumes as many axes as it has."""
     value = compat.example_value(item) if _is_tensor(item) else None
     return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
 
@@ -552,10 +556,10 @@ _OPERATORS = (
     "add mul matmul neg ne eq lt le gt ge truediv:div and_:bitwise_and or_:bitwise_or "
     "xor:bitwise_xor invert:bitwise_not abs"
 )
-"""Python's operators, as in `operator` and as methods, and the ATen ops of other names."""
+"""Python's operators, as in `operator` and as methods, and their ATen ops, if the names differ."""
 
 _WRITES = frozenset("masked_fill add sub mul div".split())
-"""Ops whose in-place forms passes read like the out-of-place ones."""
+"""Ops of which passes read the in-place form like the out-of-place form."""
 
 _IN_PLACE: dict[Any, str] = {
     operator.iadd: "add_",

@@ -1,7 +1,7 @@
 """Splits a graph into partitions, so that gradients arrive block by block, not all at once.
 
-A compiled graph is one node to autograd: its backward returns every gradient together, and an
-optimizer in the backward would run after all of them. Where `optim_in_backward` updates weights,
+A compiled graph is one node for autograd: its backward pass returns all gradients together, and an
+optimizer in the backward pass would run only after that. If `optim_in_backward` updates weights,
 the graph is cut between the model's blocks, as Dynamo does for the buckets of DDP, and each
 partition is compiled separately. A value that crosses a cut is an output of one partition and an
 input of others.
@@ -33,11 +33,13 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 
 def starts(info: GraphInfo) -> tuple[Node, ...]:
-    """Return the nodes of a whole graph, in its current state, at which a new partition starts;
-    usually there are none.
+    """Return the nodes of a whole graph, in its current state, at which a new partition starts.
 
-    A cut lies where another block of the model begins, if both sides produce gradients of updated
-    weights. Graphs with writes, with values of unknown size, or already split by DDP are not cut.
+    Usually there are none.
+
+    A cut is made where another block of the model begins, if both sides compute gradients of
+    updated weights. Graphs with writes, with values of unknown size, or already split by DDP are
+    not cut.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -70,8 +72,10 @@ def candidates(info: GraphInfo) -> list[Node]:
 
 
 def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
-    """Return the nodes before which the graph can be cut: only tensors and sizes are needed after
-    the cut, and gradients are on or off as they are at the call.
+    """Return the nodes before which the graph can be cut.
+
+    Only tensors and sizes may be needed after a cut, and gradients must be on or off as at the
+    call.
     """
     found = set()
     outside = info.region.grad, info.region.inference
@@ -96,7 +100,7 @@ def _updated(info: GraphInfo) -> dict[Node, int]:
 def block_of(node: Node) -> str:
     """Return the path of the numbered module that a node is part of, or an empty string.
 
-    A checkpoint is a block, whichever module called it.
+    A checkpoint always counts as a block.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
@@ -107,7 +111,7 @@ def block_of(node: Node) -> str:
 
 
 def said(info: GraphInfo, at: Sequence[Node]) -> Record:
-    """Report that the graph is compiled in partitions."""
+    """Return the record that the graph is compiled in partitions."""
     total = format_bytes(sum(_updated(info).values()))
     sentence = (
         f"compiled in {len(at) + 1} pieces, cut between blocks of the model, because its weights "
@@ -117,7 +121,7 @@ def said(info: GraphInfo, at: Sequence[Node]) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Report that the graph stays whole because the search for blocks failed."""
+    """Return the record that the graph stays whole because the search for blocks failed."""
     why = f"not cut into blocks: searching for them failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
     return Record("backend", "internal_error", "cuts_failed", why, hint)
@@ -142,8 +146,8 @@ def compiled_in_pieces(
 ) -> Callable[..., Any]:
     """Compile each partition between the cuts; return a function of the whole graph.
 
-    If `shares`, partitions that are equal in structure and inputs share the compiled code of the
-    first one.
+    If `shares` is set, partitions that are equal in structure and inputs share the compiled code of
+    the first one.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))

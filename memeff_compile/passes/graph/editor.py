@@ -1,7 +1,7 @@
-"""The only means by which passes change a graph: edits keep metadata, are verified, can be undone.
+"""The only way in which passes change a graph: edits keep metadata, are verified, can be undone.
 
-New nodes are calls to op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``
-filled: AOTAutograd's cache refuses graphs without the first, and reports read the other two.
+New nodes are calls of op overloads, with ``example_value``, ``stack_trace`` and ``nn_module_stack``
+filled in: AOTAutograd's cache refuses graphs without the first, and reports read the other two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """Raised if an edit would change a value that a consumer can see; the match is rolled back."""
+    """Raised if an edit would change a value that a consumer can see; the match is then undone."""
 
 
 class Editor:
@@ -48,6 +48,7 @@ class Editor:
         self, node: Node, *, like: Node | None = None, region: Region | None = None
     ) -> Iterator[None]:
         """Insert the next nodes before ``node``, with the source line and module path of ``like``.
+
         ``region`` gives the autograd and autocast state there (default: that of ``node``); inserted
         nodes may switch gradients off.
         """
@@ -127,7 +128,8 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return the node that this match or an earlier one built under this key, or build it."""
+        """Return the node with this key if this match or an earlier one built it, otherwise build
+        it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
             self._undo.append(partial(self.info.shared.pop, key))
@@ -135,14 +137,20 @@ class Editor:
         return found
 
     def around(self) -> Editor:
-        """Return the editor of the graph around this body; both are committed or undone at once."""
+        """Return the editor of the graph around this body.
+
+        Both are committed or undone together.
+        """
         assert self.info.parent is not None
         if self._outer is None:
             self._outer = Editor(self.info.parent)
         return self._outer
 
     def bring_in(self, node: Node) -> Node:
-        """Return a node of a graph around this body as an input of the body, added if need be."""
+        """Return a node of a graph around this body as an input of the body.
+
+        Add the input if necessary.
+        """
         if node.graph is self.graph:
             return node
         called_by: Any = self.info.called_by
@@ -205,17 +213,18 @@ class Editor:
         self.touch(output)
 
     def touch(self, node: Node) -> None:
-        """Record that the operands of a node have to be checked before these edits are kept."""
+        """Record that the operands of a node must be checked before these edits become
+        permanent."""
         self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:
-        """Let the checkpoint of this body keep the results of some calls."""
+        """Let the checkpoint of this body save the results of some calls."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
         """Check the edited nodes, then erase unused nodes of ``dead`` permanently.
 
-        The check can fail. The whole graph is linted once, after all passes.
+        The check may raise EditRefused. The whole graph is linted once, after all passes.
         """
         order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
         assert all(node.graph is self.graph for node in order), "a dead node of another graph"
@@ -255,8 +264,8 @@ class Editor:
             return op(*values[0], **values[1])
 
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
-        """Return the mode of the operands that are fake, or of any value of the graph, also of this
-        rank's parts inside DTensors.
+        """Return the fake mode of the operands, or of any value of the graph, including this rank's
+        parts inside DTensors.
         """
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
         fake: Any = next(filter(compat.is_fake, map(compat.local_part, values)))
@@ -269,7 +278,7 @@ def _first_call(graph: Graph) -> Node:
 
 
 def describe_difference(old: Any, new: Any) -> str:
-    """Return in words how two example values differ for a user, or an empty string."""
+    """Return in words how two example values differ for their users, or an empty string."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
     if old.dtype == new.dtype and not same_shape(old.shape, new.shape):

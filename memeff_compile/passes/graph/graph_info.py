@@ -1,7 +1,7 @@
-"""Read-only questions about a captured graph: roles, regions, writes, source lines, module paths.
+"""Answers questions about a captured graph: roles, regions, writes, source lines, module paths.
 
-This module never changes the graph. Sizes may be symbolic: no question turns a symbol into a
-number, since that would add a guard and with it a recompile.
+This module never changes the graph. Sizes may be symbolic. No answer turns a symbol into a number,
+because that would add a guard and so cause recompilations.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GraphInfo:
         self.refresh()
 
     def refresh(self) -> None:
-        """Walk the graph again: after an edit positions and regions have changed."""
+        """Read the graph again, because an edit changes positions and regions."""
         self.notes.clear()
         for name in self.__dict__.keys() - self.__dataclass_fields__.keys():
             del self.__dict__[name]  # the stored result of a cached_property
@@ -83,7 +83,8 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the candidates of a pass's search, except those at which the search has failed."""
+        """Yield the candidates of a pass's search, except those for which the search has raised an
+        error."""
         outer = self.candidate
         for node in candidates:
             if node not in self.left_out:
@@ -153,7 +154,8 @@ class GraphInfo:
 
     @property
     def checkpoints_for_nothing(self) -> bool:
-        """Return whether this is a checkpoint's body with gradients on, in a graph without them.
+        """Return whether this is a checkpoint's body with gradients on, in a graph with gradients
+        off.
 
         No output of that graph needs a gradient.
         """
@@ -208,7 +210,7 @@ class GraphInfo:
                 yield GraphInfo(child, self.options, region, self, node, names=self.names)
 
     def argument_of(self, placeholder: Node) -> Node | None:
-        """Return the caller's node that is passed for a checkpoint body's placeholder."""
+        """Return the node that the caller passes for a placeholder of a checkpoint's body."""
         if self.called_by is None:
             return None
         index = self.placeholders.index(placeholder) + 1
@@ -234,13 +236,15 @@ class GraphInfo:
         return self.names.of(*stack[-1]) if stack else ("",)
 
     def module_key(self, node: Node) -> str:
-        """Return a key that identifies a call of the module of ``node``; repeated calls end in `@1`
-        etc.
+        """Return a key that identifies a call of ``node``'s module.
+
+        Keys of repeated calls end in `@1` etc.
         """
         return str(next(reversed(node.meta.get("nn_module_stack") or {"": ""})))
 
     def source_line(self, node: Node) -> str:
-        """Return the user's line that made ``node``: ``file.py:12 in forward: loss = ...``."""
+        """Return the user's line from which ``node`` comes: ``file.py:12 in forward: loss =
+        ...``."""
         frames = _FRAME.findall(node.meta.get("stack_trace") or "")
         if not frames:
             return ""
@@ -283,10 +287,10 @@ class GraphInfo:
     def may_share_memory(self, a: Node, b: Node) -> bool:
         """Return whether the memory of two nodes may overlap.
 
-        It may if they have one fake storage, or are two inputs of unknown memory. Inputs of
-        different dtypes are assumed not to overlap: a key/value cache is not the mask. This is not
-        assumed with ``inner="eager"``. AOTAutograd assumes that different storages are different
-        memory; eager does not.
+        It may overlap if both have the same fake storage, or if both are inputs of unknown memory.
+        Inputs of different dtypes are assumed not to overlap: a key/value cache is not the mask.
+        With ``inner="eager"`` this is not assumed. AOTAutograd assumes that different storages are
+        different memory; eager does not.
         """
         if a is b:
             return True
@@ -324,12 +328,14 @@ class GraphInfo:
         return {key for key in keys if key is not None}, None in keys, users_dtypes
 
     def _is_user_memory(self, value: torch.Tensor) -> bool:
-        """Return whether ``value`` lives in a graph input that is not a parameter or buffer."""
+        """Return whether the memory of ``value`` belongs to a graph input that is no parameter or
+        buffer."""
         return self._inputs_by_storage.get(compat.storage_key(value), False)
 
     @cached_property
     def _inputs_by_storage(self) -> dict[int, bool]:
-        """Return the storage of every input, and whether the input is no parameter or buffer."""
+        """Return the storage of every input, and whether the input is neither a parameter nor a
+        buffer."""
         found: dict[int, bool] = {}
         for placeholder in self.placeholders:
             held = self.tensor(placeholder)
@@ -473,7 +479,8 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
-    """Return the operands that a body may write to: all if it has any write, else none."""
+    """Return the operands to which a body may write: all if it has any write, otherwise none of
+    them."""
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]
@@ -512,7 +519,7 @@ def node_name(node: Node) -> str:
 
 
 def storage_of(value: torch.Tensor) -> int | None:
-    """Return a key of the memory of a tensor, or None if it has no storage to ask for."""
+    """Return a key of the memory of a tensor, or None if it has no storage."""
     try:
         return compat.storage_key(value)
     except (

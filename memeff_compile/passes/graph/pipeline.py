@@ -1,8 +1,8 @@
 """Runs the passes over a captured graph, in order: match, check, rewrite, verify, record.
 
-A match is rewritten whole or not at all. An edit that would change a value that a consumer sees is
-rolled back. If a built-in pass raises, only that match is rolled back and reported; the other
-matches continue.
+A match is rewritten completely or not at all. If an edit would change a value that a consumer sees,
+the match is undone. If a built-in pass raises, only this match is undone and reported; the other
+matches are rewritten.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Run:
         self.snapshot: list[tuple[GraphModule, Graph]] = []
 
     def give_up(self, error: Exception) -> None:
-        """Restore the original graph and forget all edits and records."""
+        """Restore the original graph and delete all edits and records."""
         for module, graph in self.snapshot:
             module.graph = graph
         self.deferred, self.inductor, self.changed = [], {}, False
@@ -121,8 +121,9 @@ class _Run:
                 self.records.append(Record("backend", "note", "skip_unmatched", said, hint))
 
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
-        """Run one pass on one level of the graph; if the pass raises, only this match is
-        skipped.
+        """Run one pass on one level of the graph.
+
+        If the pass raises, only this match is skipped.
         """
         for found in self._found(graph_pass, info):
             self._try(graph_pass, info, found)
@@ -179,7 +180,7 @@ class _Run:
             return False
 
     def _serve(self, graph_pass: GraphPass, info: GraphInfo, found: Any, editor: Editor) -> None:
-        """Check one match and rewrite it, or record why not."""
+        """Check one match and rewrite it, or record why it is not rewritten."""
         if isinstance(found, Decline):
             self._decline(graph_pass, info, found, None)
             return
@@ -293,8 +294,9 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the user's line of ``node``, and its module path or that of the nodes around it: of a
-    loss in a model that is wrapped, as by PEFT, the head's.
+    """Return the user's line of ``node``, and its module path or that of the nodes around it.
+
+    For a loss in a wrapped model (PEFT), this is the head's path.
     """
     paths = [info.module_path(n) for n in (node, *nearby)]
     within = (path for path in paths[1:2] if path.startswith(f"{paths[0]}."))
@@ -334,7 +336,8 @@ def _log(report: GraphReport) -> None:
 
 
 def enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise an error if a pass in ``memeff.strict`` declined a match, or found none in training."""
+    """Raise an error if a pass in ``memeff.strict`` declined a match, or found no match in
+    training."""
     for name in options.strict:
         mine = [r for r in report.records if r.pass_name in (name, "backend")]
         fired = any(r.action in CHANGES for r in mine)

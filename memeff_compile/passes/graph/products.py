@@ -3,9 +3,9 @@
     q @ k.transpose(-1, -2)                             left "abyz", right "abzx", result "abyx"
     torch.einsum("bhid,bhjd->bhij", q, k)               left "bhid", right "bhjd", result "bhij"
 
-Each axis has a letter, as in einsum. The one letter that both operands have and the result lacks is
-summed over. If an operand lacks a letter of the result, or has size one there, it is constant along
-that axis.
+Each axis has a letter, as in einsum. The product sums over the one letter that both operands have
+and the result does not. If an operand lacks a letter of the result, or has size one there, it is
+constant along that axis.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Product:
-    """``alpha * left @ right + beta * added``, however it is written."""
+    """``alpha * left @ right + beta * added``, in any spelling."""
 
     left: Factor
     right: Factor

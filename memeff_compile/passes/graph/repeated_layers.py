@@ -23,12 +23,13 @@ from .graph_info import GraphInfo
 from .structure import structure, with_names
 
 LEAST = 4
-"""Equal layers from which cutting pays: fewer are compiled with the rest of the graph."""
+"""The fewest equal layers for which the graph is cut; fewer are compiled with the rest of the
+graph."""
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """The positions at which a graph is cut between layers, or why it is not cut."""
+    """The positions at which a graph is cut between layers, or the reason why it is not cut."""
 
     starts: tuple[Node, ...] = ()  # the first node of each partition except the first
     layers: int = 0  # partitions that share a compiled function with others
@@ -71,7 +72,8 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 
 
 def _borders(info: GraphInfo) -> list[Node]:
-    """Return the first node of each layer, and the first after the last layer of each stack."""
+    """Return the first node of each layer, and the first node after the last layer of each
+    stack."""
     nodes = candidates(info)
     allowed = crossed_by_tensors(info, nodes)
     blocks = [block_of(node) for node in nodes]
@@ -102,8 +104,8 @@ def _keys(info: GraphInfo, pieces: Sequence[Piece]) -> list[Hashable]:
 def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hashable]) -> bool:
     """Merge sizes that each layer stores for itself, such as the length of its cache.
 
-    Layers are compared with their numbers left out of the names of sizes. If they are equal then,
-    and so are the numbers of the present call, guards require it of later calls: otherwise the
+    Layers are compared without their layer numbers in the names of sizes. If they are equal, and
+    the sizes in the current call are too, guards require equal sizes in later calls; otherwise the
     graph is compiled again. Return whether sizes were merged.
     """
     sizes = size_inputs(info.gm)
@@ -143,7 +145,8 @@ _ANY_LAYER = re.compile(r"(?<=[.\[])\d+(?=[\].]|$)(?<!\(\)\[\d)")
 def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
     """Return whether a write may reach a tensor that was computed on the other side of a border.
 
-    A tensor that is written only where it is created may cross a border: its writes are done.
+    A tensor that is written only in the layer that creates it may cross a border, because its
+    writes are finished.
     """
     if not info.writes:
         return False
@@ -198,11 +201,13 @@ WHY_NOT = {
         "Leave the mode out: a step of generation is recorded as one CUDA graph without it.",
     ),
 }
-"""Why layers are compiled with the whole graph, by code: the sentence and what to do."""
+"""The reasons why layers are compiled with the whole graph, by code: the sentence and the
+remedy."""
 
 
 def said(found: Repeated) -> Record | None:
-    """Return a note on how many layers share how many compiled functions, or why none do."""
+    """Return a note on how many layers share how many compiled functions, or why no layers share
+    one."""
     if found.why_not:
         why, hint = WHY_NOT[found.why_not]
         return Record("backend", "declined", found.why_not, f"each layer is compiled: {why}", hint)

@@ -1,7 +1,7 @@
 """The structure of a graph and its inputs as a key: equal keys mean equal compiled code.
 
 Two layers of a model are captured as two partitions that differ in node names and in weights. One
-compiled function serves both if everything that a compiler may look at is equal: operations,
+compiled function can run both if everything that a compiler may read is equal: operations,
 constants, and the sizes, strides, dtypes and aliasing of the inputs.
 """
 
@@ -18,15 +18,16 @@ from torch.fx import GraphModule, Node
 from ... import compat
 
 ALIGNMENT = 16
-"""Bytes that compilers assume of addresses that they have seen aligned to so many."""
+"""The alignment in bytes that compilers assume for an address if the first address had it."""
 
 
 def structure(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Hashable:
-    """Return a key that two graphs share only if the compiled code of one serves the other.
+    """Return a key that two graphs share only if both can run the same compiled code.
 
     Args:
-        gm: the graph. Names of its nodes and the tensors it is called with do not count.
-        inputs: the values it is compiled with, real or fake; left out for a body of an operation.
+        gm: the graph. Names of its nodes and the values of its input tensors do not count.
+        inputs: the values with which it is compiled, real or fake; omitted for the body of an
+            operation.
     """
     places: dict[Node, int] = {}
     lines: list[Hashable] = []
@@ -61,7 +62,7 @@ def _attribute(gm: GraphModule, node: Node) -> Hashable:
 
 
 def _constant(value: Any, places: Mapping[Node, int]) -> Hashable:
-    """Describe an argument: nodes by their place, numbers by type and value."""
+    """Describe an argument: nodes by their position, numbers by type and value."""
     if isinstance(value, Node):
         return ("node", places[value])
     if isinstance(value, (tuple, list)):

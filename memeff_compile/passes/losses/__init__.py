@@ -1,1 +1,1 @@
-"""How a head and its loss are read in a graph, and how the op's call is written."""
+"""Reads a head and its loss in a graph, and writes the op's call."""

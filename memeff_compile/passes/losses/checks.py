@@ -1,4 +1,4 @@
-"""Checks a site: returns why memeff::linear_cross_entropy must not serve it, or None."""
+"""Checks whether memeff::linear_cross_entropy can replace a site, and returns the reason if not."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a decline for a detached loss, or a partly detached tail; metrics may be detached."""
+    """Return a decline for a detached loss or a partly detached tail. Metrics may be detached."""
     trains = info.tensor(site.head.node)
     if trains is None or not trains.requires_grad:
         return None

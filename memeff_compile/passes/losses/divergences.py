@@ -30,7 +30,7 @@ _NOTHING = 1e-12  # terms that cancel
 
 @dataclass(frozen=True)
 class Side:
-    """The logits of one side: a head's, or a tensor that the graph has anyway."""
+    """The logits of one side: those of a head, or a tensor that exists in the graph anyway."""
 
     key: tuple[Any, ...]
     chain: Chain | None
@@ -55,7 +55,10 @@ Terms = Mapping[tuple[Atom, ...], float]
 
 @dataclass(frozen=True)
 class Mask:
-    """A number per row that multiplies a divergence; `fills`: where it is True, zeros are put."""
+    """A number per row that multiplies a divergence.
+
+    With `fills`, rows in which it is True become zero.
+    """
 
     node: Node
     fills: bool = False
@@ -75,7 +78,7 @@ class Expression:
 
 @dataclass
 class Divergence:
-    """A divergence, and what its graph makes of the numbers per row."""
+    """A divergence, and the steps of the graph after its numbers per row."""
 
     node: Node  # the node that is replaced
     student: Side
@@ -101,7 +104,7 @@ class DivergenceReader:
         self._read: dict[Node, tuple[Expression | None, tuple[Node, ...]]] = {}
 
     def divergences(self, node: Node) -> Iterable[Divergence | Decline]:
-        """Yield the divergence whose sum over the classes is ``node``, or why it is not read."""
+        """Yield the divergence whose sum over the classes is ``node``, or why it cannot be read."""
         self.visited = []
         found = self._reduced(node)
         if found is None:
@@ -190,7 +193,7 @@ class DivergenceReader:
         return Expression(terms), reduction, a["self"]
 
     def expression(self, node: Any, depth: int = 0) -> Expression | None:
-        """Read a number per class as a polynomial; None if it is no such number."""
+        """Read a number per class as a polynomial, or return None for other nodes."""
         number = constant(node)
         if number is not None:
             return Expression({(): number})
@@ -267,7 +270,7 @@ class DivergenceReader:
         return None
 
     def _filled(self, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Read zeros put into masked rows, or into classes whose logits are infinite."""
+        """Read a fill with zeros, of masked rows or of classes whose logits are infinite."""
         if constant(a["value"]) != 0:
             return None
         found, mask = self.expression(a["self"], depth), a["mask"]
@@ -405,7 +408,7 @@ class DivergenceReader:
         return side.chain is None, self.info.positions[side.node]
 
     def _follow(self, match: Divergence, rows: Any) -> None:
-        """Take in later steps that make one number of the rows' numbers."""
+        """Include later steps that turn the numbers per row into one number."""
         steps = _Steps([], 1.0)
         node = match.node
         while len(node.users) == 1 and len(steps.nodes) < _MAX_DEPTH:
@@ -435,9 +438,9 @@ class DivergenceReader:
             node = user
 
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
-        """Join a later sum of the same two sides that is added to this one or taken off it.
+        """Join a later sum of the same two sides that is added to this one or subtracted from it.
 
-        The joined sum then takes the place of both, so the steps so far are taken in.
+        The joined sum replaces both, so it includes the steps so far.
         """
         if call.op not in (aten.add.Tensor, aten.sub.Tensor) or call.args["alpha"] != 1:
             return False
@@ -549,7 +552,8 @@ def kl_arguments(node: Node) -> dict[str, Any] | None:
 
 
 def constant(node: Any, depth: int = 0) -> float | None:
-    """Return a number, or that of a tensor without dimensions that the graph makes of numbers."""
+    """Return a number, or the number in a tensor without dimensions that the graph creates from
+    numbers."""
     number = compat.known_number(node)
     if number is not None and not isinstance(node, Node):
         return float(number) if math.isfinite(number) else None
@@ -602,7 +606,7 @@ def _added(
 
 
 def _product(left: Terms, right: Terms) -> dict[tuple[Atom, ...], float] | None:
-    """Return the product; None if it has a term of more than two atoms, which no divergence has."""
+    """Return the product, or None if a term has more than two atoms, which no divergence has."""
     terms: dict[tuple[Atom, ...], float] = {}
     for some, each in left.items():
         for others, factor in right.items():
@@ -620,7 +624,7 @@ def _expressed(
 
 
 def _only(expression: Expression) -> Atom | None:
-    """Return the atom that an expression consists of."""
+    """Return the only atom of an expression."""
     items = list(expression.terms.items())
     is_one = len(items) == 1 and len(items[0][0]) == 1 and items[0][1] == 1.0
     return items[0][0][0] if is_one else None
@@ -667,7 +671,7 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the factors of the six sums; None if there are other terms."""
+    """Return the factors of the six sums, or None if there are other terms."""
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}
     for atoms, each in terms.items():
@@ -690,7 +694,7 @@ def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | No
 def _joined(
     left: Coefficients, first: float, right: Coefficients, second: float
 ) -> Coefficients | None:
-    """Return first * left + second * right; None if their mixtures differ."""
+    """Return first * left + second * right, or None if their mixtures differ."""
     if left.has_mixture and right.has_mixture and left.share != right.share:
         return None
     pairs = zip(left, right, strict=True)

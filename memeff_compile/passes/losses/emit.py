@@ -1,4 +1,4 @@
-"""Writes the op call of a site, and the few ATen nodes that restore each tail's result.
+"""Inserts the op call of a site, and the few ATen nodes that compute each tail's result from it.
 
 Tails over the same rows, with the same modifiers and targets, share one call. Reductions, class
 weights, label smoothing and casts stay ATen nodes over N numbers, for the inner compiler to fuse.
@@ -34,7 +34,7 @@ _NLL, _LSE, _LOGIT_SUM, _ENTROPY, _TOP = range(5)
 
 
 def filter_settings(options: Options) -> dict[str, float | str | bool]:
-    """Return the settings of a gradient filter that are not the op's own defaults."""
+    """Return the settings of a gradient filter that differ from the op's defaults."""
     settings: dict[str, float | str | bool] = {
         "filter_level": options.filter_level,
         "filter_parts": options.linear_cross_entropy_parts,
@@ -44,8 +44,8 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group tails that one op call can serve: same rows, modifiers and targets, with all inputs
-    available in time.
+    """Group tails that one op call can compute: they have the same rows, modifiers and targets, and
+    all inputs exist in time.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -60,7 +60,7 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
-    """Join statistics of many parts of the rows, such as chunks, into one call over all rows.
+    """Join statistics of several parts of the rows, such as chunks, into one call over all rows.
 
     They are not joined if the parts have less than half of the rows.
     """
@@ -106,7 +106,7 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Follow a target through reshapes and copies to a source that no node writes to."""
+    """Follow a target back over reshapes and copies, to a source to which no node writes."""
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
         is_narrower = call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32)
@@ -156,8 +156,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
-    """Return the node that writes to targets or class weights after the op call of ``group`` and
-    before its last tail. The op reads them at its call, the tails read them later.
+    """Return a node that writes to targets or class weights after the op call of ``group`` and
+    before its last tail. The op reads them at its call, but the tails originally read them later.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -165,9 +165,10 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the op of ``group`` is inserted, and the region there. That is
-    the first tail, or the node that switched gradients off if the first tail is a metric and
-    another one needs gradients.
+    """Return the node before which the op of ``group`` is inserted, and the region there.
+
+    The node is the first tail. If that is a metric and another tail needs gradients, it is the node
+    that switched gradients off.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -179,9 +180,7 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 
 
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
-    """Emit the op and the results of ``group``; return the nodes that were computed again
-    earlier.
-    """
+    """Insert the op and the results of ``group``; return nodes that are now computed earlier."""
     anchor, region = _place(info, group)
     named = min((t.node for t in group), key=info.positions.__getitem__)
     again = _late(info, group)
@@ -207,7 +206,7 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
 
 
 def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
-    """Let a node that reads the shape of logits read hidden states with one feature expanded to
+    """Let a node that reads the shape of logits read one feature of the hidden states, expanded to
     V.
     """
     head, e = read.chain.head, editor
@@ -222,9 +221,9 @@ def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
 
 
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
-    """Return whether a call's losses give only one number, so that the forward computes gradients.
+    """Return whether a call's losses become one number, so that the forward can compute gradients.
 
-    Return False in an activation checkpoint, whose forward runs twice.
+    Return False in an activation checkpoint, because its forward runs twice.
     """
     tail = group[0]
     hidden = info.tensor(tail.chain.head.hidden)
@@ -261,7 +260,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how often ranks with other classes gather per-row numbers in a call."""
+    """Return how often ranks gather numbers per row in a call."""
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
@@ -281,7 +280,8 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 
 
 class GroupEmitter:
-    """Emits the op and, per tail, the few ATen nodes that turn its rows into the tail's result."""
+    """Inserts the op and, for each tail, the few ATen nodes that turn the op's rows into the tail's
+    result."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
@@ -344,7 +344,7 @@ class GroupEmitter:
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _call(self, *operands: Node | None, **settings: Any) -> Node:
-        """Insert the op, or the op for classes that are split over ranks."""
+        """Insert the op, or its variant for classes that are split over ranks."""
         e, split = self.editor, self.split
         if split is None:
             whole, adapted = op_folder.linear_cross_entropy, op_folder.linear_cross_entropy_adapted
@@ -361,8 +361,8 @@ class GroupEmitter:
     def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
         """Return the inputs of the head's low-rank parts, and the matrices they are multiplied by.
 
-        Several parts are joined into one, whose rank is their sum. Scales are applied to N numbers,
-        not V.
+        Several parts are joined into one, whose rank is the sum of theirs. Scales are applied to N
+        numbers instead of V.
         """
         e, lows, ups = self.editor, list[Node](), list[Node]()
         for part in self.head.parts:
@@ -386,12 +386,12 @@ class GroupEmitter:
         return replay_rows(e, node, steps[done:], size)
 
     def _scaled(self, node: Node) -> Node:
-        """Scale by the numbers that all rows share."""
+        """Multiply by the factors that all rows share."""
         shared = [factor for factor in self.modifiers.factors if factor.rows is None]
         return self._times(node, shared) if shared else node
 
     def _times(self, node: Node, factors: Sequence[Factor]) -> Node:
-        """Scale in fp32 if the product has 16 bits, so that a factor's gradient is summed in
+        """Multiply in fp32 if the product has 16 bits, so that a factor's gradient is summed in
         fp32.
         """
         e, dtype = self.editor, self.info.value(node).dtype
@@ -405,7 +405,7 @@ class GroupEmitter:
         return e.cast(node, dtype)
 
     def _cut(self, node: Node, dim: int, classes: tuple[int, int] | None = None) -> Node:
-        """Drop the classes that the losses do not read: a view, whose gradient is zero for them."""
+        """Return a view without the classes that the losses do not read; their gradient is zero."""
         classes = classes or self.modifiers.classes
         return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 
@@ -459,7 +459,7 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the op's results in the form for the current tail."""
+        """Return one of the op's results in the form that the current tail needs."""
         item = self._items[index]
         value = self.info.tensor(item)
         if self._silent and value is not None and value.requires_grad:
@@ -467,7 +467,7 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
-        """Return how many row steps come before the op: those that all tails share."""
+        """Return how many row steps are applied before the op: those that all tails share."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):
@@ -514,7 +514,10 @@ class GroupEmitter:
         return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
-        """Reshape ``node``, if sizes are unknown to the shape of the node from ``like``."""
+        """Reshape ``node``.
+
+        If sizes are unknown, to the shape of the node that ``like`` returns.
+        """
         if same_shape(shape, self.info.value(node).shape):
             return node
         if all(isinstance(size, int) for size in shape):
@@ -542,7 +545,7 @@ class GroupEmitter:
         return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
     def _entry(self, tail: Tail) -> Node:
-        """Return the entry of each row at its target, as a gather or a one-hot sum gives it."""
+        """Return the element of each row at its target, as a gather or a one-hot sum does."""
         e, found, factor = self.editor, self._rows(_NLL), tail.factor
         if tail.kind == "log_prob":
             factor = -factor  # the op returns minus the log-probability
@@ -562,7 +565,7 @@ class GroupEmitter:
         return found
 
     def _by_number(self, node: Node, factor: float) -> Node:
-        """Multiply by a number; insert no node if it is 1."""
+        """Multiply by a number; if it is 1, insert no node."""
         if factor in (1.0, -1.0):
             return node if factor == 1.0 else self.editor.call(aten.neg.default, node)
         return self.editor.call(aten.mul.Scalar, node, factor)
@@ -590,7 +593,7 @@ class GroupEmitter:
         return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
-        """Select the tail's rows from the op's, in the tail's shape."""
+        """Select the tail's rows from those of the op, in the tail's shape."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)

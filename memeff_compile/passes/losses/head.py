@@ -1,13 +1,13 @@
-"""Reads how a logits tensor comes from hidden states: the head, then row moves and pointwise steps.
+"""Reads how logits are computed from hidden states: the head, then row moves and pointwise steps.
 
     hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
     bias}*
 
-A head may be a sum of products: the wide one and low-rank ones, as of LoRA adapters.
+A head may be a sum of products: one wide product and low-rank products, as of LoRA adapters.
 
-Row moves leave the class dimension alone, so they commute with the product and the pointwise steps:
-they are replayed on the hidden states. Pointwise steps fold into ``scale``, ``softcap`` and
-``bias``.
+Row moves do not touch the class dimension, so they commute with the product and the pointwise
+steps. They are applied to the hidden states instead. Pointwise steps fold into ``scale``,
+``softcap`` and ``bias``.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector over the vocabulary that is added to the logits, and its later steps."""
+    """A vector over the vocabulary that is added to the logits, and the steps after it."""
 
     node: Node
     classes: tuple[int, int] | None = None  # its classes that remain at the end
@@ -115,12 +115,12 @@ class Step:
     """One node between the head and a consumer.
 
     kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
-    (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (leaves some of
-    them out), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with
-    its value. A value that the graph computes from a number of the user's (``dynamic=True`` makes
-    symbols of them) is guarded to be constant through ``symbol``. ``classes`` are the first kept
-    class and the one after the last, also for a step that moves rows as well; ``whole`` is the
-    complete call of such a node.
+    (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (selects some of
+    them), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with its
+    value. If the graph computes a value from a number of the user (``dynamic=True`` turns these
+    into symbols), a guard on ``symbol`` keeps the value constant. ``classes`` are the first kept
+    class and the class after the last one. If a step also moves rows, ``whole`` is the complete
+    call of its node.
     """
 
     node: Node
@@ -133,7 +133,7 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key that is equal for row steps with the same effect on the same rows."""
+        """Return a key that is equal for row steps that have the same effect on the same rows."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -161,7 +161,7 @@ class Chain:
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether these rows are all or some of the rows of another chain of this head."""
+        """Return whether the rows of this chain are among those of another chain of this head."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
@@ -220,7 +220,10 @@ _MAX_PARTS = 8  # low-rank products added to a head's
 
 
 class HeadReader:
-    """Reads chains of one graph, each node once, also by traces (milliseconds) if ``tracing``."""
+    """Reads chains of one graph, each node once.
+
+    If ``tracing`` is set, also by traces (milliseconds).
+    """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
         self.info, self.tracing = info, tracing
@@ -256,8 +259,9 @@ class HeadReader:
         return vocabulary >= SMALLEST_VOCABULARY and vocabulary > width
 
     def _is_of_weights(self, node: Node) -> bool:
-        """Return whether a weight is an input, or computed from parameters and buffers alone. The
-        product of two encoders, data with data, has no weight.
+        """Return whether a weight is an input, or computed only from parameters and buffers.
+
+        A product of two encoders' outputs has no such weight.
         """
         seen, queue = {node}, [node]
         while queue:
@@ -283,7 +287,8 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return ``chain`` extended by later nodes, each a step (of one of ``kinds``)."""
+        """Return ``chain`` extended by later nodes, if each of them is a step (of one of
+        ``kinds``)."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
@@ -324,7 +329,8 @@ class HeadReader:
         return head if isinstance(head, Head) else None
 
     def _sum_head(self, node: Node, left: Any, right: Any) -> Head | None:
-        """Read a head plus a low-rank product of as many rows and classes, in either order."""
+        """Read the sum of a head and a low-rank product with the same rows and classes, in either
+        order."""
         values = [self.info.tensor(each) for each in (left, right, node)]
         shapes = [value.shape for value in values if value is not None]
         if len(shapes) < 3 or not all(same_shape(shape, shapes[2]) for shape in shapes):
@@ -377,7 +383,7 @@ class HeadReader:
         return None
 
     def _cast_head(self, node: Node) -> tuple[Head | None, list[Node]]:
-        """Return a head whose result is only cast, and the casts."""
+        """Return the head of a value that is only a cast of the head's result, and the casts."""
         casts: list[Node] = []
         node = back_over(node, (aten.to.dtype,), casts)
         if not all(self.info.value(cast).dtype.is_floating_point for cast in casts):
@@ -436,8 +442,9 @@ class HeadReader:
     def _source(
         self, node: Node, transposed: bool, dtype: torch.dtype, casts: list[Node]
     ) -> tuple[Node, bool]:
-        """Follow a weight or a bias through casts and transposes. Casts must change no value, or be
-        repeated by the product's cast to its dtype.
+        """Follow a weight or a bias through casts and transposes.
+
+        Each cast must preserve all values, or the product must cast to the same dtype anyway.
         """
         while (call := call_of(node, aten.to.dtype)) is not None:
             before, after = self.info.tensor(call.args["self"]), self.info.value(node)
@@ -490,7 +497,7 @@ class HeadReader:
     ) -> bool:
         """Return whether the first operand of a product is a scale and the second one the logits.
 
-        The logits are the wider operand; of two equally wide ones, the one that comes from a head.
+        The logits are the wider operand; if both are equally wide, the one that comes from a head.
         """
         if same_shape(left_value.shape, right_value.shape):
             return self._products < _MAX_PRODUCTS and self._comes_second(left, right)
@@ -655,7 +662,7 @@ class HeadReader:
         return False
 
     def _vector_source(self, node: Node) -> Node:
-        """Return the source of a vector, before views and moves that keep its values."""
+        """Return the source of a vector: follow views and moves that keep its values back."""
         while (call := call_of(node, *_VECTOR_VIEWS)) is not None:
             before, dtype = self.info.tensor(call.args["self"]), self.info.value(node).dtype
             if before is None or before.dtype != dtype or not _is_vector(before):
@@ -713,8 +720,10 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Fold the pointwise steps of a chain, in order, into scale, softcap, bias, the tensors that
-    scale the logits, and the classes that are left.
+    """Fold the pointwise steps of a chain, in order.
+
+    The results are scale, softcap, bias, the tensors that scale the logits, and the remaining
+    classes.
     """
     pairs: list[tuple[str, Any]] = []
     factors: list[Factor] = []
@@ -749,7 +758,7 @@ def _is_held_by_module(node: Node) -> bool:
 
 
 def _class_cut(node: Node, call: Call, rank: int, width: Any) -> tuple[int, int] | Decline | None:
-    """Return which classes a slice of the last dimension leaves, or None for another call."""
+    """Return which classes remain after a slice of the last dimension, or None for another call."""
     if call.op not in (aten.slice.Tensor, aten.narrow.default):
         return None
     a, size = call.args, None if width is None else compat.known_size(width)
@@ -780,7 +789,7 @@ def _known_integer(value: Any) -> int | None:
 
 
 def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
-    """Return whether the last dimension has a size, for certain."""
+    """Return whether the last dimension certainly has this size."""
     if value is None or width is None or value.dim() < 1:
         return False
     return compat.statically_true(value.shape[-1] == width)
@@ -818,7 +827,10 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Return how ``call`` moves rows: same, reshape, rows, move, detach; None for anything else."""
+    """Return how ``call`` moves rows: same, reshape, rows, move or detach.
+
+    None for any other call.
+    """
     op, args = call.op, call.args
     last = rank - 1
     if op in SAME_OPS:
@@ -871,14 +883,12 @@ def _is_vector(value: torch.Tensor) -> bool:
 
 
 def _describe(node: Node) -> str:
-    """Return the name of the operation; for one of several results, that of the op that made
-    them.
-    """
+    """Return the name of the operation; for one of several results, the name of their op."""
     return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
 
 
 def _is_part(node: Node) -> bool:
-    """Return whether a node is one of the several results of an op, as of ``sort``."""
+    """Return whether a node is one of several results of an op, for example of ``sort``."""
     if node.target is not operator.getitem or not is_several(node.args[0]):
         return False
     return not isinstance(node.all_input_nodes[0].target, compat.HigherOrderOperator)

@@ -1,8 +1,8 @@
 """Logits among the outputs of a graph: which of them can be returned as deferred tensors, and the
 plan.
 
-Two callers: the fused loss, for logits that the model returns with it, and `defer_logits`, for
-logits of a training graph that has no loss.
+There are two callers: the fused loss, for logits that the model returns with the loss, and
+`defer_logits`, for logits of a training graph that has no loss.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SPREAD_SENTENCE = (
 
 @dataclass(frozen=True)
 class LogitsOutput:
-    """A logits tensor among the graph's outputs: their positions, and how it is computed from the
+    """A logits tensor among the graph's outputs: its positions, and how it is computed from the
     head.
     """
 
@@ -70,8 +70,10 @@ class Returned:
 
 
 def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
-    """Return the heads of a training graph whose logits are among its outputs, or the layers of as
-    many features as a head which are too narrow to be one by their shape.
+    """Return the heads of a training graph whose logits are among its outputs.
+
+    If there are none, return output layers that are too narrow to be recognised as a head by their
+    shape.
     """
     if not info.needs_grad or info.parent is not None:
         return []
@@ -112,7 +114,7 @@ def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
 
 
 def _why_no_loss(info: GraphInfo, match: Returned) -> str:
-    """Return why no loss outside the graph could use the op, or ""."""
+    """Return why a loss outside the graph could not use the op, or ""."""
     if compat.feeds_resumed_code(info.gm):
         return "Dynamo ended the graph here, and the function goes on after it"
     chains = [output.chain for output in match.outputs]
@@ -133,7 +135,7 @@ def _why_no_loss(info: GraphInfo, match: Returned) -> str:
 
 
 def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
-    """Return why the op could not serve a loss of these logits, or ""."""
+    """Return why the op would not support a loss of these logits, or ""."""
     head = chains[0].head
     hidden, weight = info.value(head.hidden), info.value(head.weight)
     vectors = [s.value for chain in chains for s in chain.steps if s.kind == "bias"]
@@ -160,8 +162,9 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
 
 
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
-    """Return why these outputs cannot be deferred (or dropped), or None. ``way_out`` is the advice
-    to give if no loss in the graph reads them.
+    """Return why these outputs cannot be deferred (or dropped), or None.
+
+    ``way_out`` is the remedy for the case that no loss in the graph reads them.
     """
     if not outputs:
         return None
@@ -223,8 +226,8 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
 
 
 def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] | str:
-    """Return A and B of the head's low-rank parts, and the adapter steps with which deferred logits
-    get the model's exact bits; or why that is not possible.
+    """Return A and B of the head's low-rank parts, and the adapter's steps, so that deferred logits
+    can have the same bits as the model's; or why that is not possible.
     """
     said = "the adapter of the head does not add a number times B(A(hidden states)) to them"
     said += ", for example because of a dropout before A"
@@ -293,7 +296,7 @@ class _Layout:
 
 
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
-    """Return how deferred logits can be the memory of these outputs, or why they cannot."""
+    """Return how deferred logits can stand for the memory of these outputs, or why they cannot."""
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)
     if any(other.node is not base.node for other in others):
@@ -372,7 +375,7 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return the views that some steps are; sizes that vary become further outputs."""
+    """Return the views of some steps; sizes that vary become further outputs of the graph."""
 
     def given(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):

@@ -1,5 +1,4 @@
-"""Heads that DTensor splits over ranks by classes: how they are read, and how their parts are
-merged.
+"""Reads heads whose classes DTensor splits over ranks, and merges their parts.
 
     x = DTensor.from_local(h, mesh, (Replicate,))
     l = linear(x, W)                          W: Shard(0), this rank's classes
@@ -61,7 +60,7 @@ _CLOSURES = (
 
 
 def lost(node: Node) -> Decline | None:
-    """Return why logits that are moved between ranks are no longer complete, or None."""
+    """Return why logits are no longer complete after they were moved between ranks, or None."""
     source: Any = node.args[0]
     before, after = compat.example_value(source), compat.example_value(node)
     if compat.is_dtensor(after):
@@ -78,12 +77,12 @@ def lost(node: Node) -> Decline | None:
 
 
 def is_everywhere(value: Any) -> bool:
-    """Return whether every rank holds all of a tensor."""
+    """Return whether every rank has the complete tensor."""
     return all(place.is_replicate() for place in value.placements)
 
 
 def _is_by_classes(logits: Any) -> bool:
-    """Return whether ranks have whole logits, or some of the classes of every row."""
+    """Return whether ranks have the whole logits, or some classes of every row."""
     from torch.distributed.tensor import Shard
 
     places = [p for p in logits.placements if not p.is_replicate()]
@@ -92,7 +91,8 @@ def _is_by_classes(logits: Any) -> bool:
 
 
 def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
-    """Return how a head is split over ranks, None if it is not, or why this is not supported."""
+    """Return how a head is split over ranks, None if it is not split, or why this split is not
+    supported."""
     operands = [compat.example_value(n) for n in (head.hidden, head.weight, head.bias) if n]
     if not any(map(compat.is_dtensor, operands)):
         return None

@@ -43,8 +43,8 @@ class Soft:
 class Peak:
     """The maximum of each row's logits, which is subtracted from them or added again.
 
-    Its value does not matter where it is added again. Its gradient cancels if it has one in both
-    uses.
+    If it is subtracted and added again, its value does not matter, and its gradient cancels if both
+    uses have one.
     """
 
     logits: Node
@@ -83,8 +83,9 @@ class SoftmaxReader:
         self.info, self.reader = info, reader
 
     def log_probs(self, node: Any) -> Soft | Decline | None:
-        """Read log-probabilities over the classes: None for other nodes, a Decline if no head made
-        them.
+        """Read log-probabilities over the classes.
+
+        Return None for other nodes, a Decline if they come from no head.
         """
         return self._read(node, self._start_of_log_probs)
 
@@ -104,7 +105,7 @@ class SoftmaxReader:
         *,
         signed: bool = False,
     ) -> Soft | Decline | None:
-        """Walk up through nodes that only move rows to the softmax that ``start`` reads."""
+        """Follow nodes that only move rows back to the softmax that ``start`` reads."""
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:
             found = start(node)
@@ -207,7 +208,7 @@ class SoftmaxReader:
         return None
 
     def peak_taken_off(self, node: Any) -> Peak | None:
-        """Return the maximum that was subtracted from logits, if ``node`` is the difference."""
+        """Return the maximum that was subtracted from logits, if ``node`` is this difference."""
         call = call_of(node, aten.sub.Tensor)
         if call is None or call.args["alpha"] != 1:
             return None
@@ -300,7 +301,7 @@ _TOTALS = named("log.default add.Tensor logsumexp.default squeeze.dim")
 
 
 def negated(node: Node) -> Node | None:
-    """Return the tensor of which ``node`` is minus the value."""
+    """Return the tensor whose negative ``node`` is."""
     call = call_of(node, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar)
     if call is None or (call.op is not aten.neg.default and call.args["other"] not in (-1, -1.0)):
         return None
@@ -309,8 +310,9 @@ def negated(node: Node) -> Node | None:
 
 
 def _of_maximum(node: Any) -> tuple[Any, int]:
-    """Return the tensor of which ``node`` is the maximum over one dimension, and the dimension; or
-    None.
+    """Return the tensor of which ``node`` is the maximum over one dimension, and the dimension.
+
+    Or None.
     """
     call = call_of(node, aten.amax.default)
     is_values = True

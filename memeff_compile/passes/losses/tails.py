@@ -1,7 +1,8 @@
 """Finds the readers of logits: losses, gathered log-probabilities, log-sum-exps, metrics.
 
-A *tail* is one consumer of logits that memeff::linear_cross_entropy can serve; a *site* is a head
-and all its tails. A node that looks like a loss but cannot be read is a Decline.
+A *tail* is one consumer of logits that memeff::linear_cross_entropy can compute; a *site* is a head
+and all its tails. For a node that looks like a loss but cannot be read, the reader returns a
+Decline.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .targets import INDICES, OneHot, counts_up, read_one_hot
 
 @dataclass(frozen=True)
 class Tail:
-    """One consumer of logits that the op can serve.
+    """One consumer of logits that the op can compute.
 
     kind is, with a target, ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
     log-probabilities) or ``logit`` (gather on the logits themselves); without one, ``lse``
@@ -87,14 +88,15 @@ def reads_sum(tail: Tail) -> bool:
 
 
 def is_silent(info: GraphInfo, tail: Tail) -> bool:
-    """Return whether no gradient flows back through ``tail``: detached, under no_grad, an index."""
+    """Return whether no gradient flows back through ``tail``: it is detached, under no_grad, or an
+    index."""
     value = info.tensor(tail.node)
     return value is None or not value.requires_grad
 
 
 @dataclass(frozen=True)
 class Picked:
-    """One class of each row of ``source``, by its index."""
+    """The element at one class index in each row of ``source``."""
 
     source: Node
     index: Node
@@ -150,7 +152,7 @@ class TailReader:
         self.untraced = HeadReader(info, tracing=False)
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
-        """Yield the values that ``node`` reads from logits, or why it cannot be served."""
+        """Yield the tails that ``node`` reads from logits, or why it is not supported."""
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
             return
@@ -267,7 +269,7 @@ class TailReader:
             yield from self._entry(node, picked)
 
     def _indexed(self, node: Node) -> Iterable[Tail | Decline]:
-        """Read ``x[arange(rows), targets]``: of each row, the entry of its target."""
+        """Read ``x[arange(rows), targets]``: in each row, the element at the target."""
         picked = self._picked_by_index(node)
         if isinstance(picked, Decline):
             yield picked
@@ -314,7 +316,7 @@ class TailReader:
         return self._rows_differ(node, source)
 
     def _rows_differ(self, node: Node, source: Node) -> Decline | None:
-        """Return why indexed single entries of log-probabilities are not supported."""
+        """Return why indexing single elements of log-probabilities is not supported."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"
@@ -323,7 +325,7 @@ class TailReader:
         return Decline("rows_differ", said, f"{hint}states to the rows that count", node)
 
     def _entry(self, node: Node, picked: Picked) -> Iterable[Tail | Decline]:
-        """Read one class per row of logits or of log-probabilities, or of minus these."""
+        """Read one class per row of logits, of log-probabilities, or of their negatives."""
         source, index = picked.source, picked.index
         soft = self.softmax.signed_log_probs(source)
         if isinstance(soft, Decline):
@@ -414,7 +416,8 @@ class TailReader:
             yield Tail(node, "top", chain, through=(*before, *through), keepdim=a["keepdim"])
 
     def _sum(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
-        """Read a sum over the classes: an entropy, or of log-probabilities, weighted or not."""
+        """Read a sum over the classes: an entropy, or a sum of log-probabilities, weighted or
+        not."""
         a, reduction = {"dim": None, "keepdim": False, **a}, 2 if a.get("dim") is None else 0
         if not self._is_over_a_dimension(a, reduction):
             return
@@ -435,7 +438,8 @@ class TailReader:
             yield from self._class_sum(node, a, reduction, is_mean=True)
 
     def _is_over_a_dimension(self, a: Any, reduction: int) -> bool:
-        """Return whether one dimension is summed, or all, in the dtype of the numbers or wider."""
+        """Return whether a sum is over one dimension, or over all, in the dtype of the numbers or a
+        wider one."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
         if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False
@@ -476,7 +480,7 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail | Decline]:
-        """Read a sum over the classes of log-probabilities times targets: one-hot, or any."""
+        """Read a sum over the classes of log-probabilities times targets, which may be one-hot."""
         left, right = call.args["self"], call.args["other"]
         for logs, targets in ((left, right), (right, left)):
             soft = self.softmax.signed_log_probs(logs)
@@ -615,8 +619,9 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the index that torch.distributions gathers log-probabilities by, and the removed
-    nodes. It is ``broadcast_tensors(index, logits)[0][..., :1]``; the broadcast reads the logits.
+    """Return the index by which torch.distributions gathers log-probabilities, and the nodes to
+    remove. The node is ``broadcast_tensors(index, logits)[0][..., :1]``; the broadcast reads the
+    logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()
@@ -632,7 +637,8 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
-    """Remove minus signs from ``node``: return the operand, the sign, and the removed nodes."""
+    """Return the operand of ``node`` without minus signs, the sign, and the nodes that were
+    skipped."""
     sign, taken = 1, list[Node]()
     while (below := negated(node)) is not None:
         taken.append(node)
@@ -641,7 +647,7 @@ def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
 
 
 def _same_logits(a: Chain, b: Chain) -> bool:
-    """Return whether two chains have equal values in the same positions, gradients aside."""
+    """Return whether two chains have equal values in the same positions; gradients may differ."""
     left, right = fold(a), fold(b)
     return (
         a.head.node is b.head.node
@@ -672,7 +678,7 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Return the tails without those that only other tails read, losses first.
+    """Return the tails, losses first, without those that only other tails read.
 
     An example of a removed tail is a normalisation's logsumexp.
     """
@@ -683,5 +689,6 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether a gather on logits has their logsumexp, over its rows or, in loops, parts."""
+    """Return whether there is a logsumexp for a gather on logits, over its rows or, in loops, over
+    their parts."""
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)

@@ -1,4 +1,4 @@
-"""Reads how a hand-written loss selects its classes: row positions and one-hot forms.
+"""Reads how an explicitly written loss selects its classes: row positions and one-hot forms.
 
 x[arange(rows), targets]
 one_hot(targets, V), its casts, and a * one_hot + b
@@ -21,7 +21,7 @@ INDICES = torch.int64, torch.int32
 
 
 def counts_up(info: GraphInfo, index: Node, dim: int, rows: Sequence[Any], reader: Node) -> bool:
-    """Return whether ``index`` is, for ``reader``, each row's own position along ``dim``."""
+    """Return whether ``reader`` sees in ``index`` each row's own position along ``dim``."""
     value = info.tensor(index)
     wanted = [1] * len(rows)
     wanted[dim] = rows[dim]
@@ -52,7 +52,7 @@ _POSITION_MOVES = named(
 
 @dataclass(frozen=True)
 class OneHot:
-    """Targets of every class: ``base``, and ``peak`` more for the class of ``index``."""
+    """Targets for every class: ``base``, plus ``peak`` for the class of ``index``."""
 
     index: Node
     base: float
@@ -183,7 +183,7 @@ def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
 
 
 def _written_one_hot(info: GraphInfo, nodes: Sequence[Node]) -> OneHot | None:
-    """Read a new tensor that is filled with a number, and with another at the targets."""
+    """Read a new tensor that is filled with one number, and with another number at the targets."""
     if not nodes:
         return None
     made, *writers = nodes

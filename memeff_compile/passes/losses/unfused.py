@@ -1,8 +1,8 @@
-"""Find output projections of a training graph whose loss was not fused, and report each.
+"""Finds output projections of a training graph whose loss was not fused, and reports each.
 
-An output projection (head) differs from a wide layer inside a model by the use of its product. The
-product of a layer feeds another product. The product of a head is reduced to at most one number per
-row, as in a loss, or leaves the graph.
+An output projection (head) is distinguished from a wide layer inside a model by the use of its
+product. The product of a layer feeds another product. The product of a head is reduced to at most
+one number per row, as in a loss, or leaves the graph.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def unfused_heads(
 
 
 def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
-    """Return a node as a head, if it is a product with that many classes and a gradient."""
+    """Return a node as a head, if it is a product with at least 8,192 classes and a gradient."""
     value = info.tensor(node)
     if node_name(node) not in _PRODUCTS or value is None or not value.requires_grad:
         return None
@@ -100,7 +100,8 @@ def _elements(info: GraphInfo, node: Node) -> int:
 
 
 def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -> Decline | None:
-    """Return a Decline that names the loss that reads the classes, or how they leave the graph."""
+    """Return a Decline that names the loss that reads the classes, or how the classes leave the
+    graph."""
     classes = compat.size_hint(info.value(head.node).shape[-1])
     for node in ends:
         value = info.tensor(node)

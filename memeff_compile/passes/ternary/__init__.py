@@ -1,1 +1,1 @@
-"""How layers with ternary weights are read in a graph."""
+"""Reads layers with ternary weights in a graph."""

@@ -45,7 +45,8 @@ class Quantized:
 
 @dataclass
 class _Chain:
-    """Nodes of a chain as they are read, from its end, and of the numbers in it."""
+    """The nodes of a chain, in the order in which they are read from its end, and the nodes of its
+    numbers."""
 
     nodes: list[Node] = field(default_factory=list)
     numbers: list[Node] = field(default_factory=list)
@@ -56,7 +57,7 @@ class _Chain:
         return node
 
     def number(self, value: Any) -> float:
-        """Return the number that a value is, or that a symbol is at present."""
+        """Return a value as a number; for a symbol, its current number."""
         found = compat.known_number(value)
         if found is None:
             raise _Misfit("learned_scale", "one of its constants is computed")
@@ -134,7 +135,10 @@ def _read(node: Node) -> Quantized:
 
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
-    """Read the scale of a whole weight, codes per unit or the size of a step; the source is it."""
+    """Read the scale of a whole weight: codes per unit, or the size of a step.
+
+    The source is the weight.
+    """
     chain = _Chain()
     try:
         reading = read(scale)
@@ -152,9 +156,7 @@ def read_weight_scale(scale: Node) -> Quantized | Unread:
 
 
 def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> Quantized | None:
-    """Read `x + (q - x).detach()`, or the same without the detach where no operand has a
-    gradient.
-    """
+    """Read `x + (q - x).detach()`, or the same without the detach if no operand has a gradient."""
     kept = list(chain.nodes)
     chain.take(value)
     difference = _without_detach(chain, other)
@@ -185,8 +187,9 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 
 
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
-    """Read the chain inside an estimator: its source must be the tensor that the estimator adds
-    back.
+    """Read the chain inside an estimator.
+
+    Its source must be the tensor that the estimator adds back.
     """
     end = _without_casts(chain, quantized)
     found, quantizer, is_weight = _fake_quantized(chain, end, source)
@@ -215,7 +218,8 @@ def _body(node: Node, place: int) -> Any:
 
 
 def _through_function(chain: _Chain, item: Node) -> Quantized:
-    """Read an autograd Function: its forward quantises, its backward hands the gradient on."""
+    """Read an autograd Function whose forward quantises and whose backward passes the gradient
+    on."""
     call = behind_item(item)
     forward, backward = _body(call, 0), _body(call, 1)
     operands = call.args[2:]
@@ -260,8 +264,9 @@ def _hands_gradient_on(graph: Any) -> bool:
 def _fake_quantized(
     chain: _Chain, end: Node, wanted: Node | None = None
 ) -> tuple[Node, Quantizer, bool]:
-    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight. Only its larger
-    half may be kept, before or after; not before, if the masked x is `wanted`.
+    """Read `clamp(round(x * s)) / s`; return x, how it is quantised, and whether it is a weight.
+
+    A mask of the larger half may come before or after; not before, if the masked x is `wanted`.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -382,7 +387,7 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
-    """Read `levels / t`, or `t / levels` where the scale is a step; return t and the levels."""
+    """Read `levels / t`, or `t / levels` if the scale is a step; return t and the levels."""
     if is_step:
         call = _call_of(scale, "div")
         if call is None:
@@ -421,7 +426,8 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
-    """Read the reduction: whether it is a mean, whether over all elements, and its operand."""
+    """Read the reduction: return whether it is a mean, whether it is over all elements, and its
+    operand."""
     reduced = behind_item(node)
     chain.take(node)
     call = _call_of(reduced, "max", "amax", "mean")
@@ -463,7 +469,7 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
 
 
 def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
-    """Return the node before detaches and casts that keep every bit."""
+    """Follow detaches and casts that keep every bit back to their source."""
     while (call := call_of(node, aten.to.dtype, aten.detach.default)) is not None:
         held, cast = (compat.example_value(each).dtype for each in (call.args["self"], node))
         if cast not in (held, torch.float32) or held == torch.float64 != cast:
@@ -486,7 +492,7 @@ def _require_one_dtype(*nodes: Node) -> None:
 
 
 def _base(call: Call) -> str:
-    """Return the name of an op, the same in place and not."""
+    """Return the name of an op; the in-place form has the same name."""
     return str(compat.schema(call.op).name.split("::")[-1]).rstrip("_")
 
 
@@ -507,7 +513,7 @@ def _one(node: Any, names: tuple[str, ...], what: str) -> Call:
 
 
 def _tensors(call: Call) -> tuple[Node, Node]:
-    """Return both operands, which have to be tensors."""
+    """Return both operands, which must be tensors."""
     left, right = call.args["self"], call.args["other"]
     if not isinstance(left, Node) or not isinstance(right, Node):
         raise _learned("it is scaled by a number", "learned and fixed scales are")
@@ -543,7 +549,7 @@ def _without_detach(chain: _Chain, node: Node) -> Node:
 
 
 def _is_same(a: Any, b: Node) -> bool:
-    """Return whether two nodes are one value: aliases and detaches aside."""
+    """Return whether two nodes are the same value, apart from aliases and detaches."""
     sides = (aten.detach.default, aten.alias.default)
     return back_over(a, sides) is back_over(b, sides)
 
@@ -554,8 +560,9 @@ def _requires_grad(node: Node) -> bool:
 
 
 def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
-    """Return a node outside a chain that uses one of its values before the end, or None. Results of
-    the graph do not count: Dynamo returns every value of a Function's body, used or not.
+    """Return a node outside a chain that uses one of its values before the end, or None.
+
+    Results of the graph do not count: Dynamo returns every value of a Function's body, used or not.
     """
     inside = set(chain) | {end}
     for node in chain:

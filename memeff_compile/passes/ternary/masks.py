@@ -1,4 +1,4 @@
-"""Reads the mask of the larger half of a token: x.abs() >= its K / 2 largest value."""
+"""Reads the mask of the larger half of a token: x.abs() >= the (K / 2)-th largest value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..graph.canonical import aten, call_of, read_one
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     """Return x and the nodes of `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, perhaps cast,
-    or None: a ranking by a scatter of indices keeps other elements if some are equal.
+    or None. A ranking by a scatter of indices is not read: it keeps other elements if some are
+    equal.
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
@@ -42,8 +43,10 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
 
 
 def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
-    """Read the last, or the smallest, of the values along the last axis, the axis kept; return them
-    and whether they have to be sorted, since the least is selected by position.
+    """Read the last, or the smallest, value along the last axis, with the axis kept.
+
+    Return the values, and whether they must be sorted, which is so if the smallest is selected by
+    its position.
     """
     call = read_one(node)
     if call is None:
@@ -83,7 +86,7 @@ def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> 
 
 
 def behind_item(node: Node) -> Node:
-    """Return the node that ``node`` is the first result of, or the node itself."""
+    """Return the node whose first result ``node`` is, or the node itself."""
     is_first = node.target is operator.getitem and node.args[1] == 0
     whole = node.args[0] if is_first else node
     return whole if isinstance(whole, Node) else node

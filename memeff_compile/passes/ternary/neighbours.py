@@ -22,7 +22,7 @@ from .chains import both, other_user
 
 @dataclass(frozen=True)
 class Entering:
-    """The ops before a linear that its tokens pass through."""
+    """The ops that are applied to a linear's tokens before it."""
 
     source: Node  # the input: x, or the gate where `up` is given
     up: Node | None = None  # the other factor of a squared-ReLU gate, or None
@@ -32,8 +32,9 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Read norm and gate before `node`, whose only users are `users`. A node with other users has
-    to be computed anyway and is left out.
+    """Read norm and gate before `node`, whose only users are `users`.
+
+    A node with other users must be computed anyway and is not included.
     """
     found = Entering(node)
     norm = _norm(node)
@@ -127,7 +128,7 @@ def _factors(node: Node) -> list[tuple[Node, Node]]:
 
 
 def _are_alike(values: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors have one shape and dtype, for certain."""
+    """Return whether tensors certainly have the same shape and dtype."""
     first, *others = values
     return all(v.dtype == first.dtype and same_shape(v.shape, first.shape) for v in others)
 
@@ -141,7 +142,10 @@ def _name(call: Call) -> str:
 
 
 def _without_cast(node: Node, chain: list[Node]) -> Node:
-    """Return the operand if ``node`` is a cast, which then joins the chain; or the node."""
+    """Return the operand if ``node`` is a cast, and add the cast to the chain.
+
+    Otherwise return the node.
+    """
     if (call := call_of(node, aten.to.dtype)) is None:
         return node
     if node not in chain:
@@ -155,8 +159,9 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activations between two results (gate and up) and their product, or None. Only
-    the backward pass of these and of the product needs their values.
+    """Return the activations between two results (gate and up) and their product, or None.
+
+    Only the backward pass of these and of the product needs their values.
     """
     if len(results) != 2:
         return None
@@ -207,7 +212,7 @@ _COMPUTED = "add mul embedding linear ternary_linear kv_cache_attention"
 
 
 def is_computed(node: Node) -> bool:
-    """Return whether a kernel of this graph makes the value, for certain."""
+    """Return whether a kernel of this graph certainly computes the value."""
     for _ in range(16):
         if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
             return False

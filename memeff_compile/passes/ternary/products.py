@@ -1,4 +1,4 @@
-"""Reads calls of `memeff::ternary_linear_product`, made by `ternarize_`'s linears.
+"""Reads the calls of `memeff::ternary_linear_product` that the linears of `ternarize_` make.
 
 Each linear quantises its input separately; linears with one input can share one call.
 """
@@ -66,7 +66,7 @@ def read_product(info: GraphInfo, node: Node) -> Product | None:
 
 
 def _quantize_of(items: list[Any]) -> Node | None:
-    """Return the call that has these three results."""
+    """Return the call whose three results these nodes are."""
     calls = set()
     for place, item in enumerate(items):
         is_item = isinstance(item, Node) and item.target is operator.getitem
