@@ -34,6 +34,15 @@ class Mode:
     mantissa: int | None = None
     share: float | None = None
 
+    @property
+    def is_exact(self) -> bool:
+        """Return whether only rounding tells the mode from the exact model."""
+        return (
+            self.cache in (None, {"bits": 16})
+            and self.level is None
+            and self.mantissa in (None, max(MANTISSAS))
+        )
+
 
 def modes(layers: int) -> list[Mode]:
     """Return every mode for a model of so many layers, and two that are exact.

@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows
 from benchmarks.quality import tasks
-from benchmarks.quality.answering import Answering
+from benchmarks.quality.answering import Answering, Prompts
 from benchmarks.quality.modes import Mode, modes
 from benchmarks.quality.subject import Subject
 from memeff_compile.errors import MemeffError
@@ -58,9 +58,13 @@ TUNED = "fine-tuned, "
 """How modes of fine-tuned models begin; a method and a seed follow."""
 
 
-def batch_of(length: int, device: str) -> int:
-    """Return how many rows of a length go through the model at a time."""
-    return max(1, (65_536 if device == "cuda" else 2048) // length)
+def batch_of(items: tasks.Rows, device: str) -> int:
+    """Return how many rows go through the model at a time; rows of two texts never do."""
+    length, is_gpu = items.ids.shape[1], device == "cuda"
+    if items.group == 1:
+        return max(1, (65_536 if is_gpu else 2048) // length)
+    most = max(1, (131_072 if is_gpu else 16_384) // length)
+    return max(each for each in range(1, items.group + 1) if items.group % each == 0 and each <= most)
 
 
 class Run:
@@ -120,25 +124,34 @@ def measure(given: argparse.Namespace) -> int:
 
 
 def _answer(run: Run, subject: Subject, seed: int) -> None:
-    made: dict[str, tasks.Rows] = {}
-    for mode in modes_of(subject, run.given):
-        answering: Answering | None = None
+    """Ask a task of all modes, and only then the next; other weights, which need room, come last."""
+    rows_of = functools.cache(
+        lambda task: tasks.rows_of(
+            subject.tokenizer, task, seed, run.given.count, run.given.questions
+        )
+    )
+    asked, found, exact = tasks_of(subject, run.given), modes_of(subject, run.given), Prompts()
+    light = [mode for mode in found if mode.mantissa is None and not mode.compiled]
 
-        def make(task: tasks.Task, mode: Mode = mode) -> dict[str, Any]:
-            nonlocal answering
-            answering = answering or Answering(subject, mode)
-            if task.name not in made:
-                made[task.name] = tasks.rows_of(subject.tokenizer, task, seed, run.given.count)
-            batch = batch_of(task.length, subject.device)
-            return answering.row(made[task.name], task.kind, batch)
+    held: dict[Mode, Answering] = {}
 
-        for task in tasks_of(subject, run.given):
-            is_asked = mode.name == EXACT.name or run.given.tasks
-            if not is_asked and not run.is_solved(subject.name, task):
-                continue
-            facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
-            facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
-            run.write(facts, functools.partial(make, task))
+    def make(task: tasks.Task, mode: Mode) -> dict[str, Any]:
+        items = rows_of(task)
+        if mode not in held:
+            if mode not in light:
+                held.clear()
+            held[mode] = Answering(subject, mode, exact=exact)
+        return held[mode].row(items, task.kind, batch_of(items, subject.device))
+
+    order = [(task, mode) for task in asked for mode in light]
+    order += [(task, mode) for mode in found if mode not in light for task in asked]
+    for task, mode in order:
+        is_asked = mode.name == EXACT.name or run.given.tasks
+        if not is_asked and not run.is_solved(subject.name, task):
+            continue
+        facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
+        facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
+        run.write(facts, functools.partial(make, task, mode))
 
 
 def _time(run: Run, subject: Subject) -> None:
@@ -345,6 +358,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--longest", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--count", type=int, help="items of a task, for a trial")
+    parser.add_argument("--questions", type=int, help="about each text; a task's own number without")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     parser.add_argument("--shape", nargs=3, type=int, default=[8, 2048, 9], metavar="N",

@@ -52,7 +52,7 @@ class Knowing:
     def __init__(self, tells: bool = True) -> None:
         self.tokenizer, self.tells = Bytes(), tells
 
-    def states(self, ids: Tensor, *_: Any, layers: bool) -> States:
+    def states(self, ids: Tensor, *_: Any, **__: Any) -> States:
         last = torch.zeros(*ids.shape, 257)
         for row, tokens in enumerate(ids.tolist()):
             seen: dict[tuple[int, ...], int] = {}
@@ -74,7 +74,7 @@ def rows(name: str, count: int = COUNT, seed: int = 0) -> tasks.Rows:
 
 def judged(found: tasks.Rows, kind: str, tells: bool = True) -> list[bool]:
     subject: Any = Knowing(tells)
-    return answering.Answering(subject, Mode("exact")).judge(found, kind, batch=2)
+    return answering.Answering(subject, Mode("exact")).judge(found, kind, batch=2)[0]
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -163,9 +163,9 @@ def test_choices_go_by_probability_of_a_character() -> None:
         ]
     )
     ids[0, -1] = ids[1, -1] = 1
-    found = tasks.Rows(ids, [1, 1], [1, 2], 9, 2, ["", ""])
+    found = tasks.Rows(ids, [27, 27], [1, 1], [1, 2], 9, 2, ["", ""])
     assert judged(found, "choice") == [False], "the longer answer has more probability a character"
-    same = tasks.Rows(ids, [1, 1], [1, 1], 9, 2, ["", ""])
+    same = tasks.Rows(ids, [27, 27], [1, 1], [1, 1], 9, 2, ["", ""])
     assert judged(same, "choice") == [True]
 
 
@@ -287,8 +287,10 @@ def test_exact_modes_answer_as_the_exact_model(mode: Mode, folder: Path) -> None
 
     subject = Subject(folder, "cpu", torch.float32)
     items = tasks.rows_of(subject.tokenizer, BY_NAME["addition, likeliest of 4"], 0, 3)
-    plain = answering.Answering(subject, Mode("exact")).judge(items, "choice", 4)
-    assert answering.Answering(subject, mode).judge(items, "choice", 4) == plain
+    plain, margins = answering.Answering(subject, Mode("exact")).judge(items, "choice", 4)
+    found = answering.Answering(subject, mode).judge(items, "choice", 4)
+    assert found[0] == plain
+    assert found[1] == pytest.approx(margins, abs=1e-5)
 
 
 def test_the_page_shows_what_the_rows_say() -> None:
