@@ -124,7 +124,8 @@ class Answering:
         they are read apart from the others.
         """
         given: dict[str, Any] = {"around": self.around(), "layers": False}
-        if self.mode.cache is None and (self.mode.compiled or not is_shared):
+        is_read = self.mode.cache is not None or self.mode.in_pieces or is_shared
+        if self.mode.compiled or not is_read:
             found = self.subject.states(ids, self.model, **given).last
         else:
             cache = self._after(ids[:, :first], ids.shape[1], is_shared)

@@ -54,6 +54,7 @@ AFTER = 256
 """Tokens after a prompt whose time is compared."""
 COMPILED = Mode("compiled", compiled=True)
 EXACT = Mode("exact")
+IN_PIECES = Mode("transformers' own cache", in_pieces=True)
 TUNED = "fine-tuned, "
 """How modes of fine-tuned models begin; a method and a seed follow."""
 
@@ -64,7 +65,9 @@ def batch_of(items: tasks.Rows, device: str) -> int:
     if items.group == 1:
         return max(1, (65_536 if is_gpu else 2048) // length)
     most = max(1, (131_072 if is_gpu else 16_384) // length)
-    return max(each for each in range(1, items.group + 1) if items.group % each == 0 and each <= most)
+    return max(
+        each for each in range(1, items.group + 1) if items.group % each == 0 and each <= most
+    )
 
 
 class Run:
@@ -183,7 +186,7 @@ def modes_of(subject: Subject, given: argparse.Namespace) -> list[Mode]:
     """Return the modes to measure, the exact model first; one of a fine-tuned model."""
     if subject.tuned:
         return [Mode(f"{TUNED}{subject.tuned}")]
-    found = [EXACT, *modes(subject.layers), COMPILED]
+    found = [EXACT, IN_PIECES, *modes(subject.layers), COMPILED]
     if given.modes:
         found = [mode for mode in found if any(part in mode.name for part in given.modes)]
     return [mode for mode in found if not any(part in mode.name for part in LEFT_OUT)]
@@ -282,6 +285,45 @@ def mean_of(made: dict[str, Change], over: list[str]) -> Change | None:
     return Change(right, change, error)
 
 
+class Agreement(NamedTuple):
+    """How an exact mode's answers differ from the exact model's.
+
+    Attributes:
+        items: those of both.
+        others: items that only one of both has right.
+        tie: the largest margin by which the exact model is right or wrong in one of these.
+        moved: the largest change of a margin in 99 of 100 items: what rounding does.
+    """
+
+    items: int
+    others: int
+    tie: float
+    moved: float
+
+
+def agreements(found: list[dict[str, Any]]) -> dict[str, Agreement]:
+    """Return the agreement of each mode that only rounding tells from the exact model."""
+    latest = rows.latest(
+        [row for row in found if "margins" in row], "task", "seed", "mode", "digest"
+    )
+    key = ("task", "seed", "digest")
+    exact = {tuple(r[n] for n in key): r for r in latest if r["mode"] == EXACT.name}
+    made = {}
+    for mode in dict.fromkeys(row["mode"] for row in latest if row["mode"] != EXACT.name):
+        others, moved = [], []
+        for row in (row for row in latest if row["mode"] == mode):
+            own = exact.get(tuple(row[name] for name in key))
+            if own is None:
+                continue
+            moved += [abs(a - b) for a, b in zip(own["margins"], row["margins"], strict=True)]
+            pairs = zip(own["answers"], row["answers"], own["margins"], strict=True)
+            others += [abs(margin) for a, b, margin in pairs if a != b]
+        if moved:
+            worst = sorted(moved)[int(0.99 * (len(moved) - 1))]
+            made[mode] = Agreement(len(moved), len(others), max(others, default=0.0), worst)
+    return made
+
+
 def costs(found: list[dict[str, Any]], mode: str) -> str:
     """Return the size of a mode's cache or weights, in percent of the exact model's."""
     share = share_of_bytes(found, mode)
@@ -294,9 +336,15 @@ def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
     bits = [row["bits"] for row in own if "bits" in row]
     if bits:
         return float(bits[-1]) / 16
-    exact = [row for row in found if row["mode"] == "cache, 16 bits"]
-    sizes = [row["cache_mib"] for row in (*own[-1:], *exact[-1:]) if "cache_mib" in row]
-    return sizes[0] / sizes[1] if len(sizes) == 2 else None
+    for name, at in (("cache_mib", "prompt"), ("cache_bytes_a_token", "length")):
+        sized = [row for row in found if name in row]
+        exact = {row[at]: row[name] for row in sized if row["mode"] == "cache, 16 bits"}
+        both = {
+            row[at]: row[name] / exact[row[at]] for row in own if name in row and row[at] in exact
+        }
+        if both:
+            return float(both[max(both)])
+    return None
 
 
 def share_of_time(found: list[dict[str, Any]], mode: str) -> float | None:
@@ -332,6 +380,12 @@ def table(given: argparse.Namespace) -> int:
         left = [f"{t} ({100 * c.right:.0f} %)" for t, c in made["exact"].items() if t not in over]
         if left:
             print(f"\nNot above chance: {', '.join(left)}.")
+        if agreed := agreements(asked):
+            print("\n| exact mode | items | other answers | their margin | margins move by |")
+            print("|---" * 5 + "|")
+        for mode, how in agreed.items():
+            margin = f"{how.tie:.2g}" if how.others else ""
+            print(f"| {mode} | {how.items:,} | {how.others} | {margin} | {how.moved:.2g} |")
     return 0
 
 
@@ -358,7 +412,9 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--longest", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--count", type=int, help="items of a task, for a trial")
-    parser.add_argument("--questions", type=int, help="about each text; a task's own number without")
+    parser.add_argument(
+        "--questions", type=int, help="about each text; a task's own number without"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     parser.add_argument("--shape", nargs=3, type=int, default=[8, 2048, 9], metavar="N",

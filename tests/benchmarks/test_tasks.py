@@ -108,6 +108,29 @@ def answers(found: tasks.Rows) -> list[tuple[str, str]]:
     return shown
 
 
+@pytest.mark.parametrize("name", ["needles, 2k", "copying", "definitions"])
+def test_rows_of_one_text_have_their_first_tokens_in_common(name: str) -> None:
+    found = tasks.rows_of(Bytes(), BY_NAME[name], 0, 4, questions=2)
+    assert found.group == (found.each if BY_NAME[name].is_apart else 2)
+    for group in found.ids.split(found.group):
+        assert (group[:, : found.first] == group[:1, : found.first]).all()
+    assert len({tuple(ids[: found.first].tolist()) for ids in found.ids}) == (
+        len(found.ids) // found.group
+    )
+    for ids, end, count in zip(found.ids, found.ends, found.answers, strict=True):
+        assert (ids[end:] == ids[end - 1]).all()
+        answer = Bytes().decode(ids[end - count : end])
+        assert name != "needles, 2k" or Bytes().decode(ids[: found.first]).count(answer) == 1
+    assert len(set(found.questions)) == 4
+
+
+def test_questions_about_one_text_are_answered_as_about_their_own() -> None:
+    found = tasks.rows_of(Bytes(), BY_NAME["key-value, 2k"], 0, 4, questions=4)
+    subject: Any = Knowing()
+    alone = answering.Answering(subject, Mode("exact"))
+    assert alone.judge(found._replace(group=1), "exact", 2)[0] == [True] * 4
+
+
 def test_sums_are_right() -> None:
     for prompt, answer in answers(rows("addition", 20)):
         a, b = re.findall(r"(\d+) \+ (\d+) =$", prompt)[0]
@@ -291,6 +314,45 @@ def test_exact_modes_answer_as_the_exact_model(mode: Mode, folder: Path) -> None
     found = answering.Answering(subject, mode).judge(items, "choice", 4)
     assert found[0] == plain
     assert found[1] == pytest.approx(margins, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", [Mode("exact"), Mode("cache", cache={"bits": 16})], ids=str)
+def test_a_text_is_read_once_for_all_questions(mode: Mode, folder: Path) -> None:
+    from benchmarks.quality.subject import Subject
+
+    subject = Subject(folder, "cpu", torch.float32)
+    items = tasks.rows_of(subject.tokenizer, BY_NAME["copying"], 0, 4, questions=4)
+    _, plain = answering.Answering(subject, Mode("exact")).judge(
+        items._replace(group=1), "exact", 4
+    )
+    read = answering.Answering(subject, mode)
+    _, found = read.judge(items, "exact", 2)
+    assert found == pytest.approx(plain, abs=1e-5)
+    (pairs,) = read.exact.known.values()
+    assert pairs[0][0].shape[::2] == (1, items.first), "one row, for two batches of two"
+
+
+def test_attention_in_low_bits_goes_on_after_keys_of_a_cache() -> None:
+    from benchmarks.quality.subject import Lowered
+
+    q, k, v = torch.randn(3, 1, 2, 40, 16, dtype=torch.float64).unbind()
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, 24:]
+    mask = torch.ones(16, 40, dtype=torch.bool).tril(24)
+    lowered = Lowered("8b", judged=False)  # in fp64 the op computes the exact formula
+    with lowered.forward():
+        call = torch.nn.functional.scaled_dot_product_attention
+        found = call(q[:, :, 24:], k, v, attn_mask=mask)
+        assert not lowered.exact
+        call(q[:, :, 24:], k, v, attn_mask=mask.roll(1, 1))
+    assert lowered.exact == {1}, "another mask than the causal one"
+    assert torch.allclose(found, wanted)
+
+
+def test_exact_modes_are_told_by_margins() -> None:
+    found = [row("exact", "10", margins=[0.2, -3.0]), row("same", "00", margins=[-0.1, -3.1])]
+    made = task_scores.agreements([*found, row("half", "01")])
+    assert list(made) == ["same"]
+    assert made["same"] == pytest.approx((2, 1, 0.2, 0.1))
 
 
 def test_the_page_shows_what_the_rows_say() -> None:
