@@ -127,7 +127,7 @@ def measure(given: argparse.Namespace) -> int:
 
 
 def _answer(run: Run, subject: Subject, seed: int) -> None:
-    """Ask a task of all modes, and only then the next; other weights, which need room, come last."""
+    """Ask a task of all modes, then the next one; other weights, which need room, come last."""
     rows_of = functools.cache(
         lambda task: tasks.rows_of(
             subject.tokenizer, task, seed, run.given.count, run.given.questions
