@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality import answering, task_scores, tasks
+from benchmarks.quality import answering, speech, task_scores, tasks
 from benchmarks.quality.modes import Mode
 from benchmarks.quality.subject import States
 from tests.support.scripts import script
@@ -217,6 +217,14 @@ def row(mode: str, answers: str, task: str = "copying", **others: Any) -> dict[s
     return {**facts, "digest": "d", "task": task, "mode": mode, "answers": answers, **others}
 
 
+@pytest.mark.parametrize(
+    ("found", "errors"),
+    [("a b c", 0), ("a c", 1), ("a x c", 1), ("a b b c", 1), ("", 3), ("c a b", 2)],
+)
+def test_words_that_were_heard_wrongly_are_counted(found: str, errors: int) -> None:
+    assert speech.word_errors(["a", "b", "c"], found.split()) == errors
+
+
 def test_modes_are_compared_item_by_item() -> None:
     found = [row("exact", "1110"), row("half", "1011"), row("half", "0000", digest="other")]
     made = task_scores.scores(found)
@@ -357,10 +365,12 @@ def test_exact_modes_are_told_by_margins() -> None:
 
 def test_the_page_shows_what_the_rows_say() -> None:
     page = (ROOT / "docs" / "measured" / "tasks.md").read_text()
-    files = sorted((ROOT / "benchmarks" / "results").glob("*/tasks.jsonl"))
-    assert files
-    for file in files:
-        shown = script("task_scores", "table", "--out", str(file))
+    results = ROOT / "benchmarks" / "results"
+    files = [("task_scores", file) for file in sorted(results.glob("*/tasks.jsonl"))]
+    files += [("speech", file) for file in sorted(results.glob("*/speech.jsonl"))]
+    assert len(files) > 2
+    for name, file in files:
+        shown = script(name, "table", "--out", str(file))
         tables = [line for line in shown.splitlines() if line.startswith("|")]
         assert len(tables) > 3
         assert [line for line in tables if line not in page] == []
