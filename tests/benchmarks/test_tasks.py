@@ -225,6 +225,33 @@ def test_words_that_were_heard_wrongly_are_counted(found: str, errors: int) -> N
     assert speech.word_errors(["a", "b", "c"], found.split()) == errors
 
 
+@pytest.mark.slow
+def test_each_mode_of_speech_has_a_row(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="models are folders of it")
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder")
+             for name in ("layers", "attention_heads")}  # fmt: skip
+    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 64, "init_std": 0.2}
+    made, out = tmp_path / "speaker", tmp_path / "speech.jsonl"
+    config = transformers.WhisperConfig(**sizes)
+    transformers.WhisperForConditionalGeneration(config).save_pretrained(made)
+    transformers.WhisperFeatureExtractor().save_pretrained(made)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(made)
+    monkeypatch.setattr(speech, "spoken", lambda text, voice: torch.randn(speech.RATE))
+    monkeypatch.setattr(speech, "MOST", 3)
+    modes = ["exact", "attention, 4b", "weights, 7 bits of 7", "weights, 0 bits of 7"]
+    given = ["measure", "--model", str(made), "--count", "2", "--out", str(out), "--modes"]
+    script("speech", *given, *modes)
+    found = {row["mode"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert list(found) == modes
+    assert found["attention, 4b"]["rewrites"], "a change, of all layers"
+    assert found["weights, 7 bits of 7"]["error"] == 0 < found["weights, 0 bits of 7"]["error"]
+    assert found["weights, 7 bits of 7"]["same"] == 2
+    assert script("speech", *given, *modes) == "", "no row is measured again"
+    assert "| attention, 4b | " in script("speech", "table", "--out", str(out))
+
+
 def test_modes_are_compared_item_by_item() -> None:
     found = [row("exact", "1110"), row("half", "1011"), row("half", "0000", digest="other")]
     made = task_scores.scores(found)
