@@ -114,7 +114,8 @@ def under(mode: str, stored: Any) -> tuple[Any, dict[str, Any]]:
     if kind == "weights":
         kept = int(name.split()[0])
         report = memeff_compile.compress_(model, "tier", mantissa=kept, min_size=1, progress=False)
-        decompress_(model)
+        if not decompress_(model):
+            raise SystemExit(f"no weight was compressed:\n{report}")
         return model, {"bits": report.bits, "compressed": len(report.compressed)}
     if mode == EXACT:
         return model, {}

@@ -232,7 +232,7 @@ def test_each_mode_of_speech_has_a_row(
     transformers = pytest.importorskip("transformers", reason="models are folders of it")
     sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder")
              for name in ("layers", "attention_heads")}  # fmt: skip
-    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 64, "init_std": 0.2}
+    sizes |= {"encoder_ffn_dim": 8192, "decoder_ffn_dim": 64, "d_model": 64, "init_std": 0.2}
     made, out = tmp_path / "speaker", tmp_path / "speech.jsonl"
     config = transformers.WhisperConfig(**sizes)
     transformers.WhisperForConditionalGeneration(config).save_pretrained(made)
