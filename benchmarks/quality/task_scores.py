@@ -10,7 +10,7 @@ each item whether it was right, so that a mode is compared with the exact model 
 that are there already are not measured again: after --budget seconds, or when it was stopped, the
 command goes on where its rows end. Tasks in which the exact model is no better than chance are
 asked of it alone, unless --tasks names them. --times adds the time of reading a prompt and of
-writing a token, with weights that stay coded.
+writing a token, with weights that stay coded, as those with all bits do in tasks, too.
 
 A cache takes the text before the question as the prompt, which attends exactly; the question and
 the answer, in pieces of 64 tokens, read the cache. Attention in low bits and weights of fewer bits
@@ -143,7 +143,7 @@ def _answer(run: Run, subject: Subject, seed: int) -> None:
         if mode not in held:
             if mode not in light:
                 held.clear()
-            held[mode] = Answering(subject, mode, exact=exact)
+            held[mode] = Answering(subject, mode, coded=mode.is_exact, exact=exact)
         return held[mode].row(items, task.kind, batch_of(items, subject.device))
 
     order = [(task, mode) for task in asked for mode in light]
