@@ -187,8 +187,14 @@ def modes_of(subject: Subject, given: argparse.Namespace) -> list[Mode]:
     if subject.tuned:
         return [Mode(f"{TUNED}{subject.tuned}")]
     found = [EXACT, IN_PIECES, *modes(subject.layers), COMPILED]
+    names = {mode.name for mode in found}
     if given.modes:
-        found = [mode for mode in found if any(part in mode.name for part in given.modes)]
+        found = [
+            mode
+            for mode in found
+            if mode.name in given.modes
+            or any(part in mode.name for part in given.modes if part not in names)
+        ]
     return [mode for mode in found if not any(part in mode.name for part in LEFT_OUT)]
 
 
@@ -407,7 +413,9 @@ def main() -> int:
     )
     parser.add_argument("action", choices=["measure", "table"])
     parser.add_argument("--models", nargs="+", type=Path, default=[], help="folders")
-    parser.add_argument("--modes", nargs="+", default=[], help="parts of names; all without")
+    parser.add_argument(
+        "--modes", nargs="+", default=[], help="names, or parts of them; all without"
+    )
     parser.add_argument("--tasks", nargs="+", default=[], help="parts of names; all without")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--longest", type=int, default=32768, help="tokens of a row")
