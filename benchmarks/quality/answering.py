@@ -20,7 +20,7 @@ PIECE = 64
 """Tokens after the prompt that go through a cache at a time."""
 CALIBRATION = (448, 4)
 """Length and number of texts that levels of attention are chosen on."""
-MOST = 8 * 2**30 if torch.cuda.is_available() else 2**30
+MOST = 2**31
 """Bytes of keys and values of texts that are kept for the next mode or question."""
 Pairs = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer."""
