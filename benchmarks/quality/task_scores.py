@@ -342,7 +342,7 @@ def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
     bits = [row["bits"] for row in own if "bits" in row]
     if bits:
         return float(bits[-1]) / 16
-    for name, at in (("cache_mib", "prompt"), ("cache_bytes_a_token", "length")):
+    for name, at in (("cache_bytes_a_token", "length"), ("cache_mib", "prompt")):
         sized = [row for row in found if name in row]
         exact = {row[at]: row[name] for row in sized if row["mode"] == "cache, 16 bits"}
         both = {
