@@ -403,6 +403,31 @@ def test_the_page_shows_what_the_rows_say() -> None:
         assert [line for line in tables if line not in page] == []
 
 
+CLAIMS = {
+    "all 64 needles": ("nvidia-h200", "cache, 4 bits", "needles, 2k", 64),
+    "17 instead of 19 of 24": ("nvidia-h200", "cache, 4 bits", "needles, 8k", 17),
+    "59 of 64": ("nvidia-h200", "cache, 3 bits", "needles, 2k", 59),
+    "13 instead of 19 of 24": ("nvidia-h200", "cache, 3 bits", "needles, 8k", 13),
+    "33 of 64": ("nvidia-h200", "cache, aligned from half on, 16 bits", "needles, 2k", 33),
+    "and 29": ("nvidia-h200", "cache, aligned from half on, 4 bits", "needles, 2k", 29),
+    "15 of 16 keys": ("cpu", "cache, 4 bits", "key-value, 2k", 15),
+    "7 of 16 keys": ("cpu", "cache, 2 bits", "key-value, 2k", 7),
+    "13 of 16 keys": ("cpu", "cache, aligned from half on, 4 bits", "key-value, 2k", 13),
+}
+"""Words of the page -> the rows of seed 0 that they stand for, and how many items are right."""
+
+
+@pytest.mark.parametrize("words", CLAIMS)
+def test_counts_in_the_text_are_those_of_the_rows(words: str) -> None:
+    page = " ".join((ROOT / "docs" / "measured" / "tasks.md").read_text().split())
+    machine, mode, task, right = CLAIMS[words]
+    file = ROOT / "benchmarks" / "results" / machine / "tasks.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    own = [r for r in found if (r["mode"], r.get("task"), r.get("seed")) == (mode, task, 0)]
+    assert words in page
+    assert [row["right"] for row in own] == [right]
+
+
 def test_figures_of_trained_models_hold_what_arithmetic_says() -> None:
     from benchmarks.quality import trained_figures as figures
 
