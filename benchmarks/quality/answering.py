@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,6 +20,31 @@ PIECE = 64
 """Tokens after the prompt that go through a cache at a time."""
 CALIBRATION = (448, 4)
 """Length and number of texts that levels of attention are chosen on."""
+MOST = 2**31
+"""Bytes of keys and values of texts that are kept for the next mode or question."""
+Pairs = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer."""
+
+
+class Prompts:
+    """Keys and values of texts that a model has read, so that it reads each only once."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Pairs] = {}
+
+    def of(self, ids: Tensor, read: Callable[[Tensor], Pairs]) -> Pairs:
+        """Return those of tokens (B, N); `read` makes them."""
+        key = texts.digest(ids.cpu())
+        if key not in self.known:
+            self.known[key] = read(ids)
+            while len(self.known) > 1 and self.nbytes > MOST:
+                del self.known[next(iter(self.known))]
+        return self.known[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all that is kept."""
+        return sum(x.nbytes for pairs in self.known.values() for pair in pairs for x in pair)
 
 
 def levels_of(subject: Subject, mode: Mode, length: int, count: int) -> str | list[str]:
@@ -51,13 +77,19 @@ class Answering:
         subject: the model.
         mode: how.
         coded: whether weights stay as codes, as they would in use.
+        exact: texts that the exact model has read, for other modes.
     """
 
-    def __init__(self, subject: Subject, mode: Mode, coded: bool = False) -> None:
+    def __init__(
+        self, subject: Subject, mode: Mode, coded: bool = False, exact: Prompts | None = None
+    ) -> None:
         self.subject, self.mode = subject, mode
+        self.exact = Prompts() if exact is None else exact
         self.facts: dict[str, Any] = {}
         self.model: Any = None
         self.levels: str | list[str] = ""
+        self.own = Prompts()
+        self.filled: tuple[Any, Any] = (None, None)
         if mode.mantissa is not None:
             self.model, self.facts = subject.with_weights(mode.mantissa, coded)
         elif mode.compiled:
@@ -66,6 +98,12 @@ class Answering:
             self.levels = levels_of(subject, mode, *CALIBRATION)
             if not isinstance(self.levels, str):
                 self.facts["levels"] = {each: self.levels.count(each) for each in set(self.levels)}
+
+    @property
+    def prompts(self) -> Prompts:
+        """Keys and values of texts: those of the exact model, or of the mode's own."""
+        is_exact = self.model is None and self.mode.level is None
+        return self.exact if is_exact else self.own
 
     def around(self) -> AbstractContextManager[Any]:
         """Return the context of one forward pass of several tokens."""
@@ -79,50 +117,96 @@ class Answering:
             return None
         return memeff_compile.KVCache(self.subject.model.config, length, **self.mode.cache)
 
-    def last(self, ids: Tensor, first: int) -> Tensor:
-        """Return the last states of tokens (B, N)."""
-        cache = self.cache(ids.shape[1])
-        pieces = None if cache is None else (first, PIECE)
-        around = self.around()
-        found = self.subject.states(ids, self.model, cache, pieces, around, layers=False).last
-        if cache is not None:
-            self.facts["cache_bytes_a_token"] = round(cache.nbytes / ids.numel(), 1)
-        return found
+    def last(self, ids: Tensor, first: int, at: Tensor, is_shared: bool) -> Tensor:
+        """Return the last states (B, M, D) of the tokens `at` (B, M) of rows (B, N).
+
+        The first tokens come before any question. If rows have them in common, or go into a cache,
+        they are read apart from the others.
+        """
+        given: dict[str, Any] = {"around": self.around(), "layers": False}
+        is_read = self.mode.cache is not None or self.mode.in_pieces or is_shared
+        if self.mode.compiled or not is_read:
+            found = self.subject.states(ids, self.model, **given).last
+        else:
+            cache = self._after(ids[:, :first], ids.shape[1], is_shared)
+            given |= {"cache": cache, "pieces": (PIECE, PIECE)}
+            found = self.subject.states(ids[:, first:], self.model, **given).last
+            at = (at - first).clamp(min=0)  # before, there are only tokens that are not judged
+            if self.mode.cache is not None:
+                self.facts["cache_bytes_a_token"] = round(cache.nbytes / ids.numel(), 1)
+        return found.gather(1, at[..., None].expand(-1, -1, found.shape[2]))
+
+    def _after(self, ids: Tensor, length: int, is_shared: bool) -> Any:
+        """Return a cache that holds tokens (B, N); the mode's own, else one of transformers."""
+        from transformers import DynamicCache
+
+        one = ids[:1] if is_shared and bool((ids == ids[:1]).all()) else ids
+        key = texts.digest(one.cpu()), len(ids), length
+        if key == self.filled[0]:
+            return copy.deepcopy(self.filled[1])
+        cache = self.cache(length)
+        cache = DynamicCache() if cache is None else cache
+        for layer, pair in enumerate(self.prompts.of(one, self._keys_and_values)):
+            cache.update(*(x.expand(len(ids), -1, -1, -1) for x in pair), layer)
+        if is_shared:
+            self.filled = key, copy.deepcopy(cache)
+        return cache
+
+    def _keys_and_values(self, ids: Tensor) -> Pairs:
+        """Return those of tokens that attend exactly, or as the mode of attention says."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        with self.around():
+            self._body()(input_ids=ids, past_key_values=cache)
+        return [(layer.keys, layer.values) for layer in cache.layers]
 
     def row(self, items: tasks.Rows, kind: str, batch: int) -> dict[str, Any]:
         """Return which items are right, and what they are."""
-        right = self.judge(items, kind, batch)
+        right, margins = self.judge(items, kind, batch)
+        self.own, self.filled = Prompts(), (None, None)
         found = {"items": len(right), "right": sum(right), "digest": tasks.digest(items)}
-        answers = "".join(str(int(each)) for each in right)
-        return {**found, "answers": answers, "length": items.ids.shape[1], **self.facts}
+        found["answers"] = "".join(str(int(each)) for each in right)
+        if self.mode.is_exact and margins:
+            found["margins"] = [float(f"{each:.3g}") for each in margins]
+        found["questions"] = max(1, items.group // items.each)
+        return {**found, "length": items.ids.shape[1], **self.facts}
 
     @torch.no_grad()
-    def judge(self, items: tasks.Rows, kind: str, batch: int) -> list[bool]:
-        """Return which items are right."""
+    def judge(self, items: tasks.Rows, kind: str, batch: int) -> tuple[list[bool], list[float]]:
+        """Return which items are right, and by how much: nothing about code.
+
+        An exact item's margin is the smallest difference, over the tokens of the answer, between
+        the log-probability of the right token and the largest of all others. That of a choice is
+        the same difference between answers.
+        """
         if kind == "code":
-            return self._code(items, batch)
-        found: list[Tensor] = []
+            return self._code(items, batch), []
+        margins: list[Tensor] = []
         most = max(items.answers)
-        first = items.first // PIECE * PIECE
+        first = items.first if items.group > 1 else items.first // PIECE * PIECE
         for part in torch.arange(len(items.ids)).split(batch):
             ids = items.ids[part].to(self.subject.device)
-            last = self.last(ids, first)[:, -most - 1 : -1]
+            ends = torch.tensor(items.ends, device=ids.device)[part]
+            at = ends[:, None] - most - 1 + torch.arange(most, device=ids.device)
+            last = self.last(ids, first, at, items.group > 1)
             log_p = self.subject.logits(last.flatten(0, 1)).log_softmax(-1)
             log_p = log_p.view(len(ids), most, -1)
-            wanted = ids[:, -most:]
-            own = torch.tensor([items.answers[each] for each in part], device=ids.device)
-            is_answer = torch.arange(most, device=ids.device) >= most - own[:, None]
+            wanted = ids.gather(1, at + 1)[..., None]
+            own = torch.tensor(items.answers, device=ids.device)[part]
+            is_other = torch.arange(most, device=ids.device) < most - own[:, None]
+            of_each = log_p.gather(-1, wanted)[..., 0]
             if kind == "exact":
-                same = log_p.argmax(-1) == wanted
-                found.append((same | ~is_answer).all(1).float().cpu())
+                of_each -= log_p.scatter(-1, wanted, -torch.inf).amax(-1)
+                margins.append(of_each.masked_fill(is_other, torch.inf).amin(1).cpu())
             else:
-                of_each = log_p.gather(-1, wanted[..., None])[..., 0] * is_answer
-                found.append(of_each.sum(1).cpu())
-        scores = torch.cat(found)
+                margins.append(of_each.masked_fill(is_other, 0.0).sum(1).cpu())
+        found = torch.cat(margins)
         if kind == "exact":
-            return [bool(each) for each in scores]
-        scores = (scores / torch.tensor(items.characters)).view(-1, items.each)
-        return [bool(each) for each in scores.argmax(1) == 0]
+            return (found > 0).tolist(), found.tolist()
+        scores = (found / torch.tensor(items.characters)).view(-1, items.each)
+        found = scores[:, 0] - scores[:, 1:].amax(1)
+        return (found >= 0).tolist(), found.tolist()
 
     def _code(self, items: tasks.Rows, batch: int) -> list[bool]:
         """Let the model write greedily, and judge each text."""

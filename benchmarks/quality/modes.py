@@ -25,6 +25,7 @@ class Mode:
         compiled: through the backend, at any length, instead of the op put into the model.
         mantissa: bits of the weights that are kept.
         share: of attentions, those with the worst scores in `4b`, that run in `8b` instead.
+        in_pieces: through transformers' own cache, as a `KVCache` is read.
     """
 
     name: str
@@ -33,6 +34,16 @@ class Mode:
     compiled: bool = False
     mantissa: int | None = None
     share: float | None = None
+    in_pieces: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether only rounding tells the mode from the exact model."""
+        return (
+            self.cache in (None, {"bits": 16})
+            and self.level is None
+            and self.mantissa in (None, max(MANTISSAS))
+        )
 
 
 def modes(layers: int) -> list[Mode]:

@@ -272,9 +272,11 @@ class Told(Lowered):
         super().__init__("8b")
         self.study = study
 
-    def low(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, level: str) -> Tensor:
+    def low(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, level: str, ahead: int = 0
+    ) -> Tensor:
         """Return attention by the reference."""
-        given = Conditions(None, None, None, 0, None, scale or q.shape[3] ** -0.5, 0.0, False)
+        given = Conditions(None, None, None, ahead, None, scale or q.shape[3] ** -0.5, 0.0, False)
         with ExitStack() as stack:
             for name, value in self.study.constants.items():
                 stack.enter_context(mock.patch.object(reference, name, value))

@@ -60,12 +60,13 @@ class Lowered(TorchFunctionMode):
             return func(*args, **given)
         place, self.place = self.place, self.place + 1
         q, k, v = (*args, *(given[name] for name in ("query", "key", "value")[len(args) :]))[:3]
-        level = self.levels if isinstance(self.levels, str) else self.levels[place]
-        is_other = given.get("attn_mask") is not None or not given.get("is_causal")
-        if level == "exact" or is_other or supports(q, k, v, level=level) is not None:
+        levels = [self.levels] if isinstance(self.levels, str) else self.levels
+        level = levels[place % len(levels)]  # several passes may be one text
+        ahead = _ahead(q, k, given)
+        if level == "exact" or ahead is None or supports(q, k, v, level=level) is not None:
             self.exact.add(place)
             return func(*args, **given)
-        found = self.low(q, k, v, given.get("scale"), level)
+        found = self.low(q, k, v, given.get("scale"), level, ahead)
         if not self.judged:
             return found
         result = func(*args, **given)
@@ -74,10 +75,12 @@ class Lowered(TorchFunctionMode):
         self.size[place] = self.size.get(place, 0.0) + size
         return found
 
-    def low(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, level: str) -> Tensor:
-        """Return causal attention in low bits."""
+    def low(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, level: str, ahead: int = 0
+    ) -> Tensor:
+        """Return causal attention in low bits; so many keys come before the first query."""
         found: Tensor = torch.ops.memeff.quantized_attention(
-            q, k, v, ahead=0, scale=scale, level=level, with_lse=False
+            q, k, v, ahead=ahead, scale=scale, level=level, with_lse=False
         )[0]
         return found
 
@@ -95,6 +98,17 @@ class Lowered(TorchFunctionMode):
             (self.off[place] / self.size[place]) ** 0.5 if place in self.off else 0.0
             for place in places
         ]
+
+
+def _ahead(q: Tensor, k: Tensor, given: dict[str, Any]) -> int | None:
+    """Return how many keys come before the first query, or None if attention is not causal."""
+    mask, ahead = given.get("attn_mask"), k.shape[2] - q.shape[2]
+    if mask is None:
+        return 0 if given.get("is_causal") and ahead == 0 else None
+    places = torch.arange(k.shape[2], device=k.device)
+    wanted = places <= places[ahead:, None]
+    is_same = mask.dtype == torch.bool and bool((mask == wanted).all())
+    return ahead if is_same and mask.shape[-2:] == wanted.shape else None
 
 
 class Subject:
@@ -205,6 +219,7 @@ class Subject:
         parts = [ids]
         if pieces is not None:
             parts = [ids[:, : pieces[0]], *ids[:, pieces[0] :].split(pieces[1], 1)]
+            parts = [part for part in parts if part.shape[1]]
         given = {"use_cache": False} if cache is None else {"past_key_values": cache}
         found = []
         with nullcontext() if around is None else around:

@@ -10,7 +10,7 @@ each item whether it was right, so that a mode is compared with the exact model 
 that are there already are not measured again: after --budget seconds, or when it was stopped, the
 command goes on where its rows end. Tasks in which the exact model is no better than chance are
 asked of it alone, unless --tasks names them. --times adds the time of reading a prompt and of
-writing a token, with weights that stay coded.
+writing a token, with weights that stay coded, as those with all bits do in tasks, too.
 
 A cache takes the text before the question as the prompt, which attends exactly; the question and
 the answer, in pieces of 64 tokens, read the cache. Attention in low bits and weights of fewer bits
@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows
 from benchmarks.quality import tasks
-from benchmarks.quality.answering import Answering
+from benchmarks.quality.answering import Answering, Prompts
 from benchmarks.quality.modes import Mode, modes
 from benchmarks.quality.subject import Subject
 from memeff_compile.errors import MemeffError
@@ -54,13 +54,20 @@ AFTER = 256
 """Tokens after a prompt whose time is compared."""
 COMPILED = Mode("compiled", compiled=True)
 EXACT = Mode("exact")
+IN_PIECES = Mode("transformers' own cache", in_pieces=True)
 TUNED = "fine-tuned, "
 """How modes of fine-tuned models begin; a method and a seed follow."""
 
 
-def batch_of(length: int, device: str) -> int:
-    """Return how many rows of a length go through the model at a time."""
-    return max(1, (65_536 if device == "cuda" else 2048) // length)
+def batch_of(items: tasks.Rows, device: str) -> int:
+    """Return how many rows go through the model at a time; rows of two texts never do."""
+    length, is_gpu = items.ids.shape[1], device == "cuda"
+    if items.group == 1:
+        return max(1, (65_536 if is_gpu else 2048) // length)
+    most = max(1, (131_072 if is_gpu else 16_384) // length)
+    return max(
+        each for each in range(1, items.group + 1) if items.group % each == 0 and each <= most
+    )
 
 
 class Run:
@@ -120,25 +127,34 @@ def measure(given: argparse.Namespace) -> int:
 
 
 def _answer(run: Run, subject: Subject, seed: int) -> None:
-    made: dict[str, tasks.Rows] = {}
-    for mode in modes_of(subject, run.given):
-        answering: Answering | None = None
+    """Ask a task of all modes, then the next one; other weights, which need room, come last."""
+    rows_of = functools.cache(
+        lambda task: tasks.rows_of(
+            subject.tokenizer, task, seed, run.given.count, run.given.questions
+        )
+    )
+    asked, found, exact = tasks_of(subject, run.given), modes_of(subject, run.given), Prompts()
+    light = [mode for mode in found if mode.mantissa is None and not mode.compiled]
 
-        def make(task: tasks.Task, mode: Mode = mode) -> dict[str, Any]:
-            nonlocal answering
-            answering = answering or Answering(subject, mode)
-            if task.name not in made:
-                made[task.name] = tasks.rows_of(subject.tokenizer, task, seed, run.given.count)
-            batch = batch_of(task.length, subject.device)
-            return answering.row(made[task.name], task.kind, batch)
+    held: dict[Mode, Answering] = {}
 
-        for task in tasks_of(subject, run.given):
-            is_asked = mode.name == EXACT.name or run.given.tasks
-            if not is_asked and not run.is_solved(subject.name, task):
-                continue
-            facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
-            facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
-            run.write(facts, functools.partial(make, task))
+    def make(task: tasks.Task, mode: Mode) -> dict[str, Any]:
+        items = rows_of(task)
+        if mode not in held:
+            if mode not in light:
+                held.clear()
+            held[mode] = Answering(subject, mode, coded=mode.is_exact, exact=exact)
+        return held[mode].row(items, task.kind, batch_of(items, subject.device))
+
+    order = [(task, mode) for task in asked for mode in light]
+    order += [(task, mode) for mode in found if mode not in light for task in asked]
+    for task, mode in order:
+        is_asked = mode.name == EXACT.name or run.given.tasks
+        if not is_asked and not run.is_solved(subject.name, task):
+            continue
+        facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
+        facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
+        run.write(facts, functools.partial(make, task, mode))
 
 
 def _time(run: Run, subject: Subject) -> None:
@@ -170,9 +186,15 @@ def modes_of(subject: Subject, given: argparse.Namespace) -> list[Mode]:
     """Return the modes to measure, the exact model first; one of a fine-tuned model."""
     if subject.tuned:
         return [Mode(f"{TUNED}{subject.tuned}")]
-    found = [EXACT, *modes(subject.layers), COMPILED]
+    found = [EXACT, IN_PIECES, *modes(subject.layers), COMPILED]
+    names = {mode.name for mode in found}
     if given.modes:
-        found = [mode for mode in found if any(part in mode.name for part in given.modes)]
+        found = [
+            mode
+            for mode in found
+            if mode.name in given.modes
+            or any(part in mode.name for part in given.modes if part not in names)
+        ]
     return [mode for mode in found if not any(part in mode.name for part in LEFT_OUT)]
 
 
@@ -269,6 +291,45 @@ def mean_of(made: dict[str, Change], over: list[str]) -> Change | None:
     return Change(right, change, error)
 
 
+class Agreement(NamedTuple):
+    """How an exact mode's answers differ from the exact model's.
+
+    Attributes:
+        items: those of both.
+        others: items that only one of both has right.
+        tie: the largest margin by which the exact model is right or wrong in one of these.
+        moved: the largest change of a margin in 99 of 100 items: what rounding does.
+    """
+
+    items: int
+    others: int
+    tie: float
+    moved: float
+
+
+def agreements(found: list[dict[str, Any]]) -> dict[str, Agreement]:
+    """Return the agreement of each mode that only rounding tells from the exact model."""
+    latest = rows.latest(
+        [row for row in found if "margins" in row], "task", "seed", "mode", "digest"
+    )
+    key = ("task", "seed", "digest")
+    exact = {tuple(r[n] for n in key): r for r in latest if r["mode"] == EXACT.name}
+    made = {}
+    for mode in dict.fromkeys(row["mode"] for row in latest if row["mode"] != EXACT.name):
+        others, moved = [], []
+        for row in (row for row in latest if row["mode"] == mode):
+            own = exact.get(tuple(row[name] for name in key))
+            if own is None:
+                continue
+            moved += [abs(a - b) for a, b in zip(own["margins"], row["margins"], strict=True)]
+            pairs = zip(own["answers"], row["answers"], own["margins"], strict=True)
+            others += [abs(margin) for a, b, margin in pairs if a != b]
+        if moved:
+            worst = sorted(moved)[int(0.99 * (len(moved) - 1))]
+            made[mode] = Agreement(len(moved), len(others), max(others, default=0.0), worst)
+    return made
+
+
 def costs(found: list[dict[str, Any]], mode: str) -> str:
     """Return the size of a mode's cache or weights, in percent of the exact model's."""
     share = share_of_bytes(found, mode)
@@ -281,9 +342,15 @@ def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
     bits = [row["bits"] for row in own if "bits" in row]
     if bits:
         return float(bits[-1]) / 16
-    exact = [row for row in found if row["mode"] == "cache, 16 bits"]
-    sizes = [row["cache_mib"] for row in (*own[-1:], *exact[-1:]) if "cache_mib" in row]
-    return sizes[0] / sizes[1] if len(sizes) == 2 else None
+    for name, at in (("cache_bytes_a_token", "length"), ("cache_mib", "prompt")):
+        sized = [row for row in found if name in row]
+        exact = {row[at]: row[name] for row in sized if row["mode"] == "cache, 16 bits"}
+        both = {
+            row[at]: row[name] / exact[row[at]] for row in own if name in row and row[at] in exact
+        }
+        if both:
+            return float(both[max(both)])
+    return None
 
 
 def share_of_time(found: list[dict[str, Any]], mode: str) -> float | None:
@@ -319,6 +386,12 @@ def table(given: argparse.Namespace) -> int:
         left = [f"{t} ({100 * c.right:.0f} %)" for t, c in made["exact"].items() if t not in over]
         if left:
             print(f"\nNot above chance: {', '.join(left)}.")
+        if agreed := agreements(asked):
+            print("\n| exact mode | items | other answers | their margin | margins move by |")
+            print("|---" * 5 + "|")
+        for mode, how in agreed.items():
+            margin = f"{how.tie:.2g}" if how.others else ""
+            print(f"| {mode} | {how.items:,} | {how.others} | {margin} | {how.moved:.2g} |")
     return 0
 
 
@@ -340,11 +413,16 @@ def main() -> int:
     )
     parser.add_argument("action", choices=["measure", "table"])
     parser.add_argument("--models", nargs="+", type=Path, default=[], help="folders")
-    parser.add_argument("--modes", nargs="+", default=[], help="parts of names; all without")
+    parser.add_argument(
+        "--modes", nargs="+", default=[], help="names, or parts of them; all without"
+    )
     parser.add_argument("--tasks", nargs="+", default=[], help="parts of names; all without")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--longest", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--count", type=int, help="items of a task, for a trial")
+    parser.add_argument(
+        "--questions", type=int, help="about each text; a task's own number without"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     parser.add_argument("--shape", nargs=3, type=int, default=[8, 2048, 9], metavar="N",

@@ -7,6 +7,7 @@ log-probability per character. In a *code* task the model writes lines, which mu
 
 The first text is longer than the tokens that a cache keeps exact, so that questions and answers
 read what a cache has coded. All rows of a task have one length: the first text loses its beginning.
+Several questions can be asked about one text, which a model then reads only once.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Task:
         length: tokens of a row.
         count: items of a run.
         chance: the share of right items of a model that guesses.
+        questions: how many items have the same text before, unless a run wants another number.
+        is_apart: whether each item needs a text before of its own, which only its answers share.
     """
 
     name: str
@@ -93,60 +96,87 @@ class Task:
     length: int
     count: int
     chance: float = 0.0
+    questions: int = 1
+    is_apart: bool = False
 
 
 class Rows(NamedTuple):
     """Items as tokens.
 
     Attributes:
-        ids: (items x answers, length).
+        ids: (items x answers, length); rows that are shorter repeat their last token.
+        ends: tokens of each row without the repeated ones.
         answers: how many tokens at the end of each row are the answer.
         characters: of each answer.
         first: tokens of each row that come before any question.
         each: answers of an item.
         questions: of each item.
+        group: how many rows, one after the other, have their first tokens in common.
     """
 
     ids: Tensor
+    ends: list[int]
     answers: list[int]
     characters: list[int]
     first: int
     each: int
     questions: list[str]
+    group: int = 1
 
 
-def rows_of(tokenizer: Any, task: Task, seed: int, count: int | None = None) -> Rows:
-    """Return the rows of a task's first items under a seed."""
+def rows_of(
+    tokenizer: Any, task: Task, seed: int, count: int | None = None, questions: int | None = None
+) -> Rows:
+    """Return the rows of a task's first items under a seed, so many questions about each text."""
     draw = random.Random(f"{task.name}, {seed}")
-    start = tokenizer("").input_ids
+    start = list(tokenizer("").input_ids)
+    made, wanted = task.make(draw, CHARACTERS * task.length), count or task.count
+    asked = 1 if task.kind == "code" else questions or task.questions
+    length = task.length - (WRITTEN if task.kind == "code" else 0)
+    found, ends, answers, characters, named, longest = [], [], [], [], [], 0
 
     def ids_of(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    made = task.make(draw, CHARACTERS * task.length)
-    found, answers, characters, questions, longest = [], [], [], [], 0
-    for _ in range(count or task.count):
-        item = next(made)
-        questions.append(item.question)
-        before, told, question = map(ids_of, (item.before, item.told, item.question))
-        for answer in item.answers:
-            own = ids_of(answer)
-            room = task.length - len(start) - len(told) - len(question)
-            room -= WRITTEN if task.kind == "code" else len(own)
+    while len(named) < wanted:
+        group = _distinct(made, 1 if task.is_apart else min(asked, wanted - len(named)))
+        named += [item.question for item in group]
+        both = [[(ids_of(i.question), ids_of(answer)) for answer in i.answers] for i in group]
+        sizes = [len(q) + len(a) for pairs in both for q, a in pairs]
+        longest = max(longest, *sizes)
+        before = ids_of(group[0].before)
+        told = [(item.depth, ids_of(item.told)) for item in group if item.told]
+        characters += [len(answer) for item in group for answer in item.answers]
+        for question, answer in (pair for pairs in both for pair in pairs):
+            after = max(sizes) if asked > 1 else len(question) + len(answer)
+            room = length - len(start) - sum(len(line) for _, line in told) - after
             if not 0 < room <= len(before):
                 raise SystemExit(f"{task.name}: {len(before)} tokens of text, {room} are needed")
-            kept = before[-room:]
-            if told:
-                at = _end_of_line(tokenizer, kept, int(item.depth * room))
-                kept = [*kept[:at], *told, *kept[at:]]
-            whole = [*start, *kept, *question]
-            found.append(whole if task.kind == "code" else whole + own)
-            answers.append(len(own))
-            characters.append(len(answer))
-            longest = max(longest, len(question) + len(own))
-    ids = torch.tensor(found)
-    first = ids.shape[1] if task.kind == "code" else task.length - longest
-    return Rows(ids, answers, characters, first, len(item.answers), questions)
+            row = [*start, *_with_lines(tokenizer, before[-room:], told), *question, *answer]
+            ends.append(len(row))
+            answers.append(len(answer))
+            found.append(row + row[-1:] * (length - len(row)))
+    first = length - (0 if task.kind == "code" else longest)
+    each = len(found) // len(named)
+    group = 1 if asked == 1 else each if task.is_apart else each * min(asked, wanted)
+    return Rows(torch.tensor(found), ends, answers, characters, first, each, named, group)
+
+
+def _distinct(made: Iterator[Item], count: int) -> list[Item]:
+    found: dict[str, Item] = {}
+    while len(found) < count:
+        item = next(made)
+        found.setdefault(item.question, item)
+    return list(found.values())
+
+
+def _with_lines(tokenizer: Any, ids: list[int], told: list[tuple[float, list[int]]]) -> list[int]:
+    """Return tokens with lines put in, each after a share of them, at the next end of a line."""
+    size = len(ids)
+    for depth, line in sorted(told, reverse=True):  # from the end, so that places stay
+        at = _end_of_line(tokenizer, ids, int(depth * size))
+        ids = [*ids[:at], *line, *ids[at:]]
+    return ids
 
 
 def _end_of_line(tokenizer: Any, ids: list[int], at: int) -> int:
@@ -448,14 +478,14 @@ TASKS = (
     Task("copying", "exact", shots(copied), SHORT, 128),
     Task("sorting 3 digits", "exact", shots(sorted_digits(3)), SHORT, 128),
     Task("sorting 5 digits", "exact", shots(sorted_digits(5)), SHORT, 128),
-    Task("next sentence", "choice", following, SHORT, 96, 0.25),
-    Task("definitions", "choice", defined, SHORT, 96, 0.25),
+    Task("next sentence", "choice", following, SHORT, 96, 0.25, is_apart=True),
+    Task("definitions", "choice", defined, SHORT, 96, 0.25, is_apart=True),
     Task("key-value, 2k", "exact", key_values, 2048, 64),
     Task("needles, 2k", "exact", needles, 2048, 64),
     Task("key-value, 8k", "exact", key_values, 8192, 24),
     Task("needles, 8k", "exact", needles, 8192, 24),
-    Task("key-value, 32k", "exact", key_values, 32768, 8),
-    Task("needles, 32k", "exact", needles, 32768, 8),
+    Task("key-value, 32k", "exact", key_values, 32768, 16, questions=8),
+    Task("needles, 32k", "exact", needles, 32768, 16, questions=8),
     Task("code that parses", "code", functions, SHORT, 48),
 )
 """Those of `task_scores.py`."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality import answering, task_scores, tasks
+from benchmarks.quality import answering, speech, task_scores, tasks
 from benchmarks.quality.modes import Mode
 from benchmarks.quality.subject import States
 from tests.support.scripts import script
@@ -52,7 +52,7 @@ class Knowing:
     def __init__(self, tells: bool = True) -> None:
         self.tokenizer, self.tells = Bytes(), tells
 
-    def states(self, ids: Tensor, *_: Any, layers: bool) -> States:
+    def states(self, ids: Tensor, *_: Any, **__: Any) -> States:
         last = torch.zeros(*ids.shape, 257)
         for row, tokens in enumerate(ids.tolist()):
             seen: dict[tuple[int, ...], int] = {}
@@ -74,7 +74,7 @@ def rows(name: str, count: int = COUNT, seed: int = 0) -> tasks.Rows:
 
 def judged(found: tasks.Rows, kind: str, tells: bool = True) -> list[bool]:
     subject: Any = Knowing(tells)
-    return answering.Answering(subject, Mode("exact")).judge(found, kind, batch=2)
+    return answering.Answering(subject, Mode("exact")).judge(found, kind, batch=2)[0]
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -106,6 +106,29 @@ def answers(found: tasks.Rows) -> list[tuple[str, str]]:
     for ids, count in zip(found.ids, found.answers, strict=True):
         shown.append((Bytes().decode(ids[-count - 90 : -count]), Bytes().decode(ids[-count:])))
     return shown
+
+
+@pytest.mark.parametrize("name", ["needles, 2k", "copying", "definitions"])
+def test_rows_of_one_text_have_their_first_tokens_in_common(name: str) -> None:
+    found = tasks.rows_of(Bytes(), BY_NAME[name], 0, 4, questions=2)
+    assert found.group == (found.each if BY_NAME[name].is_apart else 2)
+    for group in found.ids.split(found.group):
+        assert (group[:, : found.first] == group[:1, : found.first]).all()
+    assert len({tuple(ids[: found.first].tolist()) for ids in found.ids}) == (
+        len(found.ids) // found.group
+    )
+    for ids, end, count in zip(found.ids, found.ends, found.answers, strict=True):
+        assert (ids[end:] == ids[end - 1]).all()
+        answer = Bytes().decode(ids[end - count : end])
+        assert name != "needles, 2k" or Bytes().decode(ids[: found.first]).count(answer) == 1
+    assert len(set(found.questions)) == 4
+
+
+def test_questions_about_one_text_are_answered_as_about_their_own() -> None:
+    found = tasks.rows_of(Bytes(), BY_NAME["key-value, 2k"], 0, 4, questions=4)
+    subject: Any = Knowing()
+    alone = answering.Answering(subject, Mode("exact"))
+    assert alone.judge(found._replace(group=1), "exact", 2)[0] == [True] * 4
 
 
 def test_sums_are_right() -> None:
@@ -163,9 +186,9 @@ def test_choices_go_by_probability_of_a_character() -> None:
         ]
     )
     ids[0, -1] = ids[1, -1] = 1
-    found = tasks.Rows(ids, [1, 1], [1, 2], 9, 2, ["", ""])
+    found = tasks.Rows(ids, [27, 27], [1, 1], [1, 2], 9, 2, ["", ""])
     assert judged(found, "choice") == [False], "the longer answer has more probability a character"
-    same = tasks.Rows(ids, [1, 1], [1, 1], 9, 2, ["", ""])
+    same = tasks.Rows(ids, [27, 27], [1, 1], [1, 1], 9, 2, ["", ""])
     assert judged(same, "choice") == [True]
 
 
@@ -192,6 +215,41 @@ def test_code_must_parse_up_to_its_last_statement(written: str, right: bool) -> 
 def row(mode: str, answers: str, task: str = "copying", **others: Any) -> dict[str, Any]:
     facts = {"what": "tasks", "model": "m", "dtype": "bfloat16", "chance": 0.0, "seed": 0}
     return {**facts, "digest": "d", "task": task, "mode": mode, "answers": answers, **others}
+
+
+@pytest.mark.parametrize(
+    ("found", "errors"),
+    [("a b c", 0), ("a c", 1), ("a x c", 1), ("a b b c", 1), ("", 3), ("c a b", 2)],
+)
+def test_words_that_were_heard_wrongly_are_counted(found: str, errors: int) -> None:
+    assert speech.word_errors(["a", "b", "c"], found.split()) == errors
+
+
+@pytest.mark.slow
+def test_each_mode_of_speech_has_a_row(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="models are folders of it")
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder")
+             for name in ("layers", "attention_heads")}  # fmt: skip
+    sizes |= {"encoder_ffn_dim": 8192, "decoder_ffn_dim": 64, "d_model": 64, "init_std": 0.2}
+    made, out = tmp_path / "speaker", tmp_path / "speech.jsonl"
+    config = transformers.WhisperConfig(**sizes)
+    transformers.WhisperForConditionalGeneration(config).save_pretrained(made)
+    transformers.WhisperFeatureExtractor().save_pretrained(made)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(made)
+    monkeypatch.setattr(speech, "spoken", lambda text, voice: torch.randn(speech.RATE))
+    monkeypatch.setattr(speech, "MOST", 3)
+    modes = ["exact", "attention, 4b", "weights, 7 bits of 7", "weights, 0 bits of 7"]
+    given = ["measure", "--model", str(made), "--count", "2", "--out", str(out), "--modes"]
+    script("speech", *given, *modes)
+    found = {row["mode"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert list(found) == modes
+    assert found["attention, 4b"]["rewrites"], "a change, of all layers"
+    assert found["weights, 7 bits of 7"]["error"] == 0 < found["weights, 0 bits of 7"]["error"]
+    assert found["weights, 7 bits of 7"]["same"] == 2
+    assert script("speech", *given, *modes) == "", "no row is measured again"
+    assert "| attention, 4b | " in script("speech", "table", "--out", str(out))
 
 
 def test_modes_are_compared_item_by_item() -> None:
@@ -287,19 +345,87 @@ def test_exact_modes_answer_as_the_exact_model(mode: Mode, folder: Path) -> None
 
     subject = Subject(folder, "cpu", torch.float32)
     items = tasks.rows_of(subject.tokenizer, BY_NAME["addition, likeliest of 4"], 0, 3)
-    plain = answering.Answering(subject, Mode("exact")).judge(items, "choice", 4)
-    assert answering.Answering(subject, mode).judge(items, "choice", 4) == plain
+    plain, margins = answering.Answering(subject, Mode("exact")).judge(items, "choice", 4)
+    found = answering.Answering(subject, mode).judge(items, "choice", 4)
+    assert found[0] == plain
+    assert found[1] == pytest.approx(margins, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", [Mode("exact"), Mode("cache", cache={"bits": 16})], ids=str)
+def test_a_text_is_read_once_for_all_questions(mode: Mode, folder: Path) -> None:
+    from benchmarks.quality.subject import Subject
+
+    subject = Subject(folder, "cpu", torch.float32)
+    items = tasks.rows_of(subject.tokenizer, BY_NAME["copying"], 0, 4, questions=4)
+    _, plain = answering.Answering(subject, Mode("exact")).judge(
+        items._replace(group=1), "exact", 4
+    )
+    read = answering.Answering(subject, mode)
+    _, found = read.judge(items, "exact", 2)
+    assert found == pytest.approx(plain, abs=1e-5)
+    (pairs,) = read.exact.known.values()
+    assert pairs[0][0].shape[::2] == (1, items.first), "one row, for two batches of two"
+
+
+def test_attention_in_low_bits_goes_on_after_keys_of_a_cache() -> None:
+    from benchmarks.quality.subject import Lowered
+
+    q, k, v = torch.randn(3, 1, 2, 40, 16, dtype=torch.float64).unbind()
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, 24:]
+    mask = torch.ones(16, 40, dtype=torch.bool).tril(24)
+    lowered = Lowered("8b", judged=False)  # in fp64 the op computes the exact formula
+    with lowered.forward():
+        call = torch.nn.functional.scaled_dot_product_attention
+        found = call(q[:, :, 24:], k, v, attn_mask=mask)
+        assert not lowered.exact
+        call(q[:, :, 24:], k, v, attn_mask=mask.roll(1, 1))
+    assert lowered.exact == {1}, "another mask than the causal one"
+    assert torch.allclose(found, wanted)
+
+
+def test_exact_modes_are_told_by_margins() -> None:
+    found = [row("exact", "10", margins=[0.2, -3.0]), row("same", "00", margins=[-0.1, -3.1])]
+    made = task_scores.agreements([*found, row("half", "01")])
+    assert list(made) == ["same"]
+    assert made["same"] == pytest.approx((2, 1, 0.2, 0.1))
 
 
 def test_the_page_shows_what_the_rows_say() -> None:
     page = (ROOT / "docs" / "measured" / "tasks.md").read_text()
-    files = sorted((ROOT / "benchmarks" / "results").glob("*/tasks.jsonl"))
-    assert files
-    for file in files:
-        shown = script("task_scores", "table", "--out", str(file))
+    results = ROOT / "benchmarks" / "results"
+    files = [("task_scores", file) for file in sorted(results.glob("*/tasks.jsonl"))]
+    files += [("speech", file) for file in sorted(results.glob("*/speech.jsonl"))]
+    assert len(files) > 2
+    for name, file in files:
+        shown = script(name, "table", "--out", str(file))
         tables = [line for line in shown.splitlines() if line.startswith("|")]
         assert len(tables) > 3
         assert [line for line in tables if line not in page] == []
+
+
+CLAIMS = {
+    "all 64 needles": ("nvidia-h200", "cache, 4 bits", "needles, 2k", 64),
+    "17 instead of 19 of 24": ("nvidia-h200", "cache, 4 bits", "needles, 8k", 17),
+    "59 of 64": ("nvidia-h200", "cache, 3 bits", "needles, 2k", 59),
+    "13 instead of 19 of 24": ("nvidia-h200", "cache, 3 bits", "needles, 8k", 13),
+    "33 of 64": ("nvidia-h200", "cache, aligned from half on, 16 bits", "needles, 2k", 33),
+    "and 29": ("nvidia-h200", "cache, aligned from half on, 4 bits", "needles, 2k", 29),
+    "15 of 16 keys": ("cpu", "cache, 4 bits", "key-value, 2k", 15),
+    "7 of 16 keys": ("cpu", "cache, 2 bits", "key-value, 2k", 7),
+    "13 of 16 keys": ("cpu", "cache, aligned from half on, 4 bits", "key-value, 2k", 13),
+}
+"""Words of the page -> the rows of seed 0 that they stand for, and how many items are right."""
+
+
+@pytest.mark.parametrize("words", CLAIMS)
+def test_counts_in_the_text_are_those_of_the_rows(words: str) -> None:
+    page = " ".join((ROOT / "docs" / "measured" / "tasks.md").read_text().split())
+    machine, mode, task, right = CLAIMS[words]
+    file = ROOT / "benchmarks" / "results" / machine / "tasks.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    own = [r for r in found if (r["mode"], r.get("task"), r.get("seed")) == (mode, task, 0)]
+    assert words in page
+    assert [row["right"] for row in own] == [right]
 
 
 def test_figures_of_trained_models_hold_what_arithmetic_says() -> None:
