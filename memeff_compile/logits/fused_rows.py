@@ -433,7 +433,11 @@ class FusedRows:
         if self.ready is not None:
             mask = [needed[0], needed[1], any(needed[2:])]
             found = self.ready.take(scale, mask)
-            return self._parts(needed, found) if found else self.recomputed.gradients(base, needed)
+            if found is None:
+                return self.recomputed.gradients(base, needed)
+            rows, *others = found
+            rows = rows.reshape(head.hidden.shape) if mask[0] else rows
+            return self._parts(needed, (rows, *others))
         assert self.row_lse is not None
         zeros = torch.zeros_like(self.row_lse)
         nll, lse, total, plogp = (
