@@ -201,8 +201,11 @@ def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
         if module not in state._modules:
             continue
         for group in _groups_of(state):
-            configured = vars(group).setdefault("memeff_after_forward", group.post_forward_mesh_info)
-            group.post_forward_mesh_info = None if stays else configured
+            now, kept = group.post_forward_mesh_info, vars(group)
+            if stays and now is not None:
+                kept["memeff_after_forward"], group.post_forward_mesh_info = now, None
+            elif not stays and "memeff_after_forward" in kept:
+                group.post_forward_mesh_info = kept.pop("memeff_after_forward")
 
 
 def is_sharded_by_fsdp(weight: torch.Tensor) -> bool:

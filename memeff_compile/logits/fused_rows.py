@@ -470,9 +470,7 @@ class FusedRows:
         )
         return self._parts(needed, found)
 
-    def _parts(
-        self, needed: Sequence[bool], found: Sequence[Tensor]
-    ) -> tuple[Tensor | None, ...]:
+    def _parts(self, needed: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Return the op's gradients as those of the deferred logits' tensors."""
         head, (grad_hidden, grad_weight, grad_bias, *_) = self.head, found
         parts: list[Tensor | None] = [None] * len(needed)

@@ -149,9 +149,7 @@ class _Total(_Function):
         ctx.kept = kept.after_a_backward()
         is_last = compat.frees_saved_tensors()
         ready = Ready(tuple(gradients), grad, is_last)
-        rows = FusedRows(
-            head, nll, None, None, target, ctx.ignore_index, None, None, ready=ready
-        )
+        rows = FusedRows(head, nll, None, None, target, ctx.ignore_index, None, None, ready=ready)
         return RowGradient.of_fused(rows), None, None, None
 
 

@@ -163,7 +163,9 @@ def what_the_verb_leaves() -> None:
 
 
 @pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("case", [as_a_whole, as_a_whole_switched_off, by_the_verb, what_the_verb_leaves])
+@pytest.mark.parametrize(
+    "case", [as_a_whole, as_a_whole_switched_off, by_the_verb, what_the_verb_leaves]
+)
 def test_layers_in_checkpoints(
     case: Callable[[], None], two_processes: TwoProcesses, inner: str
 ) -> None:
