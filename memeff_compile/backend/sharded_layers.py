@@ -5,11 +5,11 @@ hooks, as in transformers before 5.23, Dynamo skips the layer: under any backend
 whole model, such layers run op by op. Compiled one by one they have separate graphs, inside their
 checkpoints.
 
-An output projection (a head) with hooks of its own is in no graph either: Dynamo calls it, and skips
-the code of PyTorch's linear layer. Its `forward`, between the hooks, is compiled here. The logits
-are then deferred, so the loss in the next graph runs on hidden states and weight. FSDP2 gathers the
-weight before the projection. The loss and the backward pass need it right after, so in training
-the group is not freed in between, whatever its `reshard_after_forward`.
+An output projection with hooks around it is in no graph either: Dynamo skips the code of PyTorch's
+linear layer. Its `forward`, between the hooks, is compiled here. The logits are then deferred, so
+that a loss after them is computed from hidden states and weight. FSDP2 gathers the weight before
+the projection. Loss and backward pass need it right after, so in training the group is not freed in
+between, whatever its `reshard_after_forward`.
 """
 
 from __future__ import annotations

@@ -145,7 +145,8 @@ class _Total(_Function):
         nll = share.expand(target.shape)
         if torch.is_grad_enabled():
             asked = _Asked(target, ctx.ignore_index)
-            return _differentiable(kept.plain(made_of), head, asked, (nll, None, None)), *[None] * 3
+            whole = _differentiable(kept.plain(made_of), head, asked, (nll, None, None))
+            return whole, None, None, None
         ctx.kept = kept.after_a_backward()
         is_last = compat.frees_saved_tensors()
         ready = Ready(tuple(gradients), grad, is_last)
@@ -533,10 +534,10 @@ def _makes_gradients(view: View) -> bool:
         is_alone
         and not source.has_gradients
         and torch.is_grad_enabled()
-        and view.requires_grad
+        and cast("Tensor", view).requires_grad
         and 2 * rows > view.memory.rows.shape[:-1].numel()
         and view.head.recipe.classes is None
-        and fold_recipe(view.recipe).factor is None
+        and view.head.folded.factor is None
         and not compat.packs_saved_tensors()  # a checkpoint runs this forward pass again
         and view.head.makes_gradients_in_forward()
     )
