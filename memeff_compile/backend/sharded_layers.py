@@ -70,7 +70,7 @@ def compile_apart(options: Options) -> list[Record]:
     Returns:
         A note on the layers and one on the projections that are compiled now.
     """
-    model = next(iter(compat.running_modules()), None)
+    model = compat.compiled_module()
     if model is None:
         return []
     found = list[Record]()

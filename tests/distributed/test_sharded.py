@@ -365,6 +365,16 @@ def a_head_with_a_group_of_its_own() -> None:
     assert "forward" not in vars(model.head)
 
 
+def a_head_apart_of_a_model_that_is_not_compiled() -> None:
+    """Blocks compiled one by one leave the rest of the model to its owner."""
+    model = head_apart()
+    fresh_start()
+    model.block.forward = torch.compile(model.block.forward, backend="memeff", options=OPTIONS)
+    model(ids())[0].backward()
+    assert "forward" not in vars(model.head)
+    assert codes() == set()
+
+
 def a_head_apart_whose_logits_are_eager() -> None:
     model = compiled(head_apart(), **{"memeff.logits": "eager"})
     loss, logits = model(ids())
@@ -444,6 +454,7 @@ CASES = [
     a_head_that_is_freed_after_forward,
     a_loss_outside_the_model,
     a_head_with_a_group_of_its_own,
+    a_head_apart_of_a_model_that_is_not_compiled,
     a_head_apart_whose_logits_are_eager,
     the_older_fsdp,
     ternary_linears,
