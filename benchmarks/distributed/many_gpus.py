@@ -67,6 +67,7 @@ SIZES = {
     "full": Size(128256, 2048, 8192, 8, 32, 8, 4, 2048, 8192, 4096),
     "llama3.2-1b": Size(128256, 2048, 8192, 16, 32, 8, 8, 2048, 8192, 4096, is_tied=True),
     "llama3-8b": Size(128256, 4096, 14336, 8, 32, 8, 4, 2048, 8192, 4096),
+    "wide-vocabulary": Size(151936, 2560, 9728, 8, 20, 4, 4, 2048, 8192, 2560),
     "tiny": Size(160, 32, 48, 2, 4, 2, 2, 12, 24, 16, torch.float32),
 }
 BACKENDS = ("eager", "inductor", "memeff")
@@ -232,9 +233,11 @@ def _shard(
     keeps_last: bool = False,
     ahead: int = 1,
     together: int = 1,
+    apart: Sequence[nn.Module] = (),
 ) -> None:
     """Shard blocks, so many ``together``, and the root in separate groups; the backward pass
-    gathers so many of them ``ahead`` of the one that it is at.
+    gathers so many of them ``ahead`` of the one that it is at. Modules ``apart`` from the root,
+    like torchtitan's norm and head, are one more group, kept from the forward.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -244,6 +247,8 @@ def _shard(
         fully_shard(
             group if together > 1 else group[0], mesh=mesh, reshard_after_forward=not is_kept
         )
+    if apart:
+        fully_shard(list(apart), mesh=mesh, reshard_after_forward=False)
     fully_shard(root, mesh=mesh)
     first: list[Any] = [group[0] for group in groups] if ahead > 1 else []
     for place, block in enumerate(first):
@@ -277,6 +282,7 @@ def fsdp2(
     compiled: Callable[[Any], Any],
     *,
     is_layerwise: bool = False,
+    is_head_apart: bool = False,
     **layout: Any,
 ) -> Made:
     """Layers and root in separate groups, the model compiled around them.
@@ -286,7 +292,8 @@ def fsdp2(
     layer, which the backward needs first, may be kept whole from the forward.
     """
     model, ids = _llama(size, device), _ids(size, device)
-    _shard(list(model.model.layers), model, line(device), **layout)
+    apart = [model.model.norm, model.lm_head] if is_head_apart else []
+    _shard(list(model.model.layers), model, line(device), apart=apart, **layout)
     for layer in model.model.layers if is_layerwise else ():
         layer.forward = compiled(layer.forward)
     run = compiled(model)
@@ -373,6 +380,7 @@ CASES: dict[str, Callable[..., Made]] = {
     "FSDP2 by layers, last two kept": partial(
         fsdp2, is_layerwise=True, keeps_last=True, together=2
     ),
+    "FSDP2, norm and head apart": partial(fsdp2, is_head_apart=True),
     "DDP": ddp,
     "blocks": blocks,
     "padded blocks": partial(blocks, is_padded=True),

@@ -25,7 +25,7 @@ from ..options import Options, key_of, or_off
 from ..passes import PASSES, in_order
 from ..passes.graph.cuts import compiled_in_pieces
 from .few_graphs import for_any_batch
-from .sharded_layers import compile_layers
+from .sharded_layers import compile_apart, compile_layers
 from .torch_loss import trace_torch_losses_whole
 from .trip import WRAPPERS, Trip, let_be_saved
 
@@ -58,6 +58,8 @@ def memeff(
     for hooks in system.hooks():
         hooks.refuse(chosen)
     trip = Trip(gm, example_inputs, chosen)
+    if chosen.preset != "off" and compat.shards_by_fsdp2():
+        trip.apart = compile_apart(chosen)
     keep_transformers_losses_in_one_graph()
     trip.rewrite(in_order(PASSES, chosen.passes))
     compiled = inner = _inner(trip)

@@ -1,9 +1,15 @@
-"""Layers that FSDP2 shards, and that Dynamo leaves out of every graph.
+"""Layers and output projections that FSDP2 shards, where Dynamo leaves them out of every graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
 hooks, as in transformers before 5.23, Dynamo skips the layer: under any backend that compiles the
-whole model, such layers run op by op. If layers are compiled one by one, each has a separate graph
-inside its checkpoint.
+whole model, such layers run op by op. Compiled one by one they have separate graphs, inside their
+checkpoints.
+
+An output projection with hooks around it is in no graph either: Dynamo skips the code of PyTorch's
+linear layer. Its `forward`, between the hooks, is compiled here. The logits are then deferred, so
+that a loss after them is computed from hidden states and weight. FSDP2 gathers the weight before
+the projection. Loss and backward pass need it right after, so in training the group is not freed in
+between, whatever its `reshard_after_forward`.
 """
 
 from __future__ import annotations
@@ -11,11 +17,15 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import compat
+from ..options import Options
+from ..passes.losses.head import is_wide
 from ..report import Record
 
 _in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -55,6 +65,62 @@ def left_out(weights: Sequence[Tensor]) -> Record | None:
     return Record("backend", "declined", "layers_left_out", sentence, hint, sites=len(named))
 
 
+def compile_apart(options: Options) -> list[Record]:
+    """Compile what Dynamo leaves out of the graphs of the model that is being captured, in place.
+
+    Returns:
+        A note on the layers and one on the projections that are compiled now.
+    """
+    model = compat.compiled_module()
+    if model is None:
+        return []
+    found = list[Record]()
+    given = {"backend": "memeff", "options": options.to_dict(), "fullgraph": False}
+    if layers := _layers_apart(model):
+        for layer in layers:
+            compat.compile_once(layer, given, lambda layer: not compat.awaits_backward(layer))
+        said = (
+            f"{len(layers)} layers are compiled one by one, in place: Dynamo skips a layer whose "
+            "checkpoint wraps the hooks of FSDP2."
+        )
+        found.append(Record("backend", "note", "layers_compiled", said, sites=len(layers)))
+    if options.logits != "eager" and (heads := compile_heads(model, options)):
+        said = (
+            "The output projection has an FSDP2 group of its own, or one with other modules. Its "
+            "forward is compiled by itself, and in training the group stays gathered until the "
+            "backward pass."
+        )
+        found.append(Record("backend", "note", "head_compiled", said, sites=heads))
+    return found
+
+
+def compile_heads(model: nn.Module, options: Options) -> int:
+    """Compile output projections that have FSDP2's hooks around them, in place; return how many.
+
+    Their logits are deferred also with `memeff.logits=none`: the loss in a later graph needs them.
+    """
+    found = [each for each in model.modules() if _is_head_apart(each)]
+    given = {"backend": "memeff", "options": replace(options, logits="deferred").to_dict()}
+    for head in found:
+        compat.compile_between_hooks(head, given, _stays_gathered)
+    return len(found)
+
+
+def _is_head_apart(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Linear)
+        and is_wide(module.out_features, module.in_features)
+        and compat.is_fsdp2_module(module)
+        and not compat.is_compiled_by_itself(module)
+        and not compat.is_tensor_parallel(module.weight)
+    )
+
+
+def _stays_gathered(head: nn.Module) -> None:
+    """Keep a group gathered from here to the backward pass, or free it as usual in inference."""
+    compat.keep_gathered(head, torch.is_grad_enabled())
+
+
 def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
     """Compile layers one by one, in place, if a graph of the whole model cannot contain them.
 
@@ -65,10 +131,14 @@ def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
     Returns:
         How many layers were compiled.
     """
-    found = [each for each in model.modules() if _is_checkpointed_around_hooks(each)]
+    found = _layers_apart(model)
     for layer in found:
         layer.compile(**{**given, "fullgraph": False})  # its hooks end a graph
     return len(found)
+
+
+def _layers_apart(model: nn.Module) -> list[nn.Module]:
+    return [each for each in model.modules() if _is_checkpointed_around_hooks(each)]
 
 
 def _is_checkpointed_around_hooks(module: nn.Module) -> bool:

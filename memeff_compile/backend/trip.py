@@ -44,6 +44,7 @@ class Trip:
     gm: GraphModule  # the graph, which the passes edit in place
     example_inputs: Sequence[Any]  # the tensors and sizes it was captured with
     options: Options  # of this compilation
+    apart: list[report.Record] = field(default_factory=list)  # notes on layers compiled with it
     pieces: list[int] = field(init=False)  # inputs that another compiled partition passes on
     original: KeptGraph | None = None  # the original graph, if it will be compared
     outcome: Outcome = field(init=False)  # the passes' results
@@ -65,6 +66,9 @@ class Trip:
             self.outcome = run(gm, passes, options)
         if options.preset == "off":
             records = (*self.outcome.report.records, _OFF)
+            self.outcome.report = replace(self.outcome.report, records=records)
+        if self.apart:
+            records = (*self.outcome.report.records, *self.apart)
             self.outcome.report = replace(self.outcome.report, records=records)
         info = GraphInfo(gm, options, ambient_region())
         self._choose(info)

@@ -6,9 +6,10 @@ import contextlib
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,6 +47,53 @@ def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
     if isinstance(forward, types.MethodType) and trace_rules.check(forward):
         call = external_utils.wrap_inline(call)
     module._compiled_call_impl = torch.compile(call, **given)
+
+
+def compile_once(
+    module: torch.nn.Module,
+    given: Mapping[str, Any],
+    is_idle: Callable[[torch.nn.Module], bool],
+) -> None:
+    """Compile a module in place, from its first call on for which ``is_idle`` holds.
+
+    A checkpoint compares what its forward pass saved with what the same call saves when it runs
+    again, so a module must not become compiled in between.
+    """
+    original, owner, is_on = module._call_impl, weakref.ref(module), False
+    compiled: Any = torch.compile(original, **given)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_on
+        is_on = is_on or is_idle(cast("torch.nn.Module", owner()))
+        return (compiled if is_on else original)(*args, **kwargs)
+
+    around: Any = torch._dynamo.disable(call, recursive=False)
+    around.__wrapped__ = compiled
+    module._compiled_call_impl = around
+
+
+def compile_between_hooks(
+    module: torch.nn.Module,
+    given: Mapping[str, Any],
+    before: Callable[[torch.nn.Module], None],
+) -> None:
+    """Compile a module's ``forward`` in place, so that its hooks run outside of the graph.
+
+    ``before`` is called with the module before each call.
+    """
+    from torch._dynamo import external_utils
+
+    original = module.forward
+    compiled: Any = torch.compile(external_utils.wrap_inline(original), **given)
+    owner = weakref.ref(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before(cast("torch.nn.Module", owner()))
+        return compiled(*args, **kwargs)
+
+    around: Any = torch._dynamo.disable(forward, recursive=False)
+    around.__wrapped__, around._torchdynamo_orig_callable = compiled, original
+    module.forward = around
 
 
 def backend_of(call: object) -> tuple[str, Mapping[str, Any]] | None:

@@ -149,10 +149,15 @@ def _fsdp2_states() -> Iterator[Any]:
 def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
     """Yield FSDP2's objects for every parameter it shards, and for its group."""
     for state in _fsdp2_states():
-        groups = getattr(state, "_fsdp_param_groups", None)  # one group, unnumbered, before 2.12
-        for group in (state._fsdp_param_group,) if groups is None else groups:
-            for param in () if group is None else group.fsdp_params:
+        for group in _groups_of(state):
+            for param in group.fsdp_params:
                 yield param, group
+
+
+def _groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # one group, unnumbered, before 2.12
+    every = (state._fsdp_param_group,) if groups is None else groups
+    return [group for group in every if group is not None]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,6 +186,27 @@ def fsdp_frees_after_forward(weight: Any) -> bool:
         return True
     param, group = _fsdp2_owner(weight)
     return param is not None and getattr(group, "post_forward_mesh_info", group) is not None
+
+
+def awaits_backward(module: torch.nn.Module) -> bool:
+    """Return whether an FSDP2 module is in a backward pass, or has run and waits for one."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    groups = (g for state in _fsdp2_states() if module in state._modules for g in _groups_of(state))
+    return any(group._post_forward_indices for group in groups)
+
+
+def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
+    """Keep the groups of an FSDP2 module gathered after its forward, or free them as configured."""
+    for state in _fsdp2_states():
+        if module not in state._modules:
+            continue
+        for group in _groups_of(state):
+            now, kept = group.post_forward_mesh_info, vars(group)
+            if stays and now is not None:
+                kept["memeff_after_forward"], group.post_forward_mesh_info = now, None
+            elif not stays and "memeff_after_forward" in kept:
+                group.post_forward_mesh_info = kept.pop("memeff_after_forward")
 
 
 def is_sharded_by_fsdp(weight: torch.Tensor) -> bool:

@@ -83,6 +83,19 @@ def running_modules() -> list[torch.nn.Module]:
     Modules on which ``torch.compile`` was called come first, the innermost one at the start. The
     others follow, the outermost one first.
     """
+    compiled, others = _calling_modules()
+    found = {id(module): module for module in (*compiled, *reversed(others))}
+    return list(found.values())
+
+
+def compiled_module() -> torch.nn.Module | None:
+    """Return the innermost module on which ``torch.compile`` was called and that runs now."""
+    compiled, _ = _calling_modules()
+    return compiled[0] if compiled else None
+
+
+def _calling_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """Return compiled and other modules whose calls led here, from the innermost on."""
     from torch._dynamo import eval_frame
 
     wrappers = (eval_frame.OptimizedModule, torch.nn.parallel.DistributedDataParallel)
@@ -101,8 +114,7 @@ def running_modules() -> list[torch.nn.Module]:
                 others.clear()  # they are submodules, which its names cover
             (compiled if is_compiled else others).append(module)
         frame = frame.f_back
-    found = {id(module): module for module in (*compiled, *reversed(others))}
-    return list(found.values())
+    return compiled, others
 
 
 def frame_variables() -> Mapping[str, Any]:

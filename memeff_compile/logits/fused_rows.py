@@ -139,6 +139,22 @@ class Head:
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
         return found[:4]
 
+    def total(
+        self, target: Tensor, ignore_index: int, norm: Tensor | None, needed: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
+        """Return the sum of the rows' losses over `norm`, and its gradients where `needed`."""
+        knobs = self._knobs(ignore_index)
+        found: tuple[Tensor, ...] = op_folder.linear_cross_entropy_total(
+            *self._operands(), target, None, norm, **knobs, output_mask=list(needed)
+        )
+        return found[:4]
+
+    def makes_gradients_in_forward(self) -> bool:
+        """Return whether a loss that is one number is best computed with its gradients."""
+        hidden, dtype = self.hidden, self.recipe.compute_dtype
+        asked = hidden.device, dtype, hidden.shape[-1]
+        return op_folder.makes_gradients_in_forward(*asked, workspace=self.settings.workspace)
+
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
         """Return the hidden states, weight, bias and scale whose product these rows are.
 
@@ -194,6 +210,23 @@ def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
     return total
 
 
+@dataclass
+class Ready:
+    """Gradients of hidden states, weight and bias that a loss computed in its forward pass."""
+
+    gradients: tuple[Tensor, ...] | None  # of the loss; None once they were taken
+    by: Tensor  # the gradient of the loss
+    is_last: bool  # no later backward pass reads them
+
+    def take(self, factor: float, needed: Sequence[bool]) -> list[Tensor] | None:
+        """Return them times the gradient of the loss and a factor, or None if they were taken."""
+        if self.gradients is None:
+            return None
+        gradients, by = self.gradients, self.by if factor == 1 else self.by * factor
+        self.gradients = None
+        return op_folder.scaled_gradients(gradients, by, needed, in_place=self.is_last)
+
+
 _OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
 
 
@@ -217,13 +250,14 @@ class FusedRows:
     target: Tensor | None  # one column per row, or None if nll is None
     ignore_index: int | None  # rows with this target have neither nll nor total
     column_weight: Tensor | None  # (vocabulary,), the w above; None for ones
-    row_lse: Tensor  # log-sum-exp of the rows
+    row_lse: Tensor | None  # log-sum-exp of the rows; None with `ready`
     lse_of_ignored: bool = True  # `row_lse` is also valid in ignored rows
     outer: float = 1.0  # the factor of the gradient, from later steps
     is_log: bool = False  # the rows are log-probabilities
     is_exp: bool = False  # the rows are probabilities
     plogp: Tensor | None = None  # one number per row, or None for zeros
     row_entropy: Tensor | None = None  # entropy of the rows, if plogp is given
+    ready: Ready | None = None  # the gradients of `head`, if they exist already
     versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -233,6 +267,14 @@ class FusedRows:
         head = self.head
         made_of = (t for t in (head.weight, head.bias, *head.vectors) if t is not None)
         return tuple(compat.version_of(t) for t in made_of if not t.is_inference())
+
+    @property
+    def recomputed(self) -> FusedRows:
+        """Return this gradient without gradients that exist already."""
+        if self.ready is None:
+            return self
+        _, lse, *_ = self.head.statistics(with_lse=True, with_logit_sum=False)
+        return replace(self, ready=None, row_lse=lse)
 
     @property
     def is_batched(self) -> bool:
@@ -260,6 +302,7 @@ class FusedRows:
 
         `join` concatenates or stacks them along a dimension.
         """
+        parts = [part.recomputed for part in parts]
         first = parts[0]
         settings = (first.outer, first.ignore_index)
         if not all(first._is_like(p) and (p.outer, p.ignore_index) == settings for p in parts):
@@ -288,7 +331,7 @@ class FusedRows:
 
     def merged(self, other: FusedRows) -> FusedRows | None:
         """Return the sum of two gradients of the same rows, or None if they need two calls."""
-        if not self._is_like(other):
+        if self.ready is not None or other.ready is not None or not self._is_like(other):
             return None
         if self.target is None and other.target is not None:
             return other.merged(self)
@@ -343,6 +386,9 @@ class FusedRows:
                 "changed in place since the backward pass: its values are gone. Read "
                 'it before optimizer.step(), or compile with options={"memeff.logits": "eager"}.'
             )
+        if self.ready is not None:
+            return self.recomputed.dense(dtype)
+        assert self.row_lse is not None
         wide, target, lse = self.row_lse.dtype, self.target, self.row_lse
         end = "" if self.is_batched else "_"  # vmap cannot write to tensors that it does not batch
         mul, add, scatter = (getattr(Tensor, f"{n}{end}") for n in ("mul", "add", "scatter_add"))
@@ -390,6 +436,15 @@ class FusedRows:
         between = _product(head.recipe.steps[len(base.steps) :])
         assert between, "steps outside the graph are casts and scales"
         scale = self.outer / between
+        if self.ready is not None:
+            mask = [needed[0], needed[1], any(needed[2:])]
+            found = self.ready.take(scale, mask)
+            if found is None:
+                return self.recomputed.gradients(base, needed)
+            rows, *others = found
+            rows = rows.reshape(head.hidden.shape) if mask[0] else rows
+            return self._parts(needed, (rows, *others))
+        assert self.row_lse is not None
         zeros = torch.zeros_like(self.row_lse)
         nll, lse, total, plogp = (
             None if x is None else x if scale == 1 else x * scale
@@ -411,7 +466,7 @@ class FusedRows:
         if plogp is not None and self.row_entropy is not None:
             given |= {"grad_entropy": -plogp, "entropy": self.row_entropy}
         # Further results of the op were not requested in the forward pass, and are empty here.
-        grad_hidden, grad_weight, grad_bias, *_ = op_folder.linear_cross_entropy_backward(
+        found = op_folder.linear_cross_entropy_backward(
             *(given.get(name, nothing) for name in _BACKWARD_TENSORS),
             **head._knobs(self.ignore_index),
             with_entropy=plogp is not None,
@@ -419,6 +474,11 @@ class FusedRows:
             with_logit_sum=total is not None,
             output_mask=[needed[0], needed[1], any(needed[2:])],
         )
+        return self._parts(needed, found)
+
+    def _parts(self, needed: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Return the op's gradients as those of the deferred logits' tensors."""
+        head, (grad_hidden, grad_weight, grad_bias, *_) = self.head, found
         parts: list[Tensor | None] = [None] * len(needed)
         if needed[0]:
             parts[0] = grad_hidden.to(head.hidden.dtype)

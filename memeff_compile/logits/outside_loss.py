@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError
-from memeff_compile.logits.fused_rows import Folded, FusedRows, Head, fold_recipe
+from memeff_compile.logits.fused_rows import Folded, FusedRows, Head, Ready, fold_recipe
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
 from memeff_compile.logits.row_gradient import RowGradient, dense
@@ -121,6 +121,38 @@ class _Rows(_Function):
             is_log=ctx.factor is not None,
         )
         return RowGradient.of_fused(rows), None
+
+
+class _Total(_Function):
+    """From logits to the sum of their losses over a number, with gradients in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, view: View, target: Tensor, ignore_index: int, norm: Tensor | None
+    ) -> Tensor:
+        head, needed = view.head, view.memory.source.trained
+        total, *gradients = head.total(target, ignore_index, norm, needed)
+        ctx.kept = _Kept.of(ctx, view, target, norm, *gradients)
+        ctx.ignore_index = ignore_index
+        return total
+
+    @staticmethod
+    @compat.untraced
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        kept: _Kept = ctx.kept
+        target, norm, *gradients = ctx.saved_tensors[:5]
+        made_of = ctx.saved_tensors[5:]
+        head, share = kept.head(made_of), grad if norm is None else grad / norm
+        nll = share.expand(target.shape)
+        if torch.is_grad_enabled():
+            asked = _Asked(target, ctx.ignore_index)
+            whole = _differentiable(kept.plain(made_of), head, asked, (nll, None, None))
+            return whole, None, None, None
+        ctx.kept = kept.after_a_backward()
+        is_last = compat.frees_saved_tensors()
+        ready = Ready(tuple(gradients), grad, is_last)
+        rows = FusedRows(head, nll, None, None, target, ctx.ignore_index, None, None, ready=ready)
+        return RowGradient.of_fused(rows), None, None, None
 
 
 def _differentiable(
@@ -470,6 +502,9 @@ def _class_loss(
         _need(weight.dtype == view.dtype, "the class weights have another dtype")
     dtype = _result_dtype(function.__name__, view, lambda x: function(x, x[:, 0].long()))
     is_smooth = label_smoothing > 0
+    is_plain = weight is None and not is_smooth and reduction != "none"
+    if is_plain and _makes_gradients(view):
+        return _total(view, target, ignore_index, reduction).to(dtype)
     nll, lse, total = _served(
         view,
         "log_softmax + nll_loss" if is_log else "cross_entropy",
@@ -491,6 +526,46 @@ def _class_loss(
         smooth = _reduced(spread, norm, reduction)
         loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / vocabulary)
     return loss.to(dtype)
+
+
+def _makes_gradients(view: View) -> bool:
+    """Return whether a loss of these logits computes its gradients in the forward pass.
+
+    Gradients are as large as hidden states and weight. So only one loss of all rows makes them, if
+    it is the only loss, as far as earlier steps show: another one would compute logits again.
+    """
+    source = view.memory.source
+    use, rows = source.use, view.rows.shape[:-1].numel()
+    is_alone = use is None or (
+        set(use.fused) <= {"cross_entropy"}
+        and use.calls < max(use.steps, 1)
+        and "gradient of the logits" not in use.computed
+    )
+    return (
+        is_alone
+        and not source.has_gradients
+        and torch.is_grad_enabled()
+        and cast("Tensor", view).requires_grad
+        and 2 * rows > view.memory.rows.shape[:-1].numel()
+        and view.head.recipe.classes is None
+        and view.head.folded.factor is None
+        and not compat.packs_saved_tensors()  # a checkpoint runs this forward pass again
+        and view.head.makes_gradients_in_forward()
+    )
+
+
+def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Return the mean or the sum of the losses, whose gradients exist from here on."""
+    source = view.memory.source
+    source.require_unchanged()
+    norm = (target != ignore_index).sum() if reduction == "mean" else None
+    loss: Tensor = _Total.apply(view, target, ignore_index, norm)
+    source.has_gradients = True
+    if source.use is not None:
+        rows = view.rows.shape[:-1].numel()
+        unbuilt = rows * view.head.vocabulary * view.dtype.itemsize
+        source.use.count_fused("cross_entropy", unbuilt)
+    return loss
 
 
 def _class_last(input: Any, target: Any) -> View:

@@ -65,6 +65,13 @@ class LogitsSource:
         use: LogitsUse | None = None,  # counts how the logits are used
     ) -> None:
         self.loss, self.use = loss, use
+        added = (bias, *vectors)
+        self.trained = (
+            hidden.requires_grad,
+            weight.requires_grad,
+            any(each is not None and each.requires_grad for each in added),
+        )
+        self.has_gradients = False  # a loss has computed them in its forward pass
         self.ranks = Ranks(weight) if compat.is_dtensor(weight) else None
         self.hidden, self.weight = hidden.detach(), compat.local_part(weight).detach()
         self.bias = None if bias is None else compat.local_part(bias).detach()

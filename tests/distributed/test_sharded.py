@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 import memeff_compile
+from memeff_compile import compat
 from memeff_compile.errors import StaleLogitsError
 from tests.distributed.compressed_shards import compressed_shards
 from tests.distributed.models import (
@@ -320,23 +321,71 @@ def a_loss_outside_the_model() -> None:
         outside_loss(logits)
 
 
+def head_apart(*together: str, root: bool = True, **settings: Any) -> nn.Module:
+    """Make a group of the head and other modules."""
+    model = Small()
+    grouped = [model.get_submodule(name) for name in (*together, "head")]
+    fully_shard(grouped if together else model.head, mesh=mesh(), **settings)
+    return sharded(model) if root else model
+
+
 def a_head_with_a_group_of_its_own() -> None:
     """FSDP's hooks around the head split the graph between the head and the loss."""
+    layouts: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+        ((), {}),
+        ((), {"reshard_after_forward": False}),
+        ((), {"root": False}),
+        (("block",), {}),
+        (("block",), {"reshard_after_forward": False}),
+        ((), {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+    ]
+    for together, settings in layouts:
+        eager, model = (head_apart(*together, **settings) for _ in range(2))
+        model = compiled(model)
+        for _ in range(2):
+            for each in (eager, model):
+                each.zero_grad()
+                loss, logits = each(ids())
+                loss.backward()
+            assert_deferred(logits)
+            is_rounded = "mp_policy" in settings
+            assert_same_gradients(gradients(model), gradients(eager), 1e-2 if is_rounded else 1e-5)
+        assert codes() == {"head_compiled", "logits_deferred"}, settings
+        assert_served_outside(2)
+        with pytest.raises(StaleLogitsError, match=r"read out.logits before loss.backward\(\)"):
+            logits.argmax(-1)
+        kept, value = model(ids())[1], eager(ids())[1]
+        torch.testing.assert_close(kept + 0, value)
+        with torch.no_grad():  # freed after the forward pass, as configured
+            _, logits = model(ids())
+        assert type(logits) is Tensor
+        is_freed = settings.get("reshard_after_forward", True) and settings.get("root", True)
+        assert compat.is_dtensor(model.head.weight) == is_freed
+    memeff_compile.undo(model)
+    assert "forward" not in vars(model.head)
 
-    def make() -> nn.Module:
-        model = Small()
-        sharded(model.head)
-        return sharded(model)
 
-    eager, model = make(), compiled(make())
-    for each in (eager, model):
-        loss, logits = each(ids())
-        loss.backward()
+def a_head_apart_of_a_model_that_is_not_compiled() -> None:
+    """Blocks compiled one by one leave the rest of the model to its owner."""
+    model = head_apart()
+    fresh_start()
+    model.block.forward = torch.compile(model.block.forward, backend="memeff", options=OPTIONS)
+    model(ids())[0].backward()
+    assert "forward" not in vars(model.head)
+    assert codes() == set()
+
+
+def a_head_apart_whose_logits_are_eager() -> None:
+    model = compiled(head_apart(), **{"memeff.logits": "eager"})
+    loss, logits = model(ids())
+    loss.backward()
     assert type(logits) is Tensor
     (record,) = memeff_compile.last_report().records
     assert record.code == "graph_break_between"
-    assert "outermost group of fully_shard" in record.hint
-    assert_same_gradients(gradients(model), gradients(eager))
+    model = compiled(head_apart(), **{"memeff.logits": "none"})
+    loss, logits = model(ids())
+    loss.backward()
+    assert_deferred(logits)
 
 
 def the_older_fsdp() -> None:
@@ -405,6 +454,8 @@ CASES = [
     a_head_that_is_freed_after_forward,
     a_loss_outside_the_model,
     a_head_with_a_group_of_its_own,
+    a_head_apart_of_a_model_that_is_not_compiled,
+    a_head_apart_whose_logits_are_eager,
     the_older_fsdp,
     ternary_linears,
     verify_leaves_sharded_models_alone,

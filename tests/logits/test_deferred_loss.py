@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
 from memeff_compile.errors import DoubleBackwardError, StaleLogitsError, TargetRangeError
+from memeff_compile.kernels.linear_cross_entropy import walk
 from memeff_compile.logits.attach import defer
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
 from memeff_compile.logits.row_gradient import RowGradient
@@ -298,6 +299,79 @@ def test_loss_and_gradients_are_eagers_and_no_logits_are_made(form: Form, kind: 
     assert at.use.calls > 0
     assert isinstance(at.logits, DeferredLogits)
     assert at.logits.materialisations == 0
+
+
+@pytest.fixture
+def one_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with kernels, a loss that is one number computes its gradients in the forward pass."""
+    monkeypatch.setattr(walk, "is_faster_in_one_walk", lambda _: True)
+
+
+class Calls(TorchDispatchMode):
+    """The calls of the ops of a loss, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("memeff.linear_cross_entropy").removesuffix(".default")
+        self.seen += [name] if str(func).startswith("memeff.linear") else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("one_walk")
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("kind", ["fp64", "fp32 bias"])
+def test_gradients_of_the_forward_pass_are_eagers(form: Form, kind: str) -> None:
+    at = compare(form, kind)
+    assert at.use.computed == {}
+    assert at.logits.materialisations == 0
+
+
+@pytest.mark.usefixtures("one_walk")
+@pytest.mark.parametrize("form", ["flat", "shifted", "num_items_in_batch"])
+def test_a_single_loss_takes_three_products(form: str) -> None:
+    at = world()
+    with Calls() as calls:
+        CE[form](at.logits).backward()
+    assert calls.seen == ["_total"]
+
+
+@pytest.mark.usefixtures("one_walk")
+def test_gradients_of_the_forward_pass_serve_again_and_are_recomputed_for_readers() -> None:
+    at, eager = world("fp64"), world("fp64", deferred=False)
+    for each in (at, eager):
+        each.logits.retain_grad()
+        loss = CE["flat"](each.logits)
+        loss.backward(retain_graph=True)
+        (3 * loss).backward()
+    assert at.logits.grad is not None
+    torch.testing.assert_close(at.logits.grad + 0, eager.logits.grad)
+    for name, leaf in eager.leaves.items():
+        torch.testing.assert_close(at.leaves[name].grad, leaf.grad)
+
+
+@pytest.mark.usefixtures("one_walk")
+def test_a_second_loss_of_the_logits_ends_gradients_in_the_forward_pass() -> None:
+    """Gradients of two losses in the forward pass would compute the logits twice."""
+    at, seen = world(), []
+    for _ in range(2):
+        step = defer(
+            torch.tanh(at.leaves["x"]),
+            at.leaves["weight"],
+            None,
+            (),
+            LogitsRecipe(torch.float32, False, ()),
+            loss=LossSettings(),
+            use=at.use,
+        )
+        at.use.count_step()
+        with Calls() as calls:
+            CE["z-loss"](step).backward()
+        seen.append(calls.seen)
+    assert seen[0].count("_total") == 1
+    assert seen[1] == ["", "", "_backward"]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

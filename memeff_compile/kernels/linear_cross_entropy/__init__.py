@@ -42,6 +42,7 @@ from .op import linear_cross_entropy_shard as linear_cross_entropy_shard
 from .op import linear_cross_entropy_total as linear_cross_entropy_total
 from .op import linear_cross_entropy_total_over_ranks as linear_cross_entropy_total_over_ranks
 from .op import linear_cross_entropy_total_shard as linear_cross_entropy_total_shard
+from .op import scaled_gradients as scaled_gradients
 from .op import supports as supports
 from .shapes import is_minimal as is_minimal
 from .vocabulary_parallel import Shard as Shard

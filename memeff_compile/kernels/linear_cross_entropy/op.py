@@ -441,6 +441,24 @@ def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
         target.copy_(source.to(by.dtype) * by)
 
 
+def scaled_gradients(
+    gradients: Sequence[Tensor], by: Tensor, mask: Sequence[bool], *, in_place: bool
+) -> list[Tensor]:
+    """Return the gradients of a total times `by`, where `mask` asks for them.
+
+    Args:
+        gradients: those that the forward pass computed.
+        by: the gradient of the total.
+        mask: which of them are needed.
+        in_place: whether their memory may be overwritten.
+    """
+    found = list(gradients) if in_place else [torch.empty_like(part) for part in gradients]
+    for part, out, wanted in zip(gradients, found, mask, strict=True):
+        if wanted:
+            _scale_into(part, by, out)
+    return found
+
+
 class _Scaling(NamedTuple):
     """The arguments of `linear_cross_entropy_total_backward`."""
 
@@ -504,10 +522,7 @@ def _total_joins(trained: Sequence[int]) -> tuple[library.Function, library.Func
         else:
             # Another backward, or a hook that packed these tensors, may read them again.
             is_last = ctx.is_alone and compat.frees_saved_tensors()
-            found = gradients if is_last else [torch.empty_like(part) for part in gradients]
-            for part, out, wanted in zip(gradients, found, mask, strict=True):
-                if wanted:
-                    _scale_into(part, grad_total, out)
+            found = scaled_gradients(gradients, grad_total, mask, in_place=is_last)
         return _at(trained, found, mask, count)
 
     return setup_context, link

@@ -255,8 +255,7 @@ class HeadReader:
         if weight is None or hidden is None or not self._is_of_weights(head.weight):
             return False
         vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
-        width = _HEAD_WIDTH * compat.size_hint(hidden.shape[-1])
-        return vocabulary >= SMALLEST_VOCABULARY and vocabulary > width
+        return is_wide(vocabulary, compat.size_hint(hidden.shape[-1]))
 
     def _is_of_weights(self, node: Node) -> bool:
         """Return whether a weight is an input, or computed only from parameters and buffers.
@@ -707,6 +706,11 @@ class HeadReader:
             )
         what = f"the logits come from {_describe(node)}, which is not a linear head"
         return Decline("no_linear_head", what, _NO_HEAD_HINT, node)
+
+
+def is_wide(classes: int, width: int) -> bool:
+    """Return whether a linear layer of these sizes is a head, and not an inner layer."""
+    return classes >= SMALLEST_VOCABULARY and classes > _HEAD_WIDTH * width
 
 
 _NO_HEAD_HINT = (
