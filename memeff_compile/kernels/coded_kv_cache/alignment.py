@@ -12,7 +12,8 @@ Nothing here reads a value on the host, and only products are needed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,25 +47,56 @@ def identity(maps: Sequence[Tensor]) -> None:
     slots.copy_(torch.arange(slots.shape[1], device=slots.device))
 
 
+class Sums(NamedTuple):
+    """The two sums over rows that maps are fitted from, in plain PyTorch or by kernels."""
+
+    # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows that count
+    rows: Callable[[Sequence[Tensor], Tensor], Tensor]
+    # (B, H, 2, D, D) for keys and values, by the upper layer's heads: sums of a row of the upper
+    # layer times that of its slot, both less the means in the maps
+    products: Callable[[Sequence[Tensor], Tensor, Maps], Tensor]
+
+
 def fit(
     maps: Maps,
     # keys and values of the lower layer, then of the upper, each (B, H, N, D)
     rows: Sequence[Tensor],
     counted: Tensor,  # bool (B, N), the rows that the maps are fitted on
+    sums: Sums | None = None,  # by default those of plain PyTorch
 ) -> None:
     """Write the maps that bring the rows of two layers nearest to each other."""
-    stored = [means[:, :, at] for means in (maps.lower_means, maps.upper_means) for at in (0, 1)]
-    for x, place in zip(rows, stored, strict=True):
-        place.copy_(_mean(x, counted))
-    slots = matched(_likeness(rows[0], rows[2], counted) + _likeness(rows[1], rows[3], counted))
-    maps.slots.copy_(slots)
-    products = torch.zeros_like(maps.turns, dtype=wide(rows[0].dtype))
+    add, multiply = sums or (sum_rows, multiply_rows)
+    total = add(rows, counted)
+    means = total / counted.sum(1).clamp_min(1).to(total.dtype)[:, None, None, None]
+    maps.lower_means.copy_(means[:, :, :2])
+    maps.upper_means.copy_(means[:, :, 2:])
+    keys, values = (_likeness(rows[at::2], counted, means[:, :, at::2]) for at in (0, 1))
+    maps.slots.copy_(matched(keys + values))
     with _exact(rows[0]):
-        for at, span in itertools.product((0, 1), _spans(rows[0])):
-            x = in_order(centred(rows[at][:, :, span], stored[at]), slots)
-            y = _only(counted[:, span], centred(rows[at + 2][:, :, span], stored[at + 2]))
-            products[:, :, at] += y.transpose(-1, -2) @ _only(counted[:, span], x)
-        maps.turns.copy_(polar(products))
+        maps.turns.copy_(polar(multiply(rows, counted, maps)))
+
+
+def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
+    """Return the sums of rows as `Sums` has them, in fp32 or fp64."""
+    kind = wide(rows[0].dtype)
+    found = []
+    for x in rows:
+        total = torch.zeros_like(x[:, :, 0], dtype=kind)
+        for span in _spans(x):
+            total += _only(counted[:, span], x[:, :, span]).sum(2, dtype=kind)
+        found.append(total)
+    return torch.stack(found, 2)
+
+
+def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
+    """Return the sums of products as `Sums` has them, in fp32 or fp64."""
+    products = torch.zeros_like(maps.turns, dtype=wide(rows[0].dtype))
+    for at, span in itertools.product((0, 1), _spans(rows[0])):
+        x = in_order(centred(rows[at][:, :, span], maps.lower_means[:, :, at]), maps.slots)
+        y = centred(rows[at + 2][:, :, span], maps.upper_means[:, :, at])
+        x, y = (_only(counted[:, span], each) for each in (x, y))
+        products[:, :, at] += y.transpose(-1, -2) @ x
+    return products
 
 
 def _exact(x: Tensor) -> torch.autocast:
@@ -140,27 +172,20 @@ def _spans(x: Tensor) -> list[slice]:
     return [slice(at, at + step) for at in range(0, x.shape[2], step)]
 
 
-def _mean(x: Tensor, counted: Tensor) -> Tensor:
-    """Return (B, H, D): the mean of the rows that count, 0 without any."""
-    kind = wide(x.dtype)
-    total = torch.zeros_like(x[:, :, 0], dtype=kind)
-    for span in _spans(x):
-        total += _only(counted[:, span], x[:, :, span]).sum(2, dtype=kind)
-    return total / counted.sum(1).clamp_min(1).to(kind)[:, None, None]
-
-
-def _likeness(lower: Tensor, upper: Tensor, counted: Tensor) -> Tensor:
+def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
     """Return (B, H, H): how much of a head of the upper layer a head of the lower can explain.
 
     It is the norm of the product of both heads' rows, over that of each head's; a map that is
-    orthogonal does not change it.
+    orthogonal does not change it. `rows` and their `means`, (B, H, 2, D), are of the two layers. On
+    a GPU, rows of 16 bits are multiplied in 16 bits.
     """
-    few = max(1, -(-lower.shape[2] // _MATCHED_ON))
+    few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]
-    x, y = (
-        _only(counted, centred(r, _mean(r, counted)))
-        for r in (lower[:, :, ::few], upper[:, :, ::few])
-    )
+    x, y = (_only(counted, centred(r[:, :, ::few], means[:, :, at])) for at, r in enumerate(rows))
+    sizes = [r.square().sum((2, 3)).sqrt().clamp_min(1e-30) for r in (y, x)]
+    if x.is_cuda and rows[0].dtype.itemsize == 2:
+        x, y = (r / size[..., None, None] for r, size in ((x, sizes[1]), (y, sizes[0])))
+        x, y, sizes = x.to(rows[0].dtype), y.to(rows[0].dtype), [torch.ones_like(s) for s in sizes]
     batch, heads, _, depth = x.shape
     at_once = max(1, _PRODUCTS // (heads * depth) ** 2)
     found = []
@@ -168,8 +193,7 @@ def _likeness(lower: Tensor, upper: Tensor, counted: Tensor) -> Tensor:
         a, b = (r[start : start + at_once].transpose(2, 3).flatten(1, 2) for r in (y, x))
         with _exact(a):
             products = (a @ b.transpose(1, 2)).view(-1, heads, depth, heads, depth)
-        found.append(products.square().sum((2, 4)).sqrt())
-    sizes = [r.square().sum((2, 3)).sqrt().clamp_min(1e-30) for r in (y, x)]
+        found.append(products.to(wide(products.dtype)).square().sum((2, 4)).sqrt())
     return torch.cat(found) / (sizes[0].unsqueeze(2) * sizes[1].unsqueeze(1))
 
 
@@ -209,7 +233,7 @@ def polar(x: Tensor) -> Tensor:
     size = x.norm(dim=(-2, -1), keepdim=True)
     share = _IDENTITY / depth**0.5
     y = x / size.clamp_min(1e-30) + share * torch.eye(depth, dtype=x.dtype, device=x.device)
-    y = (y / y.norm(dim=(-2, -1), keepdim=True)).view(-1, depth, depth)
+    y = (y / y.norm(dim=(-2, -1), keepdim=True)).reshape(-1, depth, depth)
     least = _LEAST
     for _ in range(STEPS):
         by = (3.0 / (1.0 + least + least * least)) ** 0.5

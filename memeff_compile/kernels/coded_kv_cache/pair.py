@@ -163,7 +163,8 @@ def _append_pair(*args: Any) -> None:
     from . import append_pairs
 
     if is_first:
-        pair_reference.append(*given, is_first=True, merging=append_pairs.merge_prompt)
+        by_kernels = {"merging": append_pairs.merge_prompt, "sums": append_pairs.SUMS}
+        pair_reference.append(*given, is_first=True, **by_kernels)
     else:
         append_pairs.append_pair(*given)
 

@@ -67,6 +67,7 @@ def append(
     *,
     is_first: bool = False,  # the cache is empty; then no value is read on the host
     merging: Callable[..., None] | None = None,  # the function that merges rows, by default `merge`
+    sums: alignment.Sums | None = None,  # by which maps are fitted, if not by plain PyTorch
 ) -> None:
     """Write the upper layer's tokens, and the lower's if they are given; merge complete groups."""
     _, lower, upper, maps = pair
@@ -96,7 +97,7 @@ def append(
         # Both layers' tokens are all here: the first ones that a cache gets decide on its maps.
         position = torch.arange(end, device=device)
         behind = position - pair.shared.starts[:, :1]
-        alignment.fit(maps, rows, behind >= settings.keep_first)
+        alignment.fit(maps, rows, behind >= settings.keep_first, sums)
     # All rows of a prompt compete for the room together; later rows compete group by group.
     step = max(1, due) * group if is_first else group
     for at in range(0, due * group, step):
