@@ -27,6 +27,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ AT_ONCE = 512
 """Positions whose logits are made at a time."""
 CALIBRATION = 2
 """Sequences of the other text that levels of attention are chosen on."""
+REPORTED = 8
+"""Sequences of the other text that a cache's report is made of."""
 
 
 class Judged:
@@ -154,6 +157,8 @@ class Bench:
         self.weights: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.levels: dict[str, str | list[str]] = {}
         self.compiled: Any = None
+        self.reports: dict[str, Any] = {}
+        self.text = ""  # that is measured
         self.modes = [
             mode
             for mode in modes(subject.layers)
@@ -164,7 +169,11 @@ class Bench:
         """Return a mode's states for tokens; `facts` gets its costs."""
         subject, given = self.subject, self.given
         if mode.cache is not None:
-            cache = memeff_compile.KVCache(subject.model.config, ids.shape[1], **mode.cache)
+            settings = mode.cache
+            if mode.reported:
+                merge = replace(settings["merge"], fidelity=self.report())
+                settings = {**settings, "merge": merge}
+            cache = memeff_compile.KVCache(subject.model.config, ids.shape[1], **settings)
             found = subject.states(ids, cache=cache, pieces=(given.prompt, given.piece))
             facts |= {"cache_bytes": cache.nbytes, "prompt": given.prompt, "piece": given.piece}
             return found
@@ -182,6 +191,17 @@ class Bench:
             return found
         lowered = facts.setdefault("lowered", Lowered(self._levels(mode)))
         return subject.states(ids, around=lowered.forward())
+
+    def report(self) -> Any:
+        """Return a fidelity report of the text that is not measured."""
+        other = "prose" if self.text == "source" else "source"
+        if other not in self.reports:
+            subject, length = self.subject, self.given.length
+            ids = texts.rows_of(subject.tokenizer, other, length, 8 * REPORTED)[::8][:REPORTED]
+            inputs = [row[None].to(subject.device) for row in ids]
+            found = memeff_compile.fidelity_report(subject.model, inputs, bits=16, merge=None)
+            self.reports[other] = found
+        return self.reports[other]
 
     def _levels(self, mode: Mode) -> str | list[str]:
         if mode.name not in self.levels:
@@ -267,6 +287,7 @@ def measure(given: argparse.Namespace) -> int:
             print(f"out of time before {name}", flush=True)
             break
         label = name.partition("=")[0]
+        bench.text = label
         facts = {"what": "quality", **subject.facts, "text": label, "length": given.length}
         if name == "keys":
             made: Iterator[tuple[Mode, dict[str, Any]]] = bench.keys(deadline)

@@ -24,6 +24,7 @@ class Mode:
         level: of attention; `CALIBRATED`: the calls that `calibrate_attention` keeps in `8b`.
         compiled: through the backend, at any length, instead of the op put into the model.
         mantissa: bits of the weights that are kept.
+        reported: whether merging starts from a report of the other text.
         share: of attentions, those with the worst scores in `4b`, that run in `8b` instead.
     """
 
@@ -33,6 +34,7 @@ class Mode:
     compiled: bool = False
     mantissa: int | None = None
     share: float | None = None
+    reported: bool = False
 
 
 def modes(layers: int) -> list[Mode]:
@@ -59,6 +61,8 @@ def modes(layers: int) -> list[Mode]:
         for bits in (16, 4, 3):
             settings = {"bits": bits, "merge": Merged(start_layer=start)}
             found.append(Mode(f"cache, aligned from {where} on, {bits} bits", cache=settings))
+            name = f"cache, aligned by a report from {where} on, {bits} bits"
+            found.append(Mode(name, cache=settings, reported=True))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
     found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
     found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))

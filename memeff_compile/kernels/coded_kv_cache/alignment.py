@@ -26,9 +26,9 @@ STEPS = 20
 
 _LEAST = 1e-6
 _EXCHANGES = 4
-_IDENTITY = 1e-3
-"""Share of the identity in a matrix whose polar factor is taken: where the rows say nothing, as
-with fewer rows than channels, the map leaves channels alone.
+_SHARE = 1e-3, 0.1
+"""Share of the turn before a fit in the matrix whose polar factor is taken, of the identity and of a
+given one: where the rows say nothing, as with fewer rows than channels, the turn stays as it was.
 """
 _MATCHED_ON = 1024
 """Rows per sequence by which heads are matched, at most."""
@@ -64,16 +64,45 @@ def fit(
     counted: Tensor,  # bool (B, N), the rows that the maps are fitted on
     sums: Sums | None = None,  # by default those of plain PyTorch
 ) -> None:
-    """Write the maps that bring the rows of two layers nearest to each other."""
+    """Write the maps that bring the rows of two layers nearest to each other.
+
+    Turns that are not the identity were fitted on other rows. These and their slots are kept where
+    the rows say little: keys of few tokens, after their rotary embedding, do not show how later
+    positions turn.
+    """
     add, multiply = sums or (sum_rows, multiply_rows)
+    depth = maps.turns.shape[-1]
+    is_given = (maps.turns != torch.eye(depth, device=counted.device)).flatten(1).any(1)
     total = add(rows, counted)
     means = total / counted.sum(1).clamp_min(1).to(total.dtype)[:, None, None, None]
     maps.lower_means.copy_(means[:, :, :2])
     maps.upper_means.copy_(means[:, :, 2:])
     keys, values = (_likeness(rows[at::2], counted, means[:, :, at::2]) for at in (0, 1))
-    maps.slots.copy_(matched(keys + values))
+    slots = matched(keys + values).to(maps.slots.dtype)
+    maps.slots.copy_(torch.where(is_given[:, None], maps.slots, slots))
     with _exact(rows[0]):
-        maps.turns.copy_(polar(multiply(rows, counted, maps)))
+        products = multiply(rows, counted, maps)
+        least, given = _SHARE
+        share = torch.where(is_given, given, least)[:, None, None, None, None]
+        maps.turns.copy_(polar(products, share * maps.turns.to(products.dtype)))
+
+
+def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return one slot per head of the upper layer, (H), for all sequences, and the sums of products
+    over all, (H, 2, D, D), whose polar factors are turns; `rows` and `counted` as `fit` takes them.
+
+    `slots` are those of other rows, if there are any.
+    """
+    batch, heads, _, depth = rows[0].shape
+    total = sum_rows(rows, counted)
+    means = total / counted.sum(1).clamp_min(1).to(total.dtype)[:, None, None, None]
+    if slots is None:
+        both = (_likeness(rows[at::2], counted, means[:, :, at::2]) for at in (0, 1))
+        slots = matched(sum(both).sum(0, keepdim=True))[0]  # type: ignore[union-attr]
+    turns = means.new_empty((batch, heads, 2, depth, depth))
+    maps = Maps(means[:, :, :2], means[:, :, 2:], turns, slots.expand(batch, heads))
+    with _exact(rows[0]):
+        return slots, multiply_rows(rows, counted, maps).sum(0)
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
@@ -140,6 +169,7 @@ def cosines(rows: Sequence[Tensor], counted: Tensor) -> list[Tensor]:
     turns = means.new_empty((*means.shape, depth))
     slots = torch.empty((batch, heads), dtype=torch.int32, device=means.device)
     maps = Maps(means, torch.empty_like(means), turns, slots)
+    identity(maps)
     fit(maps, rows, counted)
     found = aligned(rows, maps)
     return [torch.cosine_similarity(found[at], found[at + 2], dim=-1) for at in (0, 1)]
@@ -223,16 +253,18 @@ def matched(likeness: Tensor) -> Tensor:
     return slots
 
 
-def polar(x: Tensor) -> Tensor:
+def polar(x: Tensor, more: Tensor | None = None) -> Tensor:
     """Return the orthogonal matrices nearest to x, (..., D, D), by products alone.
 
-    Newton and Schulz's iteration, scaled as the least singular value allows that is still
+    `more` is added to x as a share of its norm, times the root of D; by default a little of the
+    identity. Newton and Schulz's iteration, scaled as the least singular value allows that is still
     possible: small ones grow by 2.6 in each of the first steps.
     """
     depth = x.shape[-1]
     size = x.norm(dim=(-2, -1), keepdim=True)
-    share = _IDENTITY / depth**0.5
-    y = x / size.clamp_min(1e-30) + share * torch.eye(depth, dtype=x.dtype, device=x.device)
+    if more is None:
+        more = _SHARE[0] * torch.eye(depth, dtype=x.dtype, device=x.device)
+    y = x / size.clamp_min(1e-30) + more / depth**0.5
     y = (y / y.norm(dim=(-2, -1), keepdim=True)).reshape(-1, depth, depth)
     least = _LEAST
     for _ in range(STEPS):

@@ -27,6 +27,8 @@ class Pair:
         self.is_aligned = merge.align != "none"
         self.shape: tuple[int, ...] | None = None
         self.span: Tensor  # an empty tensor whose size is the number of tokens it can hold
+        # turns and slots from a report, (heads, 2, depth, depth) and (heads,), if there are any
+        self.common = merge.common(numbers) if self.is_aligned else None
         # keys and values that the lower layer got and the upper layer will write
         self.parked: tuple[Tensor, Tensor] | None = None
 
@@ -64,6 +66,9 @@ class Pair:
         held.left_over.zero_()
         if self.is_aligned:
             op_folder.identity(self.maps())
+            if self.common is not None:
+                for name, given in zip(("turns", "slots"), self.common, strict=True):
+                    getattr(self, name).copy_(given)
 
 
 class MergedLayer(CodedLayer):
@@ -111,6 +116,7 @@ class MergedLayer(CodedLayer):
         if self.pair.shape is None:
             if self.pair.is_aligned:
                 shared |= op_folder.shapes_of_maps(layout, batch, heads)
+                self._require_common(layout, heads)
             self._make(self.pair, shared)
             self.pair.span = torch.empty(0, 0, self.max_cache_len, device=self.device)
             self.pair.shape = shape
@@ -124,6 +130,20 @@ class MergedLayer(CodedLayer):
             )
         self._make(self, own)
         self.span = self.pair.span
+
+    def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
+        """Refuse a report of another model; put its turns on the device."""
+        if self.pair.common is None:
+            return
+        turns, slots = self.pair.common
+        wanted = (heads, 2, layout.depth, layout.depth)
+        if tuple(turns.shape) != wanted:
+            refuse(
+                f"the fidelity report has turns of {tuple(turns.shape)} for layers "
+                f"{self.pair.numbers}, and {wanted} are needed: it is of another model. Call "
+                "fidelity_report on this one."
+            )
+        self.pair.common = turns.to(self.device), slots.to(self.device)
 
     def lengthy(self) -> list[Tensor]:
         """Return the tensors whose third size follows from the length, kept rows among them."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import READINGS, RULES, SCALES
@@ -29,6 +31,12 @@ class Measured(Protocol):
     def pairs(self) -> list[dict[str, Any]]:
         """For each pair its `layers`, the `mean` cosine of `keys` and of `values`, and both means
         as `aligned`.
+        """
+
+    @property
+    def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
+        """For pairs of layers the turns of keys and values, (H, 2, D, D), and the slots, (H,), that
+        align them on the report's inputs.
         """
 
 
@@ -56,7 +64,8 @@ class MiniCache:
             paper's inequality, those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes its error smallest.
         fidelity: the result of `fidelity_report` for the model. A cache whose layers are merged
-            warns without it, and refuses any pair whose rows have a mean cosine below `ALIKE`.
+            warns without it, and refuses any pair whose rows have a mean cosine below `ALIKE`. Its
+            maps serve where the cache's first tokens say little.
         force: merge even if layers are not alike, without a warning.
 
     Raises:
@@ -94,6 +103,10 @@ class MiniCache:
             if not is_right:
                 said = f"MiniCache: {name} is {given!r}; {needed} is needed."
                 raise UnsupportedInputError(said)
+
+    def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+        """Return the report's turns and slots for a pair of layers, if it has any."""
+        return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
         """Return how many rows a cache for so many tokens can keep: 328 of 32768 by default."""

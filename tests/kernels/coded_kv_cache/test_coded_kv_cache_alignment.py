@@ -13,6 +13,7 @@ from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import (
     PLAIN,
     Layout,
+    alignment,
     coded_kv_cache_append_lower,
     coded_kv_cache_append_pair,
     coded_kv_cache_attention,
@@ -170,6 +171,31 @@ def test_too_few_tokens_to_fit_maps_leave_rows_as_they_are() -> None:
         found.append(views(pair))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_turns_of_other_rows_serve_where_the_first_tokens_say_little() -> None:
+    """Ten tokens do not show a turn of 16 channels; a given one makes later tokens come back."""
+    rows = aligned_rows(2, 2, 90, DEPTH, torch.float64)
+    counted = torch.ones(2, 90, dtype=torch.bool)
+    slots, products = alignment.common([x[:1] for x in rows], counted[:1], None)
+    assert slots.tolist() == [1, 0]
+    _, more = alignment.common([x[:1] for x in rows], counted[:1], slots)
+    torch.testing.assert_close(more, products)
+    errors = []
+    for is_given in (False, True):
+        pair = Pair(layout(), 2, 2, LIMIT, torch.float64, align=True)
+        if is_given:
+            pair.maps[2].copy_(polar(products))
+            pair.maps[3].copy_(slots)
+        append(pair, [x[:, :, :12] for x in rows], is_first=True)
+        for at in range(12, 60):
+            append(pair, [x[:, :, at : at + 1] for x in rows])
+        off = [a[:, :, 12:32] - b[:, :, 12:32] for a, b in zip(views(pair), rows, strict=True)]
+        errors.append(sum(float(x[0].norm()) for x in off))
+        assert pair.maps[3].tolist() == [[1, 0]] * 2 or not is_given
+        eye = torch.eye(DEPTH, dtype=torch.float64).expand_as(pair.maps[2])
+        torch.testing.assert_close(pair.maps[2] @ pair.maps[2].mT, eye, rtol=0, atol=1e-6)
+    assert errors[1] < 0.3 * errors[0]
 
 
 def test_polar_factors_are_orthogonal_and_those_of_an_svd() -> None:
