@@ -41,7 +41,7 @@ from benchmarks import rows
 from benchmarks.quality import texts
 from benchmarks.quality.answering import levels_of
 from benchmarks.quality.command import parser_of, run, subject_of
-from benchmarks.quality.modes import Mode, modes
+from benchmarks.quality.modes import Mode, modes, reported_modes
 from benchmarks.quality.subject import Lowered, States, Subject
 from memeff_compile.errors import MemeffError
 
@@ -151,6 +151,7 @@ class Bench:
     """
 
     compares = False
+    text = texts.NAMED[0]  # that is measured
 
     def __init__(self, subject: Subject, given: argparse.Namespace) -> None:
         self.subject, self.given = subject, given
@@ -158,10 +159,9 @@ class Bench:
         self.levels: dict[str, str | list[str]] = {}
         self.compiled: Any = None
         self.reports: dict[str, Any] = {}
-        self.text = ""  # that is measured
         self.modes = [
             mode
-            for mode in modes(subject.layers)
+            for mode in (*modes(subject.layers), *reported_modes(subject.layers))
             if not given.modes or any(part in mode.name for part in given.modes)
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memeff_compile import MiniCache
@@ -61,9 +61,16 @@ def modes(layers: int) -> list[Mode]:
         for bits in (16, 4, 3):
             settings = {"bits": bits, "merge": Merged(start_layer=start)}
             found.append(Mode(f"cache, aligned from {where} on, {bits} bits", cache=settings))
-            name = f"cache, aligned by a report from {where} on, {bits} bits"
-            found.append(Mode(name, cache=settings, reported=True))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
     found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
     found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))
     return found + [Mode(f"weights, {kept} bits of 7", mantissa=kept) for kept in MANTISSAS]
+
+
+def reported_modes(layers: int) -> list[Mode]:
+    """Return the modes that merge layers with a report of the other text."""
+    return [
+        replace(mode, name=mode.name.replace("aligned", "aligned by a report"), reported=True)
+        for mode in modes(layers)
+        if "aligned" in mode.name
+    ]

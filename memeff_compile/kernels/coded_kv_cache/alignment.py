@@ -27,8 +27,8 @@ STEPS = 20
 _LEAST = 1e-6
 _EXCHANGES = 4
 _SHARE = 1e-3, 0.1
-"""Share of the turn before a fit in the matrix whose polar factor is taken, of the identity and of a
-given one: where the rows say nothing, as with fewer rows than channels, the turn stays as it was.
+"""Share of the turn before a fit, the identity or a given one, in the matrix whose polar factor is
+taken: where the rows say nothing, as with fewer rows than channels, the turn stays as it was.
 """
 _MATCHED_ON = 1024
 """Rows per sequence by which heads are matched, at most."""
