@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..checks import wide
 from .layout import Maps
+from .positions import mean_key, mean_product
 
 STEPS = 20
 """Iterations towards the polar factor: enough for singular values of 1e-6 of the largest."""
@@ -63,8 +64,12 @@ def fit(
     rows: Sequence[Tensor],
     counted: Tensor,  # bool (B, N), the rows that the maps are fitted on
     sums: Sums | None = None,  # by default those of plain PyTorch
+    angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
+    span: int = 0,  # positions after the rows' that later keys will have
 ) -> None:
     """Write the maps that bring the rows of two layers nearest to each other.
+
+    With `angles`, keys count as if they came up again at all later positions.
 
     Turns that are not the identity were fitted on other rows. These and their slots are kept where
     the rows say little: keys of few tokens, after their rotary embedding, do not show how later
@@ -82,9 +87,27 @@ def fit(
     maps.slots.copy_(torch.where(is_given[:, None], maps.slots, slots))
     with _exact(rows[0]):
         products = multiply(rows, counted, maps)
+        if angles is not None and span > 0:
+            _spread(maps, products, counted.sum(1), angles, span)
         least, given = _SHARE
         share = torch.where(is_given, given, least)[:, None, None, None, None]
         maps.turns.copy_(polar(products, share * maps.turns.to(products.dtype)))
+
+
+def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
+    """Replace the means and products of keys by those over all positions of a span."""
+    kind = products.dtype
+    lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
+    count = count.to(kind)[:, None, None, None]
+
+    def moved(of_upper: Tensor, of_lower: Tensor) -> Tensor:
+        return count * of_upper.unsqueeze(3) * in_order(of_lower, maps.slots).unsqueeze(2)
+
+    found = mean_product(products[:, :, 0] + moved(upper, lower), angles, span)
+    for means, x in ((maps.lower_means, lower), (maps.upper_means, upper)):
+        means[:, :, 0] = mean_key(x, angles, span).to(means.dtype)
+    lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
+    products[:, :, 0] = found - moved(upper, lower)
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,15 +16,25 @@ from torch import Tensor
 from memeff_compile.kernels import coded_kv_cache as op_folder
 from memeff_compile.model.cache.layers import CodedLayer, Place, Starts, refuse
 from memeff_compile.model.cache.minicache import MiniCache
+from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
     """The state that the two layers of a pair share, and the lower layer's waiting tokens."""
 
-    def __init__(self, numbers: tuple[int, int], merge: MiniCache, keep_first: int) -> None:
-        # numbers of the layers; first tokens of a sequence that stay as they come
+    def __init__(
+        self,
+        numbers: tuple[int, int],
+        merge: MiniCache,
+        keep_first: int,
+        config: Any = None,  # noqa: ANN401 - a config of transformers
+    ) -> None:
+        # numbers of the layers; first tokens of a sequence that stay as they come; and the model's
+        # config, for the angles of the rotary embedding of keys
         self.numbers, self.merge, self.keep_first = numbers, merge, keep_first
         self.is_aligned = merge.align != "none"
+        self.config = config
+        self.angles: Tensor | None = None
         self.shape: tuple[int, ...] | None = None
         self.span: Tensor  # an empty tensor whose size is the number of tokens it can hold
         # turns and slots from a report, (heads, 2, depth, depth) and (heads,), if there are any
@@ -45,6 +55,11 @@ class Pair:
     def maps(self) -> list[Tensor]:
         """Return the tensors that align the layers, in this order; none if they are not."""
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
+
+    def find_angles(self, depth: int, device: torch.device) -> None:
+        """Get the angles of the keys' rotary embedding, by which maps are fitted."""
+        found = None if self.config is None else angles_of(self.config, depth)
+        self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
         """Return the error text for tokens left waiting by an interrupted forward pass."""
@@ -117,6 +132,7 @@ class MergedLayer(CodedLayer):
             if self.pair.is_aligned:
                 shared |= op_folder.shapes_of_maps(layout, batch, heads)
                 self._require_common(layout, heads)
+                self.pair.find_angles(layout.depth, self.device)
             self._make(self.pair, shared)
             self.pair.span = torch.empty(0, 0, self.max_cache_len, device=self.device)
             self.pair.shape = shape
@@ -184,6 +200,8 @@ class MergedLayer(CodedLayer):
         how = (bits, recent, self.room, self.pair.keep_first)
         rule = (merge.rule, merge.t, merge.gamma, merge.reading, merge.scale, self.is_empty)
         tensors = (*shared, *lower.own(), *self.own())
+        if self.is_empty and self.pair.angles is not None:
+            maps = [*maps, self.pair.angles]
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, *maps)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,8 +222,17 @@ class MergedLayer(CodedLayer):
         """Return why the last `remove` tokens cannot be removed, or None."""
         return super().keeps(remove) if self.pair.parked is None else self.pair.torn()
 
+    def remove_last(self, remove: int) -> None:
+        super().remove_last(remove)
+        if self.is_empty:
+            self._forget()
+
     def reset(self) -> None:
         """Empty the layer; its tensors stay."""
         super().reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let the next tokens find their maps as the first ones did."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

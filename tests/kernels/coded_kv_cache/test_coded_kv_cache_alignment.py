@@ -21,6 +21,7 @@ from memeff_compile.kernels.coded_kv_cache import (
 )
 from memeff_compile.kernels.coded_kv_cache.alignment import matched, polar
 from memeff_compile.kernels.coded_kv_cache.merging import shared_direction
+from memeff_compile.kernels.coded_kv_cache.positions import mean_key, mean_product
 from tests.support.merged_caches import Pair, aligned_rows
 
 LIMIT = 90
@@ -196,6 +197,23 @@ def test_turns_of_other_rows_serve_where_the_first_tokens_say_little() -> None:
         eye = torch.eye(DEPTH, dtype=torch.float64).expand_as(pair.maps[2])
         torch.testing.assert_close(pair.maps[2] @ pair.maps[2].mT, eye, rtol=0, atol=1e-6)
     assert errors[1] < 0.3 * errors[0]
+
+
+def test_means_over_positions_are_those_of_turned_keys_and_their_products() -> None:
+    angles = torch.linspace(0.01, 1.0, DEPTH // 2, dtype=torch.float64)
+    x, y = torch.randn(2, DEPTH, dtype=torch.float64)
+    shifts = (torch.arange(4000, dtype=torch.float64)[:, None] + 0.5) / 100  # up to 40
+    cosine, sine = (shifts * angles).cos(), (shifts * angles).sin()
+
+    def turned(key: Tensor) -> Tensor:
+        a, b = key.chunk(2)
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], 1)
+
+    xs, ys = turned(x), turned(y)
+    torch.testing.assert_close(mean_key(x, angles, 40), xs.mean(0), rtol=0, atol=1e-5)
+    expected = ys.T @ xs / len(xs)
+    found = mean_product(y[:, None] * x, angles, 40)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_polar_factors_are_orthogonal_and_those_of_an_svd() -> None:
