@@ -407,9 +407,8 @@ def batch(options: argparse.Namespace) -> None:
         with torch.device(options.device):
             made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
         for count in batches:
-            for kind, (bits, settings) in KINDS.items():
-                if options.kinds and kind not in options.kinds:
-                    continue
+            for kind in options.kinds or KINDS:
+                bits, settings = KINDS[kind]
                 row = {"shape": name, "batch": count, "tokens": tokens, "cache": kind}
                 if time.perf_counter() - started > options.budget:
                     print("left out, no time:", row)
