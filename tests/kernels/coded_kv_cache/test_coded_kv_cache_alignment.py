@@ -199,6 +199,24 @@ def test_turns_of_other_rows_serve_where_the_first_tokens_say_little() -> None:
     assert errors[1] < 0.3 * errors[0]
 
 
+def test_heads_that_processes_divide_are_aligned_as_those_of_one() -> None:
+    """Tensor parallelism by heads: a process has some heads of both layers, and fits these alone.
+
+    In these rows a head's match is on the same process; where it is not, the process takes the best
+    of its own.
+    """
+    parts = [aligned_rows(2, 2, 60, DEPTH, torch.float64) for _ in range(2)]
+    parts[1] = [x.flip(2) * 0.5 for x in parts[1]]
+    rows = [torch.cat(both, 1) for both in zip(*parts, strict=True)]
+    found = []
+    for some, heads in ((rows, 4), (parts[0], 2), (parts[1], 2)):
+        pair = Pair(layout(4), 2, heads, LIMIT, torch.float64, align=True)
+        append(pair, some, is_first=True)
+        found.append(views(pair))
+    for whole, first, second in zip(*found, strict=True):
+        torch.testing.assert_close(whole, torch.cat([first, second], 1), rtol=0, atol=1e-9)
+
+
 def test_means_over_positions_are_those_of_turned_keys_and_their_products() -> None:
     angles = torch.linspace(0.01, 1.0, DEPTH // 2, dtype=torch.float64)
     x, y = torch.randn(2, DEPTH, dtype=torch.float64)

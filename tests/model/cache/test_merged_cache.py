@@ -257,6 +257,44 @@ def test_every_later_generate_merges_until_undone(model: Any) -> None:
     assert "2 of them share directions" in repr(found)
 
 
+def test_a_compiled_model_generates_with_a_cache_that_merges() -> None:
+    """The request names bits and merging; the tokens are those of the same cache without it."""
+    model = make()
+    ids = prompt(2, 40)
+    settings: dict[str, Any] = {**SHORT, "merge": LOSSY}
+    given: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    cache = KVCache(model.config, LENGTH, 3, **settings)
+    expected = model.generate(ids, past_key_values=cache, **given)
+    how = {"bits": 3, "max_cache_len": LENGTH, **settings}
+    compiled = memeff_compile.compile(
+        model, kv_cache=how, options={"memeff.inner": "eager"}, fullgraph=False
+    )
+    found = compiled.generate(ids, return_dict_in_generate=True, **given)
+    assert kinds(found.past_key_values) == ["CodedLayer", "MergedLayer", "MergedLayer"]
+    assert torch.equal(found.sequences, expected)
+    assert [line["merged"] for line in found.past_key_values.merged()] == [32]
+
+
+def test_a_second_prompt_in_a_cache_goes_through_the_maps_of_the_first(model: Any) -> None:
+    """A conversation: prompt, answer, prompt, answer. Both ways of giving it leave one cache."""
+    ids = prompt(2, 90)
+    caches = []
+    for ends in ((40, 44, 84, 90), (40, 41, 42, 43, 44, 90)):
+        cache = KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT)
+        with torch.no_grad():
+            for start, end in zip((0, *ends), ends, strict=False):
+                model(input_ids=ids[:, start:end], past_key_values=cache)
+        caches.append(cache)
+    first, second = caches
+    assert [line["merged"] for line in first.merged()] == [64]
+    for mine, theirs in zip(maps_of(first), maps_of(second), strict=True):
+        assert torch.equal(mine, theirs)
+    off = [
+        float((a - b).norm() / b.norm()) for a, b in zip(dense(first), dense(second), strict=True)
+    ]
+    assert max(off) < 0.05, off
+
+
 @pytest.mark.parametrize("bits", [16, 4])
 def test_reordering_is_in_place_and_twice_is_the_product(model: Any, bits: int) -> None:
     cache = fill(model, KVCache(model.config, LENGTH, bits, merge=LOSSY, **SHORT), batch=3)
