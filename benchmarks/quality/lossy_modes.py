@@ -6,9 +6,10 @@
     python benchmarks/quality/lossy_modes.py table
 
 FOLDER is an argument of `from_pretrained`; weights are never part of a repository. Texts are those
-of texts.py, the model's continuations, and any file (`--texts prose notes=notes.txt`). "own" is
-generated again, by the measured model on this machine; own=FILE are token ids that
-data/continuations.py saved, the same for every machine and run.
+of texts.py, the model's continuations, and any file (`--texts prose notes=notes.txt`). "generated"
+are prompts of prose that the model continues, judged after the prompt. "own" is generated again, by
+the measured model on this machine; own=FILE are token ids that data/continuations.py saved, the
+same for every machine and run.
 
 The exact model reads each sequence in one go, and so do attention in low bits and weights of fewer
 bits. A cache takes a prompt, then pieces, each of which attends to the cache's decoded tokens
@@ -291,6 +292,11 @@ def measure(given: argparse.Namespace) -> int:
         facts = {"what": "quality", **subject.facts, "text": label, "length": given.length}
         if name == "keys":
             made: Iterator[tuple[Mode, dict[str, Any]]] = bench.keys(deadline)
+        elif label == "generated":
+            size = given.length, given.sequences
+            begun = texts.rows_of(subject.tokenizer, "prose", *size)[:, : given.prompt]
+            ids = texts.own(subject.model, subject.tokenizer, *size, begun)
+            made = bench.judge(ids, deadline)
         elif label == "own":
             ids, facts["drawn"] = own_ids(subject, name, given)
             made = bench.judge(ids, deadline)

@@ -65,9 +65,9 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 @pytest.mark.slow
 def test_every_mode_has_a_row_of_the_same_tokens(measured: tuple[Path, Any]) -> None:
-    from benchmarks.quality.modes import modes
+    from benchmarks.quality.modes import modes, reported_modes
 
-    names = [mode.name for mode in modes(LAYERS)]
+    names = [mode.name for mode in (*modes(LAYERS), *reported_modes(LAYERS))]
     out, found = measured
     text = {row["mode"]: row for row in found if row["text"] == "prose"}
     assert list(text) == names
