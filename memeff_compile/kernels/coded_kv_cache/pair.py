@@ -173,7 +173,10 @@ def _append_pair(*args: Any) -> None:
     from . import append_pairs
 
     if is_first:
-        by_kernels = {"merging": append_pairs.merge_prompt, "sums": append_pairs.SUMS}
+        by_kernels: dict[str, Any] = {
+            "merging": append_pairs.merge_prompt,
+            "sums": append_pairs.SUMS,
+        }
         pair_reference.append(*given, is_first=True, angles=_angles(args), **by_kernels)
     else:
         append_pairs.append_pair(*given)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memeff_compile.model.cache.layers import ROPE_INIT_FUNCTIONS
+
 _CHANNELS = 4
 _HALVES = (-2.0, -3.0, 0.0, 1.0)
 """0, 1, 2, 3 after a `rotate_half` that pairs the channels i and i + D / 2."""
@@ -38,7 +40,5 @@ def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
         return found
     if kind not in ("llama3", "linear"):
         return None
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     found = ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"))[0]
     return found if found.shape == (depth // 2,) else None
