@@ -231,7 +231,7 @@ def test_steps_with_a_coded_cache_are_timed_and_the_longest_one_found(tmp_path: 
     held = {row["cache"]: row["cache_bytes"] for row in found if row["kind"] == "coded kv batch"}
     assert held["3 bits, aligned from a quarter on"] < held["bf16"]
     assert len([row for row in found if row["kind"] == "coded kv prompt"]) == 4
-    assert len([row for row in found if row["kind"] == "coded kv batch"]) == 2 * 2 * 4
+    assert len([row for row in found if row["kind"] == "coded kv batch"]) == 2 * 2 * 6
 
 
 @pytest.mark.slow
