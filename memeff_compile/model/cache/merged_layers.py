@@ -198,11 +198,11 @@ class MergedLayer(CodedLayer):
         shared, maps = self.pair.shared(), self.pair.maps()
         bits, recent = self.settings["bits"], self.settings["recent"]
         how = (bits, recent, self.room, self.pair.keep_first)
-        rule = (merge.rule, merge.t, merge.gamma, merge.reading, merge.scale, self.is_empty)
+        rule = (merge.rule, merge.position(), merge.gamma, merge.reading, merge.scale)
         tensors = (*shared, *lower.own(), *self.own())
         if self.is_empty and self.pair.angles is not None:
             maps = [*maps, self.pair.angles]
-        op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, *maps)
+        op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return a dense view, including waiting tokens; nan if they do not fit."""

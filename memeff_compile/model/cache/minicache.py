@@ -24,6 +24,12 @@ ALIKE = 0.5
 """Mean cosine between the rows of two layers, below which they are not merged unasked."""
 
 
+ALIGNED_T = 0.7
+"""Where on the arc the direction of two aligned rows lies: real models lose least with more of the
+upper layer's.
+"""
+
+
 class Measured(Protocol):
     """An object with the similarity of layers: a `FidelityReport`."""
 
@@ -55,7 +61,8 @@ class MiniCache:
             the paper does.
         rule: which direction replaces two: ``slerp``, on the arc between them; ``average``, their
             weighted mean; ``max_norm``, the longer row's.
-        t: position on the arc, or the weight: 0 is the lower layer's, 1 the upper's.
+        t: position on the arc, or the weight: 0 is the lower layer's, 1 the upper's; by default
+            0.7 for aligned layers, and 0.5 for others.
         gamma: rows whose distance is within this share of the largest are kept unchanged; a larger
             share keeps more, 1 all that fit.
         retained: room for such rows, as a share of `max_cache_len`. The rows that differ most come
@@ -78,7 +85,7 @@ class MiniCache:
     start_layer: int | None = None
     end_layer: int | None = None
     rule: str = "slerp"
-    t: float = 0.5
+    t: float | None = None
     gamma: float = 0.05
     retained: float = 0.01
     reading: str = "distinct"
@@ -94,6 +101,8 @@ class MiniCache:
                 continue
             if name in words:
                 is_right, needed = given in words[name], ", ".join(map(repr, words[name]))
+            elif name == "t" and given is None:
+                continue
             elif name in ("t", "gamma", "retained"):
                 is_right = isinstance(given, (int, float)) and 0 <= given <= 1
                 needed = "a number from 0 to 1"
@@ -103,6 +112,10 @@ class MiniCache:
             if not is_right:
                 said = f"MiniCache: {name} is {given!r}; {needed} is needed."
                 raise UnsupportedInputError(said)
+
+    def position(self) -> float:
+        """Return `t`, or the default for layers that are aligned, or are not."""
+        return (0.5 if self.align == "none" else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
         """Return the report's turns and slots for a pair of layers, if it has any."""
