@@ -5,6 +5,7 @@
     python benchmarks/ops/coded_kv.py --part step
     python benchmarks/ops/coded_kv.py --part longest
     python benchmarks/ops/coded_kv.py --part batch
+    python benchmarks/ops/coded_kv.py --part prompt
     python benchmarks/ops/coded_kv.py --part size
     python benchmarks/ops/coded_kv.py --part sweep
 
@@ -28,7 +29,11 @@ values through the op's append.
 
 `batch`: decoding steps of four layers, 8192 tokens, against the number of sequences: bf16 in a
 StaticCache, codes of 2 bits in KIVI's groups, and in this package's; with 8 and with 32 key-value
-heads, or with those of --shapes. One step is a CUDA graph of PyTorch's kernels around attention.
+heads, or with those of --shapes; 4 and 3 bits also with aligned layers merged, from half and from a
+quarter on. One step is a CUDA graph of PyTorch's kernels around attention.
+
+`prompt`: a prompt of --prompt-tokens through --layers layers of Llama-3-8B's widths, by its cache:
+bf16, 4 bits, and 4 bits with half of the layers merged, as they are and aligned. Caches take turns.
 
 `size`: bytes per token and layer that the allocator gives, and the formula's.
 
@@ -244,7 +249,9 @@ def filled_cache(
                 tensor.random_(0, 256)
             elif name.endswith("scales"):
                 tensor.uniform_(0.01, 0.02)
-            else:
+            elif name == "norms":
+                tensor.uniform_(0.5, 1.5)
+            elif tensor.is_floating_point() and name not in ("bound", "turns"):
                 tensor.normal_(0.0, 0.1)
         layer.is_empty = False
     set_filled(cache, tokens - 1)
@@ -362,39 +369,58 @@ KINDS = {
     "2 bits, KIVI's groups of 32": (2, {"group": 32}),
     "4 bits": (4, {}),
     "2 bits": (2, {}),
+    "4 bits, aligned from half on": (4, {"merge": 0.5}),
+    "3 bits, aligned from a quarter on": (3, {"merge": 0.25}),
 }
+"""Bits and settings; `merge` is the share of layers that stay apart."""
+
+
+def few_layers(options: argparse.Namespace, widths: dict[str, int]) -> dict[str, Any]:
+    """Return the settings of a model of a few layers."""
+    heads, _, depth = options.heads
+    base = {**kv_decode.MODELS[options.size], "hidden_size": heads * depth}
+    return {**base, **widths, "num_hidden_layers": options.layers}
+
+
+def settings_of(given: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return settings of `KVCache` for a model of so many layers."""
+    if "merge" not in given:
+        return given
+    start = int(given["merge"] * layers)
+    return {**given, "merge": memeff_compile.MiniCache(start_layer=start, force=True)}
 
 
 @torch.no_grad()
 def batch(options: argparse.Namespace) -> None:
-    """Time decoding steps of four layers with each kind of cache, batch by batch."""
+    """Time decoding steps of a few layers with each kind of cache, batch by batch."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     started = time.perf_counter()
     heads, _, depth = options.heads
     is_tiny = options.size == "tiny"
-    tokens, batches = (300, (1, 2)) if is_tiny else (8192, (64, 1, 16))
+    tokens, batches = (300, (1, 2)) if is_tiny else (8192, tuple(options.batches))
     for name in options.shapes:
         widths = SHAPES[name]
-        base = {**kv_decode.MODELS[options.size], "hidden_size": heads * depth}
-        config = LlamaConfig(**(base if is_tiny else {**base, **widths, "num_hidden_layers": 4}))
+        config = LlamaConfig(**few_layers(options, {} if is_tiny else widths))
         own = argparse.Namespace(**vars(options))
         own.heads = (heads, config.num_key_value_heads, depth)
         with torch.device(options.device):
             made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
         for count in batches:
-            for kind, (bits, settings) in KINDS.items():
+            for kind in options.kinds or KINDS:
+                bits, settings = KINDS[kind]
                 row = {"shape": name, "batch": count, "tokens": tokens, "cache": kind}
                 if time.perf_counter() - started > options.budget:
                     print("left out, no time:", row)
                     continue
-                own.settings = settings
+                own.settings = settings_of(settings, config.num_hidden_layers)
                 try:
                     row |= one_batch(made.eval(), bits, count, tokens, own)
                 except torch.cuda.OutOfMemoryError:
                     row["failed"] = "out of memory"
                 forget(options)
-                rows.write(options.out, {"kind": "coded kv batch", "layers": 4, **row})
+                row["layers"] = config.num_hidden_layers
+                rows.write(options.out, {"kind": "coded kv batch", **row})
         del made
         kv_decode.clean()
 
@@ -430,6 +456,40 @@ def one_batch(
     if options.device == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
     return found
+
+
+@torch.no_grad()
+def prompt(options: argparse.Namespace) -> None:
+    """Time a prompt with each kind of cache, in turns."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    is_tiny = options.size == "tiny"
+    config = LlamaConfig(**few_layers(options, {} if is_tiny else SHAPES["gqa"]))
+    tokens, layers = 300 if is_tiny else options.prompt_tokens, config.num_hidden_layers
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
+    merge = {
+        name: memeff_compile.MiniCache(start_layer=layers // 2, align=align, force=True)
+        for name, align in (("as they are", "none"), ("aligned", "heads"))
+    }
+    kinds: dict[str, dict[str, Any]] = {"bf16": {"bits": 16}, "4 bits": {"bits": 4}}
+    kinds |= {
+        f"4 bits, half merged, {name}": {"bits": 4, "merge": each} for name, each in merge.items()
+    }
+    ids = torch.randint(0, config.vocab_size, (1, tokens)).to(options.device)
+    samples: dict[str, list[float]] = {name: [] for name in kinds}
+    for turn in range(options.repeats + 1):
+        for name, settings in kinds.items():
+            cache = memeff_compile.KVCache(config, tokens + 64, **settings)
+            took = timing.waited(
+                lambda cache=cache: model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            )
+            if turn:
+                samples[name].append(took)
+            del cache
+    for name, took in samples.items():
+        row = {"cache": name, "tokens": tokens, "layers": layers, "ms": rows.percentiles(took)}
+        rows.write(options.out, {"kind": "coded kv prompt", **row})
 
 
 # --- the longest cache ----------------------------------------------------------------------------
@@ -685,6 +745,7 @@ PARTS = {
     "step": step,
     "longest": longest,
     "batch": batch,
+    "prompt": prompt,
     "size": size,
     "sweep": sweep,
 }
@@ -700,6 +761,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--budget", type=float, default=60.0)
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 4])
+    parser.add_argument("--layers", type=int, default=4, help="of `batch` and `prompt`")
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 1, 16], help="of `batch`")
+    parser.add_argument("--kinds", choices=list(KINDS), nargs="+", help="of `batch`; all of them")
+    parser.add_argument("--prompt-tokens", type=int, default=12032, help="of `prompt`")
     parser.add_argument("--shapes", choices=list(SHAPES), nargs="+", default=list(SHAPES))
     parser.add_argument("--mode", default=None)
     parser.add_argument("--reserve", type=float, default=2.5)

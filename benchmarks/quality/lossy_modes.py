@@ -6,9 +6,10 @@
     python benchmarks/quality/lossy_modes.py table
 
 FOLDER is an argument of `from_pretrained`; weights are never part of a repository. Texts are those
-of texts.py, the model's continuations, and any file (`--texts prose notes=notes.txt`). "own" is
-generated again, by the measured model on this machine; own=FILE are token ids that
-data/continuations.py saved, the same for every machine and run.
+of texts.py, the model's continuations, and any file (`--texts prose notes=notes.txt`). "generated"
+are prompts of prose that the model continues, judged after the prompt. "own" is generated again, by
+the measured model on this machine; own=FILE are token ids that data/continuations.py saved, the
+same for every machine and run.
 
 The exact model reads each sequence in one go, and so do attention in low bits and weights of fewer
 bits. A cache takes a prompt, then pieces, each of which attends to the cache's decoded tokens
@@ -27,6 +28,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from benchmarks import rows
 from benchmarks.quality import texts
 from benchmarks.quality.answering import levels_of
 from benchmarks.quality.command import parser_of, run, subject_of
-from benchmarks.quality.modes import Mode, modes
+from benchmarks.quality.modes import Mode, modes, reported_modes
 from benchmarks.quality.subject import Lowered, States, Subject
 from memeff_compile.errors import MemeffError
 
@@ -50,6 +52,8 @@ AT_ONCE = 512
 """Positions whose logits are made at a time."""
 CALIBRATION = 2
 """Sequences of the other text that levels of attention are chosen on."""
+REPORTED = 8
+"""Sequences of the other text that a cache's report is made of."""
 
 
 class Judged:
@@ -148,15 +152,17 @@ class Bench:
     """
 
     compares = False
+    text = texts.NAMED[0]  # that is measured
 
     def __init__(self, subject: Subject, given: argparse.Namespace) -> None:
         self.subject, self.given = subject, given
         self.weights: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.levels: dict[str, str | list[str]] = {}
         self.compiled: Any = None
+        self.reports: dict[str, Any] = {}
         self.modes = [
             mode
-            for mode in modes(subject.layers)
+            for mode in (*modes(subject.layers), *reported_modes(subject.layers))
             if not given.modes or any(part in mode.name for part in given.modes)
         ]
 
@@ -164,7 +170,11 @@ class Bench:
         """Return a mode's states for tokens; `facts` gets its costs."""
         subject, given = self.subject, self.given
         if mode.cache is not None:
-            cache = memeff_compile.KVCache(subject.model.config, ids.shape[1], **mode.cache)
+            settings = mode.cache
+            if mode.reported:
+                merge = replace(settings["merge"], fidelity=self.report())
+                settings = {**settings, "merge": merge}
+            cache = memeff_compile.KVCache(subject.model.config, ids.shape[1], **settings)
             found = subject.states(ids, cache=cache, pieces=(given.prompt, given.piece))
             facts |= {"cache_bytes": cache.nbytes, "prompt": given.prompt, "piece": given.piece}
             return found
@@ -182,6 +192,17 @@ class Bench:
             return found
         lowered = facts.setdefault("lowered", Lowered(self._levels(mode)))
         return subject.states(ids, around=lowered.forward())
+
+    def report(self) -> Any:
+        """Return a fidelity report of the text that is not measured."""
+        other = "prose" if self.text == "source" else "source"
+        if other not in self.reports:
+            subject, length = self.subject, self.given.length
+            ids = texts.rows_of(subject.tokenizer, other, length, 8 * REPORTED)[::8][:REPORTED]
+            inputs = [row[None].to(subject.device) for row in ids]
+            found = memeff_compile.fidelity_report(subject.model, inputs, bits=16, merge=None)
+            self.reports[other] = found
+        return self.reports[other]
 
     def _levels(self, mode: Mode) -> str | list[str]:
         if mode.name not in self.levels:
@@ -267,9 +288,15 @@ def measure(given: argparse.Namespace) -> int:
             print(f"out of time before {name}", flush=True)
             break
         label = name.partition("=")[0]
+        bench.text = label
         facts = {"what": "quality", **subject.facts, "text": label, "length": given.length}
         if name == "keys":
             made: Iterator[tuple[Mode, dict[str, Any]]] = bench.keys(deadline)
+        elif label == "generated":
+            size = given.length, given.sequences
+            begun = texts.rows_of(subject.tokenizer, "prose", *size)[:, : given.prompt]
+            ids = texts.own(subject.model, subject.tokenizer, *size, begun)
+            made = bench.judge(ids, deadline)
         elif label == "own":
             ids, facts["drawn"] = own_ids(subject, name, given)
             made = bench.judge(ids, deadline)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memeff_compile import MiniCache
@@ -24,6 +24,7 @@ class Mode:
         level: of attention; `CALIBRATED`: the calls that `calibrate_attention` keeps in `8b`.
         compiled: through the backend, at any length, instead of the op put into the model.
         mantissa: bits of the weights that are kept.
+        reported: whether merging starts from a report of the other text.
         share: of attentions, those with the worst scores in `4b`, that run in `8b` instead.
         in_pieces: through transformers' own cache, as a `KVCache` is read.
     """
@@ -34,16 +35,7 @@ class Mode:
     compiled: bool = False
     mantissa: int | None = None
     share: float | None = None
-    in_pieces: bool = False
-
-    @property
-    def is_exact(self) -> bool:
-        """Return whether only rounding tells the mode from the exact model."""
-        return (
-            self.cache in (None, {"bits": 16})
-            and self.level is None
-            and self.mantissa in (None, max(MANTISSAS))
-        )
+    reported: bool = False
 
 
 def modes(layers: int) -> list[Mode]:
@@ -70,7 +62,19 @@ def modes(layers: int) -> list[Mode]:
         for bits in (16, 4, 3):
             settings = {"bits": bits, "merge": Merged(start_layer=start)}
             found.append(Mode(f"cache, aligned from {where} on, {bits} bits", cache=settings))
+    for t in (0.5, 0.6, 0.8):
+        settings = {"bits": 4, "merge": Merged(start_layer=half, t=t)}
+        found.append(Mode(f"cache, aligned at t {t} from half on, 4 bits", cache=settings))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
     found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
     found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))
     return found + [Mode(f"weights, {kept} bits of 7", mantissa=kept) for kept in MANTISSAS]
+
+
+def reported_modes(layers: int) -> list[Mode]:
+    """Return the modes that merge layers with a report of the other text."""
+    return [
+        replace(mode, name=mode.name.replace("aligned", "aligned by a report"), reported=True)
+        for mode in modes(layers)
+        if "aligned" in mode.name
+    ]

@@ -71,11 +71,19 @@ def ids_of(path: Path, model: str, length: int, count: int) -> tuple[Tensor, dic
 
 
 @torch.no_grad()
-def own(model: Any, tokenizer: Any, length: int, count: int) -> Tensor:
-    """Return text that a model generates at temperature 1 after the first words of texts."""
-    each = (count + len(NAMED) - 1) // len(NAMED)
-    few = [rows_of(tokenizer, name, min(SEED_OF_OWN, length // 2), each) for name in NAMED]
-    begun = torch.cat(few)[:count].to(model.device)
+def own(
+    model: Any,
+    tokenizer: Any,
+    length: int,
+    count: int,
+    begun: Tensor | None = None,  # (rows, tokens) to continue; by default first words of texts
+) -> Tensor:
+    """Return text that a model generates at temperature 1 after the beginning of texts."""
+    if begun is None:
+        each = (count + len(NAMED) - 1) // len(NAMED)
+        few = [rows_of(tokenizer, name, min(SEED_OF_OWN, length // 2), each) for name in NAMED]
+        begun = torch.cat(few)[:count]
+    begun = begun.to(model.device)
     more = length - begun.shape[1]
     torch.manual_seed(0)
     found = model.generate(

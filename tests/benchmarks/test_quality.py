@@ -65,9 +65,9 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 @pytest.mark.slow
 def test_every_mode_has_a_row_of_the_same_tokens(measured: tuple[Path, Any]) -> None:
-    from benchmarks.quality.modes import modes
+    from benchmarks.quality.modes import modes, reported_modes
 
-    names = [mode.name for mode in modes(LAYERS)]
+    names = [mode.name for mode in (*modes(LAYERS), *reported_modes(LAYERS))]
     out, found = measured
     text = {row["mode"]: row for row in found if row["text"] == "prose"}
     assert list(text) == names
@@ -232,6 +232,10 @@ def test_own_continuations_are_saved_once_and_judged_by_every_mode(
     assert [row["text"] for row in rows] == ["own"] * 2
     assert {row["digest"] for row in rows} == {texts.digest(ids)}
     assert all(row["drawn"] == drawn for row in rows)
+    begun = texts.rows_of(subject.tokenizer, "prose", 40, 2)[:, :32]
+    continued = texts.own(subject.model, subject.tokenizer, 40, 2, begun)
+    assert continued.shape == (2, 40)
+    assert torch.equal(continued[:, :32], begun)
     assert {row["tokens"] for row in rows} == {2 * (80 - 32 - 1)}
 
 

@@ -221,14 +221,17 @@ def test_steps_with_a_coded_cache_are_timed_and_the_longest_one_found(tmp_path: 
     from benchmarks import rows
 
     out = tmp_path / "coded-kv.jsonl"
-    parts = ("step", "longest", "batch")
+    parts = ("step", "longest", "batch", "prompt")
     given = ["--repeats", "2", "--budget", "600", "--out", str(out)]
     script("coded_kv", "--size", "tiny", "--part", *parts, *given)
     found = rows.read(out)
     assert all(row["rewritten"] == 1 for row in found if row.get("bits") == 4)
     lengths = {row["bits"]: row["tokens"] for row in found if row["kind"] == "coded kv longest"}
     assert lengths[4] > 2 * lengths[16]
-    assert len([row for row in found if row["kind"] == "coded kv batch"]) == 2 * 2 * 4
+    held = {row["cache"]: row["cache_bytes"] for row in found if row["kind"] == "coded kv batch"}
+    assert held["3 bits, aligned from a quarter on"] < held["bf16"]
+    assert len([row for row in found if row["kind"] == "coded kv prompt"]) == 4
+    assert len([row for row in found if row["kind"] == "coded kv batch"]) == 2 * 2 * 6
 
 
 @pytest.mark.slow

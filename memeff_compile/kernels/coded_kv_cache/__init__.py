@@ -14,8 +14,10 @@ Papers: KIVI, arXiv 2402.02750 (keys per channel, values per token); BitNet a4.8
 
 from __future__ import annotations
 
+from .alignment import common as common
 from .alignment import cosines as cosines
 from .alignment import identity as identity
+from .alignment import polar as polar
 from .exact import Keeper as Keeper
 from .exact import announce_exact as announce_exact
 from .exact import keepers_of as keepers_of

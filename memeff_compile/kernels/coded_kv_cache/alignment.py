@@ -12,22 +12,24 @@ No function here reads a value on the host, and matrix products are enough.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import wide
 from .layout import Maps
+from .positions import mean_key, mean_product
 
 STEPS = 20
 """Iterations of `polar`: enough for singular values of 1e-6 times the largest one."""
 
 _LEAST = 1e-6
 _EXCHANGES = 4
-_IDENTITY = 1e-3
-"""Share of the identity that is added before `polar`: channels that the rows do not determine, for
-example if there are fewer rows than channels, are then not rotated.
+_SHARE = 1e-3, 0.1
+"""Share of the turn before a fit, the identity or a given one, in the matrix whose polar factor is
+taken: where the rows say nothing, as with fewer rows than channels, the turn stays as it was.
 """
 _MATCHED_ON = 1024
 """At most this many rows per sequence are used to match heads."""
@@ -46,25 +48,107 @@ def identity(maps: Sequence[Tensor]) -> None:
     slots.copy_(torch.arange(slots.shape[1], device=slots.device))
 
 
+class Sums(NamedTuple):
+    """The two sums over rows that maps are fitted from, in plain PyTorch or by kernels."""
+
+    # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows that count
+    rows: Callable[[Sequence[Tensor], Tensor], Tensor]
+    # (B, H, 2, D, D) for keys and values, by the upper layer's heads: sums of a row of the upper
+    # layer times that of its slot, both less the means in the maps
+    products: Callable[[Sequence[Tensor], Tensor, Maps], Tensor]
+
+
 def fit(
     maps: Maps,
     # keys and values of the lower layer, then of the upper, each (B, H, N, D)
     rows: Sequence[Tensor],
     counted: Tensor,  # bool (B, N), the rows that the maps are fitted on
+    sums: Sums | None = None,  # by default those of plain PyTorch
+    angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
+    span: int = 0,  # positions after the rows' that later keys will have
 ) -> None:
-    """Write the maps with which the rows of two layers differ least."""
-    stored = [means[:, :, at] for means in (maps.lower_means, maps.upper_means) for at in (0, 1)]
-    for x, place in zip(rows, stored, strict=True):
-        place.copy_(_mean(x, counted))
-    slots = matched(_likeness(rows[0], rows[2], counted) + _likeness(rows[1], rows[3], counted))
-    maps.slots.copy_(slots)
-    products = torch.zeros_like(maps.turns, dtype=wide(rows[0].dtype))
+    """Write the maps that bring the rows of two layers nearest to each other.
+
+    With `angles`, keys count as if they came up again at all later positions.
+
+    Turns that are not the identity were fitted on other rows. These and their slots are kept where
+    the rows say little: keys of few tokens, after their rotary embedding, do not show how later
+    positions turn.
+    """
+    add, multiply = sums or (sum_rows, multiply_rows)
+    depth = maps.turns.shape[-1]
+    is_given = (maps.turns != torch.eye(depth, device=counted.device)).flatten(1).any(1)
+    total = add(rows, counted)
+    means = total / counted.sum(1).clamp_min(1).to(total.dtype)[:, None, None, None]
+    maps.lower_means.copy_(means[:, :, :2])
+    maps.upper_means.copy_(means[:, :, 2:])
+    keys, values = (_likeness(rows[at::2], counted, means[:, :, at::2]) for at in (0, 1))
+    slots = matched(keys + values).to(maps.slots.dtype)
+    maps.slots.copy_(torch.where(is_given[:, None], maps.slots, slots))
     with _exact(rows[0]):
-        for at, span in itertools.product((0, 1), _spans(rows[0])):
-            x = in_order(centred(rows[at][:, :, span], stored[at]), slots)
-            y = _only(counted[:, span], centred(rows[at + 2][:, :, span], stored[at + 2]))
-            products[:, :, at] += y.transpose(-1, -2) @ _only(counted[:, span], x)
-        maps.turns.copy_(polar(products))
+        products = multiply(rows, counted, maps)
+        if angles is not None and span > 0:
+            _spread(maps, products, counted.sum(1), angles, span)
+        least, given = _SHARE
+        share = torch.where(is_given, given, least)[:, None, None, None, None]
+        maps.turns.copy_(polar(products, share * maps.turns.to(products.dtype)))
+
+
+def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
+    """Replace the means and products of keys by those over all positions of a span."""
+    kind = products.dtype
+    lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
+    count = count.to(kind)[:, None, None, None]
+
+    def moved(of_upper: Tensor, of_lower: Tensor) -> Tensor:
+        return count * of_upper.unsqueeze(3) * in_order(of_lower, maps.slots).unsqueeze(2)
+
+    found = mean_product(products[:, :, 0] + moved(upper, lower), angles, span)
+    for means, x in ((maps.lower_means, lower), (maps.upper_means, upper)):
+        means[:, :, 0] = mean_key(x, angles, span).to(means.dtype)
+    lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
+    products[:, :, 0] = found - moved(upper, lower)
+
+
+def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return one slot per head of the upper layer, (H), for all sequences, and the sums of products
+    over all, (H, 2, D, D), whose polar factors are turns; `rows` and `counted` as `fit` takes them.
+
+    `slots` are those of other rows, if there are any.
+    """
+    batch, heads, _, depth = rows[0].shape
+    total = sum_rows(rows, counted)
+    means = total / counted.sum(1).clamp_min(1).to(total.dtype)[:, None, None, None]
+    if slots is None:
+        both = (_likeness(rows[at::2], counted, means[:, :, at::2]) for at in (0, 1))
+        slots = matched(sum(both).sum(0, keepdim=True))[0]  # type: ignore[union-attr]
+    turns = means.new_empty((batch, heads, 2, depth, depth))
+    maps = Maps(means[:, :, :2], means[:, :, 2:], turns, slots.expand(batch, heads))
+    with _exact(rows[0]):
+        return slots, multiply_rows(rows, counted, maps).sum(0)
+
+
+def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
+    """Return the sums of rows as `Sums` has them, in fp32 or fp64."""
+    kind = wide(rows[0].dtype)
+    found = []
+    for x in rows:
+        total = torch.zeros_like(x[:, :, 0], dtype=kind)
+        for span in _spans(x):
+            total += _only(counted[:, span], x[:, :, span]).sum(2, dtype=kind)
+        found.append(total)
+    return torch.stack(found, 2)
+
+
+def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
+    """Return the sums of products as `Sums` has them, in fp32 or fp64."""
+    products = torch.zeros_like(maps.turns, dtype=wide(rows[0].dtype))
+    for at, span in itertools.product((0, 1), _spans(rows[0])):
+        x = in_order(centred(rows[at][:, :, span], maps.lower_means[:, :, at]), maps.slots)
+        y = centred(rows[at + 2][:, :, span], maps.upper_means[:, :, at])
+        x, y = (_only(counted[:, span], each) for each in (x, y))
+        products[:, :, at] += y.transpose(-1, -2) @ x
+    return products
 
 
 def _exact(x: Tensor) -> torch.autocast:
@@ -108,6 +192,7 @@ def cosines(rows: Sequence[Tensor], counted: Tensor) -> list[Tensor]:
     turns = means.new_empty((*means.shape, depth))
     slots = torch.empty((batch, heads), dtype=torch.int32, device=means.device)
     maps = Maps(means, torch.empty_like(means), turns, slots)
+    identity(maps)
     fit(maps, rows, counted)
     found = aligned(rows, maps)
     return [torch.cosine_similarity(found[at], found[at + 2], dim=-1) for at in (0, 1)]
@@ -141,28 +226,20 @@ def _spans(x: Tensor) -> list[slice]:
     return [slice(at, at + step) for at in range(0, x.shape[2], step)]
 
 
-def _mean(x: Tensor, counted: Tensor) -> Tensor:
-    """Return (B, H, D): the mean of the rows that count, or 0 if there are none."""
-    kind = wide(x.dtype)
-    total = torch.zeros_like(x[:, :, 0], dtype=kind)
-    for span in _spans(x):
-        total += _only(counted[:, span], x[:, :, span]).sum(2, dtype=kind)
-    return total / counted.sum(1).clamp_min(1).to(kind)[:, None, None]
+def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
+    """Return (B, H, H): how much of a head of the upper layer a head of the lower can explain.
 
-
-def _likeness(lower: Tensor, upper: Tensor, counted: Tensor) -> Tensor:
-    """Return (B, H, H): how similar each head of the upper layer is to each head of the lower
-    layer.
-
-    The similarity is the norm of the product of both heads' rows, divided by the norm of each
-    head's rows. Orthogonal maps do not change it.
+    It is the norm of the product of both heads' rows, over that of each head's; a map that is
+    orthogonal does not change it. `rows` and their `means`, (B, H, 2, D), are of the two layers. On
+    a GPU, rows of 16 bits are multiplied in 16 bits.
     """
-    few = max(1, -(-lower.shape[2] // _MATCHED_ON))
+    few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]
-    x, y = (
-        _only(counted, centred(r, _mean(r, counted)))
-        for r in (lower[:, :, ::few], upper[:, :, ::few])
-    )
+    x, y = (_only(counted, centred(r[:, :, ::few], means[:, :, at])) for at, r in enumerate(rows))
+    sizes = [r.square().sum((2, 3)).sqrt().clamp_min(1e-30) for r in (y, x)]
+    if x.is_cuda and rows[0].dtype.itemsize == 2:
+        x, y = (r / size[..., None, None] for r, size in ((x, sizes[1]), (y, sizes[0])))
+        x, y, sizes = x.to(rows[0].dtype), y.to(rows[0].dtype), [torch.ones_like(s) for s in sizes]
     batch, heads, _, depth = x.shape
     at_once = max(1, _PRODUCTS // (heads * depth) ** 2)
     found = []
@@ -170,8 +247,7 @@ def _likeness(lower: Tensor, upper: Tensor, counted: Tensor) -> Tensor:
         a, b = (r[start : start + at_once].transpose(2, 3).flatten(1, 2) for r in (y, x))
         with _exact(a):
             products = (a @ b.transpose(1, 2)).view(-1, heads, depth, heads, depth)
-        found.append(products.square().sum((2, 4)).sqrt())
-    sizes = [r.square().sum((2, 3)).sqrt().clamp_min(1e-30) for r in (y, x)]
+        found.append(products.to(wide(products.dtype)).square().sum((2, 4)).sqrt())
     return torch.cat(found) / (sizes[0].unsqueeze(2) * sizes[1].unsqueeze(1))
 
 
@@ -202,17 +278,19 @@ def matched(likeness: Tensor) -> Tensor:
     return slots
 
 
-def polar(x: Tensor) -> Tensor:
-    """Return the orthogonal matrices nearest to x, (..., D, D), by matrix products only.
+def polar(x: Tensor, more: Tensor | None = None) -> Tensor:
+    """Return the orthogonal matrices nearest to x, (..., D, D), by products alone.
 
-    This is the Newton-Schulz iteration. Each step is scaled by a lower bound of the singular
-    values, so small ones grow by a factor of 2.6 in each of the first steps.
+    `more` is added to x as a share of its norm, times the root of D; by default a little of the
+    identity. Newton and Schulz's iteration, scaled as the least singular value allows that is still
+    possible: small ones grow by 2.6 in each of the first steps.
     """
     depth = x.shape[-1]
     size = x.norm(dim=(-2, -1), keepdim=True)
-    share = _IDENTITY / depth**0.5
-    y = x / size.clamp_min(1e-30) + share * torch.eye(depth, dtype=x.dtype, device=x.device)
-    y = (y / y.norm(dim=(-2, -1), keepdim=True)).view(-1, depth, depth)
+    if more is None:
+        more = _SHARE[0] * torch.eye(depth, dtype=x.dtype, device=x.device)
+    y = x / size.clamp_min(1e-30) + more / depth**0.5
+    y = (y / y.norm(dim=(-2, -1), keepdim=True)).reshape(-1, depth, depth)
     least = _LEAST
     for _ in range(STEPS):
         by = (3.0 / (1.0 + least + least * least)) ** 0.5

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .._triton.key_tiles import cells_of
 from .._triton.launch import start
-from ..device import on_device
-from .alignment import upper_heads
+from ..device import on_device, processors
+from .alignment import Sums, upper_heads
 from .layout import PLAIN, Maps, Pair, channel_group
 from .merging import RULES
-from .pair_reference import Merging, aligned, keep, keep_rows, spans_of
+from .pair_reference import Merging, keep, keep_rows, spans_of
 
 
 def append_lower(
@@ -102,17 +102,28 @@ def merge_prompt(
 ) -> None:
     """Merge the first tokens of an empty cache as `pair_reference.merge` does, by kernels."""
     shared, maps = pair.shared, pair.maps
-    spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
-    apart = torch.cat(
-        [measure_prompt(*_halves(aligned(rows, span, maps)), group) for span in spans], 2
-    )
-    count = apart.shape[2]
-    behind = torch.arange(coded, coded + count, device=apart.device) - shared.starts.unsqueeze(-1)
-    is_kept = keep(shared, apart, behind, settings)
-    keep_rows(pair, rows, coded)
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
-    for span in spans:
-        both = _halves(aligned(rows, span, maps))
+    spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
+
+    def halves(span: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return keys of both layers, and values of both, aligned if there are maps."""
+        some = [x[:, :, span] for x in rows]
+        keys, values = _alike(some[0], some[2]), _alike(some[1], some[3])
+        if maps is None or heads is None:
+            return keys, values
+        return align_prompt(keys, values, maps, heads, group)
+
+    last = halves(spans[0])
+    apart = [measure_prompt(*last, group)]
+    for span in spans[1:]:
+        last = halves(span)
+        apart.append(measure_prompt(*last, group))
+    count = rows[0].shape[2]
+    behind = torch.arange(coded, coded + count, device=rows[0].device)
+    is_kept = keep(shared, torch.cat(apart, 2), behind - shared.starts.unsqueeze(-1), settings)
+    keep_rows(pair, rows, coded)
+    for span in reversed(spans):  # the last one is still aligned
+        both = last if span == spans[-1] else halves(span)
         chosen = is_kept[:, :, span].contiguous()
         for place, some in enumerate(both):
             code_prompt(pair, some, chosen, group, bits, settings, place, span.start, heads)
@@ -122,9 +133,98 @@ _ALIGNED = 1 << 22
 """Elements of one layer's keys that are aligned at a time; this bounds the temporary memory."""
 
 
-def _halves(rows: Sequence[Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return keys of both layers, and values of both."""
-    return _alike(rows[0], rows[2]), _alike(rows[1], rows[3])
+def align_prompt(
+    # of the lower layer and of the upper, (B, H, n, D) of the same strides
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],  # likewise
+    maps: Maps,
+    heads: Tensor,  # (B, H) int32, the upper layer's head of each slot
+    group: int,  # tokens per program
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the rows as `alignment.aligned` does: slot by slot, in fp32."""
+    from . import alignment_kernels as kernels
+
+    batch, kv_heads, count, depth = keys[0].shape
+    made = torch.empty((4, batch, kv_heads, count, depth), dtype=torch.float32, device=heads.device)
+    with on_device(made):
+        start(
+            kernels._coded_kv_cache_align_rows_kernel,
+            (batch * kv_heads, count // group),
+            *(*keys, *_steps(keys[0]), *values, *_steps(values[0]), maps, heads, made),
+            (kv_heads, count),
+            DEPTH=depth,
+            GROUP=group,
+            UPCAST=not made.is_cuda,
+            num_warps=8,
+        )
+    return (made[0], made[2]), (made[1], made[3])
+
+
+def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
+    """Return (B, H, 4, D): for keys and values of both layers, the sum of the rows that count."""
+    from . import alignment_kernels as kernels
+
+    batch, heads, count, depth = rows[0].shape
+    parts, share = _shares(count, batch * heads, counted)
+    sums = torch.empty((parts, batch, heads, 4, depth), dtype=torch.float32, device=counted.device)
+    with on_device(sums):
+        start(
+            kernels._coded_kv_cache_sum_rows_kernel,
+            (batch * heads, parts),
+            *(*map(cells_of, rows), counted.view(torch.uint8), sums, (heads, count, share)),
+            DEPTH=depth,
+            TILE=_TILE,
+            num_warps=4,
+        )
+    return sums.sum(0)
+
+
+def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
+    """Return (B, H, 2, D, D): the sums over rows of a row of the upper layer times its slot's, for
+    keys and for values, both less their means.
+    """
+    from . import alignment_kernels as kernels
+
+    batch, heads, count, depth = rows[0].shape
+    columns = min(depth, 64)
+    parts, share = _shares(count, batch * heads * (depth // columns), counted)
+    found = torch.empty(
+        (2, parts, batch, heads, depth, depth), dtype=torch.float32, device=counted.device
+    )
+    with on_device(found):
+        for place in (0, 1):
+            start(
+                kernels._coded_kv_cache_multiply_rows_kernel,
+                (batch * heads, depth // columns, parts),
+                *(cells_of(rows[place]), cells_of(rows[place + 2]), counted.view(torch.uint8)),
+                *(maps.slots, maps.lower_means[:, :, place], maps.upper_means[:, :, place]),
+                *(found[place], (heads, count, share)),
+                DEPTH=depth,
+                COLUMNS=columns,
+                TILE=_TILE,
+                UPCAST=not found.is_cuda,
+                num_warps=8 if depth > 64 else 4,
+            )
+    return found.sum(1).permute(1, 2, 0, 3, 4)
+
+
+SUMS = Sums(sum_rows, multiply_rows)
+"""The sums that maps are fitted from, by kernels."""
+
+_TILE = 64
+"""Tokens that a program of the fit reads at once."""
+
+
+def _shares(count: int, programs: int, like: Tensor) -> tuple[int, int]:
+    """Return among how many programs the tokens of a head are divided, and the tokens of each."""
+    wanted = max(1, 4 * processors(like.device) // programs)
+    share = -(-max(1, count) // wanted)
+    share = max(_LEAST, -(-share // _TILE) * _TILE)
+    return -(-max(1, count) // share), share
+
+
+_LEAST = 256
+"""Tokens of a program of the fit, at least; a partial sum is as large as 128 rows of keys."""
 
 
 def measure_prompt(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._triton.products_kernels import dot
+from .alignment_kernels import _centre, _centre_and_turn
 from .append_codes_kernels import (
     _between,
     _codes,
@@ -236,36 +236,6 @@ def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _centre(rows, slot, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Write a group of rows minus their mean, (tokens, D) fp32."""
-    token = tl.arange(0, C.GROUP)
-    for part in tl.static_range(C.DEPTH // SHARE):
-        column = part * SHARE + tl.arange(0, SHARE)
-        mean = tl.load(mean_ptr + column).to(tl.float32)
-        x = _load_rows(rows, slot, column, C.DEPTH, 1, False) - mean[None, :]
-        tl.store(made + token[:, None] * C.DEPTH + column[None, :], x)
-
-
-@triton.jit
-def _centre_and_turn(rows, slot, map_of, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Write a group of rows minus their mean, times a matrix, (tokens, D) fp32."""
-    mean_ptr, turn_ptr = map_of
-    kind: tl.constexpr = rows.dtype.element_ty
-    STEP: tl.constexpr = C.DEPTH if C.DEPTH < 32 else 32
-    token = tl.arange(0, C.GROUP)
-    for part in tl.static_range(C.DEPTH // SHARE):
-        column = part * SHARE + tl.arange(0, SHARE)
-        found = tl.zeros((C.GROUP, SHARE), dtype=tl.float32)
-        for start in tl.range(0, C.DEPTH, STEP, num_stages=1):
-            depth = start + tl.arange(0, STEP)
-            mean = tl.load(mean_ptr + depth).to(tl.float32)
-            x = _load_rows(rows, slot, depth, C.DEPTH, 1, False) - mean[None, :]
-            turn = tl.load(turn_ptr + depth[:, None] * C.DEPTH + column[None, :])
-            found = dot(x.to(kind), turn, found, C.UPCAST)
-        tl.store(made + token[:, None] * C.DEPTH + column[None, :], found)
-
-
-@triton.jit
 def _coded_kv_cache_append_lower_kernel(
     k,  # (B, KV_HEADS, new, D), as v `key_tiles.Cells`
     v,
@@ -371,11 +341,13 @@ def _coded_kv_cache_append_pair_kernel(
                 row_of = member
                 for kind in tl.static_range(2):
                     mean_ptr = maps.lower_means + (pair * 2 + kind) * C.DEPTH
-                    _centre(windows[kind], slot, mean_ptr, rows[kind], C, SHARE)
+                    _centre(windows[kind], slot, C.DEPTH, mean_ptr, rows[kind], C, SHARE)
                     mean_ptr = maps.upper_means + (mine * 2 + kind) * C.DEPTH
                     turn_ptr = maps.turns + (mine * 2 + kind) * (C.DEPTH * C.DEPTH)
                     map_of = (mean_ptr, turn_ptr)
-                    _centre_and_turn(windows[2 + kind], slot, map_of, rows[2 + kind], C, SHARE)
+                    _centre_and_turn(
+                        windows[2 + kind], slot, C.DEPTH, map_of, rows[2 + kind], C, SHARE
+                    )
                 tl.debug_barrier()  # other threads read the rows just written
             k_cosine, k_m, k_n = _measure(rows[0], rows[2], row_of, C.DEPTH, SHARE, C.GROUP)
             v_cosine, v_m, v_n = _measure(rows[1], rows[3], row_of, C.DEPTH, SHARE, C.GROUP)

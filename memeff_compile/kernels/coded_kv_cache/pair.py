@@ -42,6 +42,7 @@ _WRITTEN = ", ".join(
     for name in _TENSORS
 )
 _ALIGNED = ", ".join(f"Tensor({next(_LETTERS)}!)? {name}=None" for name in MAPS)
+_ALIGNED += ", Tensor? angles=None"
 
 
 def shapes_of_maps(layout: Layout, batch: int, heads: int) -> dict[str, tuple[int, ...]]:
@@ -77,9 +78,15 @@ _SETTINGS = 14
 def _split(args: Sequence[Any]) -> tuple[Pair, Sequence[Any]]:
     first, second = len(SHARED), len(SHARED) + len(OWN)
     shared, lower, upper = args[:first], args[first:second], args[second:_COUNT]
-    rest, held = args[_COUNT:][:_SETTINGS], args[_COUNT + _SETTINGS :]
+    rest, held = args[_COUNT:][:_SETTINGS], args[_COUNT + _SETTINGS :][: len(MAPS)]
     maps = Maps(*held) if len(held) == len(MAPS) and None not in held else None
     return Pair(Shared(*shared), Own(*lower), Own(*upper), maps), rest
+
+
+def _angles(args: Sequence[Any]) -> Tensor | None:
+    """Return the angles of the keys' rotary embedding among the arguments of an append."""
+    more = args[_COUNT + _SETTINGS + len(MAPS) :]
+    return more[0] if more else None
 
 
 def _unlike(args: Sequence[Any]) -> str | None:
@@ -109,6 +116,9 @@ def _unlike(args: Sequence[Any]) -> str | None:
         kind = dtype_of(name, upper.k_window.dtype, bits)
         if tensor.dtype != kind or tensor.device != upper.k_window.device:
             return f"{name} is {tensor.dtype} on {tensor.device}; {kind}, as the cache, is needed."
+    angles = _angles(args)
+    if angles is not None and (angles.shape != (depth // 2,) or angles.device != k.device):
+        return f"angles is {tuple(angles.shape)} on {angles.device}; {(depth // 2,)} is needed."
     if (lower_k is None) != (lower_v is None):
         return "lower_k and lower_v come together or not at all."
     if lower_k is None and k.shape[2] > group:
@@ -158,12 +168,16 @@ def _append_pair(*args: Any) -> None:
     given = (pair, new, (k, v), bits, recent, limit, settings)
     window = pair.upper.k_window
     if not on_kernels(window, window.shape[2] - recent):
-        pair_reference.append(*given, is_first=is_first)
+        pair_reference.append(*given, is_first=is_first, angles=_angles(args))
         return
     from . import append_pairs
 
     if is_first:
-        pair_reference.append(*given, is_first=True, merging=append_pairs.merge_prompt)
+        by_kernels: dict[str, Any] = {
+            "merging": append_pairs.merge_prompt,
+            "sums": append_pairs.SUMS,
+        }
+        pair_reference.append(*given, is_first=True, angles=_angles(args), **by_kernels)
     else:
         append_pairs.append_pair(*given)
 

@@ -26,6 +26,8 @@ from .merging import (
 )
 from .reference import decode, encode, groups_due, require_room
 
+_HORIZON = 4
+"""Times the length of the first tokens, up to which maps of keys have to serve."""
 _AT_ONCE = 1 << 24
 """Elements of one layer's keys that are merged at a time; this bounds the temporary memory."""
 
@@ -67,6 +69,8 @@ def append(
     *,
     is_first: bool = False,  # the cache is empty; then no value is read on the host
     merging: Callable[..., None] | None = None,  # the function that merges rows, by default `merge`
+    sums: alignment.Sums | None = None,  # by which maps are fitted, if not by plain PyTorch
+    angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, if it is known
 ) -> None:
     """Write the upper layer's tokens, and the lower's if they are given; merge complete groups."""
     _, lower, upper, maps = pair
@@ -96,7 +100,8 @@ def append(
         # Both layers' tokens are all here: the first ones that a cache gets decide on its maps.
         position = torch.arange(end, device=device)
         behind = position - pair.shared.starts[:, :1]
-        alignment.fit(maps, rows, behind >= settings.keep_first)
+        later = min(limit, _HORIZON * end) - end
+        alignment.fit(maps, rows, behind >= settings.keep_first, sums, angles, later)
     # All rows of a prompt compete for the room together; later rows compete group by group.
     step = max(1, due) * group if is_first else group
     for at in range(0, due * group, step):

@@ -56,8 +56,11 @@ class FidelityReport(VerbReport):
         memory: `bytes` of the cache, the bytes `before` of keys and values in the model's dtype,
             and their `ratio`.
         merged: `KVCache.merged` of the last input.
-        codes: for a cache that merges, `bits`, `kl` and `ratio` of caches that do not merge: with
-            the same bits, with 3 and with 2.
+        codes: for a cache that merges, `bits`, `kl` and `ratio` of caches of as many bits, of 3 and
+            of 2 that do not.
+        maps: for each two neighbouring layers the turns of keys and of values, (heads, 2, depth,
+            depth), and the lower layer's head of each head of the upper, that align them on all
+            inputs. A cache with this report begins with them. They are not part of the JSON.
     """
 
     settings: dict[str, Any]
@@ -67,6 +70,9 @@ class FidelityReport(VerbReport):
     memory: dict[str, float]
     merged: list[dict[str, Any]]
     codes: list[dict[str, float]] = field(default_factory=list)
+    maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def advice(self) -> str:
         """Return advice whether to use this cache or one that does not merge; "" if it does not
@@ -121,7 +127,9 @@ class FidelityReport(VerbReport):
 
     def to_json(self, *, indent: int | None = 1) -> str:
         """Return the report as JSON."""
-        return json.dumps(asdict(self), indent=indent)
+        named = asdict(replace(self, maps={}))
+        del named["maps"]
+        return json.dumps(named, indent=indent)
 
     def plot(self, path: str | Path) -> None:
         """Draw the similarity of neighbouring layers: the mean cosine, and the middle 90 % of the
@@ -270,6 +278,8 @@ class _Gathered:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         self.bytes = self.before = 0
         self.others: defaultdict[int, int] = defaultdict(int)  # bytes by bits, without merging
+        self.slots: dict[int, Tensor] = {}  # by the number of a pair's lower layer
+        self.products: dict[int, Tensor] = {}
 
     def other(self, bits: int, exact: _Run, found: _Run, size: int) -> None:
         """Record the answers and bytes of a cache that does not merge."""
@@ -292,6 +302,9 @@ class _Gathered:
             counted = rows[0].new_ones((batch, tokens), dtype=torch.bool)
             if mask is not None:
                 counted = mask.bool()[:, -tokens:].to(counted.device)
+            slots, products = op_folder.common(rows, counted, self.slots.get(at))
+            self.slots[at] = slots
+            self.products[at] = self.products.get(at, 0) + products
             for kind, cosines in zip(_KINDS, op_folder.cosines(rows, counted), strict=True):
                 self._add(cosines[counted[:, None].expand_as(cosines)], "aligned", at, kind)
             for kind in lower:
@@ -344,7 +357,11 @@ class _Gathered:
             words = [each.name for each in fields(merge) if each.repr]
             merge = {name: getattr(merge, name) for name in words}
         named = {**settings, "merge": merge}
-        return FidelityReport(named, pairs, attention, logits, memory, merged, codes)
+        maps = {
+            (at, at + 1): (op_folder.polar(products).float().cpu(), self.slots[at].cpu())
+            for at, products in self.products.items()
+        }
+        return FidelityReport(named, pairs, attention, logits, memory, merged, codes, maps)
 
 
 def _spread(whole: Tensor) -> dict[str, Any]:

@@ -372,7 +372,7 @@ def _pair(
     room = settings["kept"] + merge.capacity(max_cache_len)
     given = {**settings, "kept": room}
     for numbers in pairs:
-        pair = Pair(numbers, merge, settings["kept"])
+        pair = Pair(numbers, merge, settings["kept"], config if rotary[numbers[0]] else None)
         lower = None
         for place in numbers:
             lower = layers[place] = MergedLayer(max_cache_len, given, starts, pair, lower)

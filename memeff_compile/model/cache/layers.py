@@ -28,6 +28,7 @@ try:
     from transformers.cache_utils import Cache as Cache
     from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
     from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS as ROPE_INIT_FUNCTIONS
 except ImportError as missing:
     raise ImportError(
         "memeff_compile.KVCache is a cache of transformers, 5.16.1 or later, which cannot be "

@@ -17,17 +17,29 @@ from torch import Tensor
 from memeff_compile.kernels import coded_kv_cache as op_folder
 from memeff_compile.model.cache.layers import CodedLayer, Place, Starts, refuse
 from memeff_compile.model.cache.minicache import MiniCache
+from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
     """The state that the two layers of a pair share, and the lower layer's waiting tokens."""
 
-    def __init__(self, numbers: tuple[int, int], merge: MiniCache, keep_first: int) -> None:
-        # numbers of the layers; first tokens of a sequence that stay as they come
+    def __init__(
+        self,
+        numbers: tuple[int, int],
+        merge: MiniCache,
+        keep_first: int,
+        config: Any = None,  # noqa: ANN401 - a config of transformers
+    ) -> None:
+        # numbers of the layers; first tokens of a sequence that stay as they come; and the model's
+        # config, for the angles of the rotary embedding of keys
         self.numbers, self.merge, self.keep_first = numbers, merge, keep_first
         self.is_aligned = merge.align != "none"
+        self.config = config
+        self.angles: Tensor | None = None
         self.shape: tuple[int, ...] | None = None
         self.span: Tensor  # an empty tensor whose size is the number of tokens it can hold
+        # turns and slots from a report, (heads, 2, depth, depth) and (heads,), if there are any
+        self.common = merge.common(numbers) if self.is_aligned else None
         # keys and values that the lower layer got and the upper layer will write
         self.parked: tuple[Tensor, Tensor] | None = None
 
@@ -47,6 +59,11 @@ class Pair:
         None if layers are not aligned.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
+
+    def find_angles(self, depth: int, device: torch.device) -> None:
+        """Get the angles of the keys' rotary embedding, by which maps are fitted."""
+        found = None if self.config is None else angles_of(self.config, depth)
+        self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
         """Return the error text for tokens left waiting by an interrupted forward pass."""
@@ -68,6 +85,9 @@ class Pair:
         held.left_over.zero_()
         if self.is_aligned:
             op_folder.identity(self.maps())
+            if self.common is not None:
+                for name, given in zip(("turns", "slots"), self.common, strict=True):
+                    getattr(self, name).copy_(given)
 
 
 class MergedLayer(CodedLayer):
@@ -116,6 +136,8 @@ class MergedLayer(CodedLayer):
         if self.pair.shape is None:
             if self.pair.is_aligned:
                 shared |= op_folder.shapes_of_maps(layout, batch, heads)
+                self._require_common(layout, heads)
+                self.pair.find_angles(layout.depth, self.device)
             self._make(self.pair, shared)
             self.pair.span = torch.empty(0, 0, self.max_cache_len, device=self.device)
             self.pair.shape = shape
@@ -129,6 +151,20 @@ class MergedLayer(CodedLayer):
             )
         self._make(self, own)
         self.span = self.pair.span
+
+    def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
+        """Refuse a report of another model; put its turns on the device."""
+        if self.pair.common is None:
+            return
+        turns, slots = self.pair.common
+        wanted = (heads, 2, layout.depth, layout.depth)
+        if tuple(turns.shape) != wanted:
+            refuse(
+                f"the fidelity report has turns of {tuple(turns.shape)} for layers "
+                f"{self.pair.numbers}, and {wanted} are needed: it is of another model. Call "
+                "fidelity_report on this one."
+            )
+        self.pair.common = turns.to(self.device), slots.to(self.device)
 
     def lengthy(self) -> list[Tensor]:
         """Return the tensors whose third size depends on the cache's length, including kept
@@ -166,9 +202,11 @@ class MergedLayer(CodedLayer):
         shared, maps = self.pair.shared(), self.pair.maps()
         bits, recent = self.settings["bits"], self.settings["recent"]
         how = (bits, recent, self.room, self.pair.keep_first)
-        rule = (merge.rule, merge.t, merge.gamma, merge.reading, merge.scale, self.is_empty)
+        rule = (merge.rule, merge.position(), merge.gamma, merge.reading, merge.scale)
         tensors = (*shared, *lower.own(), *self.own())
-        op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, *maps)
+        if self.is_empty and self.pair.angles is not None:
+            maps = [*maps, self.pair.angles]
+        op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return a dense view, including waiting tokens; nan if they do not fit."""
@@ -188,8 +226,17 @@ class MergedLayer(CodedLayer):
         """Return why the last `remove` tokens cannot be removed, or None."""
         return super().keeps(remove) if self.pair.parked is None else self.pair.torn()
 
+    def remove_last(self, remove: int) -> None:
+        super().remove_last(remove)
+        if self.is_empty:
+            self._forget()
+
     def reset(self) -> None:
         """Empty the layer; its tensors stay."""
         super().reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let the next tokens find their maps as the first ones did."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

@@ -13,6 +13,7 @@ from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import (
     PLAIN,
     Layout,
+    alignment,
     coded_kv_cache_append_lower,
     coded_kv_cache_append_pair,
     coded_kv_cache_attention,
@@ -20,6 +21,7 @@ from memeff_compile.kernels.coded_kv_cache import (
 )
 from memeff_compile.kernels.coded_kv_cache.alignment import matched, polar
 from memeff_compile.kernels.coded_kv_cache.merging import shared_direction
+from memeff_compile.kernels.coded_kv_cache.positions import mean_key, mean_product
 from tests.support.merged_caches import Pair, aligned_rows
 
 LIMIT = 90
@@ -170,6 +172,66 @@ def test_too_few_tokens_to_fit_maps_leave_rows_as_they_are() -> None:
         found.append(views(pair))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_turns_of_other_rows_serve_where_the_first_tokens_say_little() -> None:
+    """Ten tokens do not show a turn of 16 channels; a given one makes later tokens come back."""
+    rows = aligned_rows(2, 2, 90, DEPTH, torch.float64)
+    counted = torch.ones(2, 90, dtype=torch.bool)
+    slots, products = alignment.common([x[:1] for x in rows], counted[:1], None)
+    assert slots.tolist() == [1, 0]
+    _, more = alignment.common([x[:1] for x in rows], counted[:1], slots)
+    torch.testing.assert_close(more, products)
+    errors = []
+    for is_given in (False, True):
+        pair = Pair(layout(), 2, 2, LIMIT, torch.float64, align=True)
+        if is_given:
+            pair.maps[2].copy_(polar(products))
+            pair.maps[3].copy_(slots)
+        append(pair, [x[:, :, :12] for x in rows], is_first=True)
+        for at in range(12, 60):
+            append(pair, [x[:, :, at : at + 1] for x in rows])
+        off = [a[:, :, 12:32] - b[:, :, 12:32] for a, b in zip(views(pair), rows, strict=True)]
+        errors.append(sum(float(x[0].norm()) for x in off))
+        assert pair.maps[3].tolist() == [[1, 0]] * 2 or not is_given
+        eye = torch.eye(DEPTH, dtype=torch.float64).expand_as(pair.maps[2])
+        torch.testing.assert_close(pair.maps[2] @ pair.maps[2].mT, eye, rtol=0, atol=1e-6)
+    assert errors[1] < 0.3 * errors[0]
+
+
+def test_heads_that_processes_divide_are_aligned_as_those_of_one() -> None:
+    """Tensor parallelism by heads: a process has some heads of both layers, and fits these alone.
+
+    In these rows a head's match is on the same process; where it is not, the process takes the best
+    of its own.
+    """
+    parts = [aligned_rows(2, 2, 60, DEPTH, torch.float64) for _ in range(2)]
+    parts[1] = [x.flip(2) * 0.5 for x in parts[1]]
+    rows = [torch.cat(both, 1) for both in zip(*parts, strict=True)]
+    found = []
+    for some, heads in ((rows, 4), (parts[0], 2), (parts[1], 2)):
+        pair = Pair(layout(4), 2, heads, LIMIT, torch.float64, align=True)
+        append(pair, some, is_first=True)
+        found.append(views(pair))
+    for whole, first, second in zip(*found, strict=True):
+        torch.testing.assert_close(whole, torch.cat([first, second], 1), rtol=0, atol=1e-9)
+
+
+def test_means_over_positions_are_those_of_turned_keys_and_their_products() -> None:
+    angles = torch.linspace(0.01, 1.0, DEPTH // 2, dtype=torch.float64)
+    x, y = torch.randn(2, DEPTH, dtype=torch.float64)
+    shifts = (torch.arange(4000, dtype=torch.float64)[:, None] + 0.5) / 100  # up to 40
+    cosine, sine = (shifts * angles).cos(), (shifts * angles).sin()
+
+    def turned(key: Tensor) -> Tensor:
+        a, b = key.chunk(2)
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], 1)
+
+    xs, ys = turned(x), turned(y)
+    torch.testing.assert_close(mean_key(x, angles, 40), xs.mean(0), rtol=0, atol=1e-5)
+    expected = ys.T @ xs / len(xs)
+    found = mean_product(y[:, None] * x, angles, 40)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_polar_factors_are_orthogonal_and_those_of_an_svd() -> None:

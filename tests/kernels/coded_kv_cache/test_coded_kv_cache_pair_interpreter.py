@@ -11,12 +11,14 @@ from torch import Tensor
 from memeff_compile.kernels.coded_kv_cache import (
     PLAIN,
     Layout,
+    alignment,
     append_pairs,
     pair_reference,
     reference,
     split_codes,
     split_rows,
 )
+from memeff_compile.kernels.coded_kv_cache.layout import Maps
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
 from tests.support.coded_caches import by_hand
 from tests.support.merged_caches import Pair, aligned_rows, draw
@@ -203,7 +205,7 @@ def test_aligned_layers_are_appended_to_as_the_reference_does(bits: int, merging
     layout = Layout(16, bits, **SMALL)
     pairs = [Pair(layout, 2, 2, LIMIT, torch.float32, first=(0, 3), align=True) for _ in range(2)]
     engines = (append_pairs, pair_reference)
-    more = ({"merging": append_pairs.merge_prompt}, {})
+    more = ({"merging": append_pairs.merge_prompt, "sums": append_pairs.SUMS}, {})
     for pair, given in zip(pairs, more, strict=True):
         first_tokens(pair, [x[:, :, :50] for x in rows], merging, **given)
     compare(*pairs)
@@ -214,6 +216,25 @@ def test_aligned_layers_are_appended_to_as_the_reference_does(bits: int, merging
         compare(*pairs)
     assert pairs[0].maps[3].tolist() == [[1, 0]] * 2
     assert pairs[0].filled() == [66, 48] * 2
+
+
+@pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 16), (torch.float16, 128)], ids=str)
+def test_maps_are_fitted_as_the_reference_fits_them(
+    dtype: torch.dtype, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are shared among several programs, and one sequence has padding that is no number."""
+    monkeypatch.setattr(append_pairs, "_LEAST", 64)
+    rows = aligned_rows(2, 2, 300, depth, dtype)
+    rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows]
+    counted = torch.arange(300) >= torch.tensor([[4], [11]])
+    for x in rows:
+        x[1, :, :7] = torch.nan
+    pairs = [Pair(Layout(depth, 4), 2, 2, LIMIT, dtype, align=True).maps for _ in range(2)]
+    for maps, sums in zip(pairs, (append_pairs.SUMS, None), strict=True):
+        alignment.fit(Maps(*maps), rows, counted, sums)
+    budget = 1e-4 if dtype == torch.float32 else 2e-3
+    for mine, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=budget, atol=budget)
 
 
 def test_an_aligned_prompt_is_merged_a_few_groups_at_a_time(

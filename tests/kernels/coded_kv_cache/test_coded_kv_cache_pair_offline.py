@@ -27,6 +27,9 @@ POINTERS = {
     "mask_ptr": "*u8",
     "is_kept_ptr": "*u8",
     "apart_ptr": "*fp32",
+    "counted_ptr": "*u8",
+    "sums_ptr": "*fp32",
+    "products_ptr": "*fp32",
     "share_ptr": "*fp32",
     "stat_ptr": "*fp32",
     "scratch_ptr": "*fp32",
@@ -51,6 +54,11 @@ def pointer(name: str, bits: int, *, in_scratch: bool) -> str:
 PARTS = {
     **{name: cells_named(name) for name in "kv"},
     **{f"lower_{name}_new": cells_named(f"lower_{name}") for name in "kv"},
+    **{
+        f"{layer}_{name}": cells_named(f"{layer}_{name}")
+        for layer in ("lower", "upper")
+        for name in ("k", "v", "rows")
+    },
     "shared": Shared(*(f"{name}_ptr" for name in Shared._fields)),
     "lower": Own(*(f"lower_{name}_ptr" for name in Own._fields)),
     "upper": Own(*(f"upper_{name}_ptr" for name in Own._fields)),
@@ -65,6 +73,9 @@ SIZES = {
     "_coded_kv_cache_append_lower_kernel": ("kv_heads", "new", "limit"),
     "_coded_kv_cache_append_pair_kernel": ("kv_heads", "groups", "new", "limit"),
     "_coded_kv_cache_code_pair_kernel": ("kv_heads", "groups", "count", "earlier"),
+    "_coded_kv_cache_sum_rows_kernel": ("kv_heads", "count", "share"),
+    "_coded_kv_cache_multiply_rows_kernel": ("kv_heads", "count", "share"),
+    "_coded_kv_cache_align_rows_kernel": ("kv_heads", "count"),
     "_coded_kv_cache_rows_kernel": ("kv_heads", "row_count", "mask_count", "splits", "stat_count"),
 }
 
@@ -76,7 +87,8 @@ def build(module: str, name: str, capability: int, given: dict[str, Any], warps:
     if module == "split_rows_kernels":
         parts["maps"] = READ
     maps = {*parts["maps"], "scratch_ptr", "heads_ptr"}
-    missing = set() if given.get("IS_ALIGNED") else maps  # arguments that are None
+    has_maps = given.get("IS_ALIGNED", module == "alignment_kernels")
+    missing = set() if has_maps else maps  # arguments that are None
     if not given.get("IS_TURNED", True):
         missing |= {"turned_ptr", "slots_ptr"}
     names = [each for argument in kernel.arg_names for each in parts.get(argument, [argument])]
@@ -218,6 +230,32 @@ def test_merging_a_prompt_compiles_within_the_limits(
     for kernel in prompt(capability, bits, **more):
         within_limits(kernel, capability)
         assert "atom." not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "depth"),
+    [
+        (90, 128),
+        pytest.param(90, 256, marks=SLOW),
+        pytest.param(80, 128, marks=SLOW),
+        pytest.param(100, 128, marks=SLOW),
+    ],
+)
+def test_fitting_maps_and_aligning_a_prompt_compile_within_the_limits(
+    capability: int, depth: int
+) -> None:
+    module, tile = "alignment_kernels", {"DEPTH": depth, "TILE": 64}
+    products = {**tile, "COLUMNS": 64, "UPCAST": False}
+    rows = {"DEPTH": depth, "GROUP": 64, "UPCAST": False}
+    for name, constants, warps in (
+        ("_coded_kv_cache_sum_rows_kernel", tile, 4),
+        ("_coded_kv_cache_multiply_rows_kernel", products, 8),
+        ("_coded_kv_cache_align_rows_kernel", rows, 8),
+    ):
+        kernel = build(module, name, capability, constants, warps)
+        within_limits(kernel, capability)
+        has_products = re.search(r"mma\.sync|wgmma|tcgen05\.mma", kernel.asm["ptx"])
+        assert bool(has_products) == ("sum" not in name)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from memeff_compile.kernels.coded_kv_cache import (
     coded_kv_cache_append_pair,
     coded_kv_cache_attention,
     coded_kv_cache_view,
+    pair_reference,
 )
+from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
 from tests.support.coded_caches import by_hand
 from tests.support.merged_caches import Pair, draw
 
@@ -256,3 +259,31 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         coded_kv_cache_append_lower(
             pair.lower[0], pair.lower[1], pair.lower[4], rows[0][..., :8], rows[1], LIMIT
         )
+
+
+@pytest.mark.parametrize(
+    ("bits", "digest"),
+    [
+        (16, "0a746528b867fd91"),
+        (4, "c53b4568faa40ce9"),
+        (3, "de348d0486578dc2"),
+        (2, "3e9463e6a6e0a775"),
+    ],
+)
+def test_layers_that_are_not_aligned_are_stored_as_before_there_was_alignment(
+    bits: int, digest: str
+) -> None:
+    """The digests are those of commit 98be7921, the last one without maps."""
+    rows = draw(2, 2, 66, 16, torch.bfloat16)
+    small = Layout(16, bits, group=16, recent=16, kept=8)
+    pair = Pair(small, 2, 2, 90, torch.bfloat16, first=(0, 3))
+    for start, end in ((0, 50), (50, 66)):
+        part = [x[:, :, start:end] for x in rows]
+        both = (part[0], part[1]), (part[2], part[3])
+        settings = Merging(keep_first=2)
+        given = (pair.tensors(), *both, bits, 16, 90, settings)
+        pair_reference.append(*given, is_first=start == 0)
+    found = hashlib.sha256()
+    for tensor in pair.all():
+        found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    assert found.hexdigest()[:16] == digest

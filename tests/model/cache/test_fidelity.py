@@ -202,7 +202,7 @@ def test_layers_that_are_not_aligned_are_judged_as_they_are(model: Any) -> None:
         merged(model, fidelity=report, align="none")
     with pytest.warns(UserWarning, match="no neighbouring layers are alike as they are"):
         merged(model, align="none")
-    with pytest.warns(UserWarning, match="aligned layers from half on cost about"):
+    with pytest.warns(UserWarning, match="aligned layers from half on cost up to"):
         merged(model)
 
 
@@ -257,3 +257,29 @@ def test_a_report_measured_here_decides(model: Any) -> None:
     means = [m for line in report.pairs[::2] for m in line["aligned"].values()]
     assert min(means) >= 0.5, "few tokens: maps are fitted on them"
     assert merged(model, fidelity=report).merged()
+
+
+def test_a_cache_with_a_report_begins_with_its_maps_also_after_a_reset(model: Any) -> None:
+    report = fidelity_report(model, [ids(), ids(40)], merge=None, **SHORT)
+    assert sorted(report.maps) == [(0, 1), (1, 2), (2, 3)]
+    assert "maps" not in json.loads(report.to_json())
+    cache = merged(model, fidelity=report, force=True)
+    first = cache.layers[0]
+    with torch.no_grad():
+        model(input_ids=ids(30), past_key_values=cache)
+        fitted = first.pair.turns.clone()
+        cache.reset()
+    turns, slots = report.maps[0, 1]
+    eye = torch.eye(16).expand_as(turns)
+    torch.testing.assert_close(turns @ turns.mT, eye, rtol=0, atol=1e-4)
+    assert torch.equal(first.pair.turns, turns.expand(2, -1, -1, -1, -1))
+    assert torch.equal(first.pair.slots, slots.expand(2, -1).to(torch.int32))
+    assert not torch.equal(fitted, first.pair.turns)
+
+
+def test_a_report_of_another_model_is_refused(model: Any) -> None:
+    report = fidelity_report(model, ids(), merge=None, **SHORT)
+    report.maps[0, 1] = (torch.zeros(3, 2, 16, 16), torch.zeros(3))
+    cache = merged(model, fidelity=report, force=True)
+    with torch.no_grad(), pytest.raises(memeff_compile.UnsupportedInputError, match="another"):
+        model(input_ids=ids(), past_key_values=cache)

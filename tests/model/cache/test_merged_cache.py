@@ -15,12 +15,22 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import memeff_compile
 from memeff_compile import KVCache, MiniCache
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels.coded_kv_cache import bytes_after, map_bytes, op, pair_bytes
+from memeff_compile.kernels.coded_kv_cache import (
+    Layout,
+    alignment,
+    bytes_after,
+    map_bytes,
+    op,
+    pair_bytes,
+)
+from memeff_compile.kernels.coded_kv_cache.layout import Maps
 from memeff_compile.kernels.device import planned_for
 from memeff_compile.model.cache.layers import CodedLayer, ExactLayer
 from memeff_compile.model.cache.merged_layers import MergedLayer
-from tests.support import cached_models
+from memeff_compile.model.cache.rotary import angles_of
+from tests.support import cached_models, merged_caches
 from tests.support.cached_models import logits, prompt
+from tests.support.merged_caches import aligned_rows
 
 LAYERS = 3
 LENGTH = 96
@@ -247,6 +257,44 @@ def test_every_later_generate_merges_until_undone(model: Any) -> None:
     assert "2 of them share directions" in repr(found)
 
 
+def test_a_compiled_model_generates_with_a_cache_that_merges() -> None:
+    """The request names bits and merging; the tokens are those of the same cache without it."""
+    model = make()
+    ids = prompt(2, 40)
+    settings: dict[str, Any] = {**SHORT, "merge": LOSSY}
+    given: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    cache = KVCache(model.config, LENGTH, 3, **settings)
+    expected = model.generate(ids, past_key_values=cache, **given)
+    how = {"bits": 3, "max_cache_len": LENGTH, **settings}
+    compiled = memeff_compile.compile(
+        model, kv_cache=how, options={"memeff.inner": "eager"}, fullgraph=False
+    )
+    found = compiled.generate(ids, return_dict_in_generate=True, **given)
+    assert kinds(found.past_key_values) == ["CodedLayer", "MergedLayer", "MergedLayer"]
+    assert torch.equal(found.sequences, expected)
+    assert [line["merged"] for line in found.past_key_values.merged()] == [32]
+
+
+def test_a_second_prompt_in_a_cache_goes_through_the_maps_of_the_first(model: Any) -> None:
+    """A conversation: prompt, answer, prompt, answer. Both ways of giving it leave one cache."""
+    ids = prompt(2, 90)
+    caches = []
+    for ends in ((40, 44, 84, 90), (40, 41, 42, 43, 44, 90)):
+        cache = KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT)
+        with torch.no_grad():
+            for start, end in zip((0, *ends), ends, strict=False):
+                model(input_ids=ids[:, start:end], past_key_values=cache)
+        caches.append(cache)
+    first, second = caches
+    assert [line["merged"] for line in first.merged()] == [64]
+    for mine, theirs in zip(maps_of(first), maps_of(second), strict=True):
+        assert torch.equal(mine, theirs)
+    off = [
+        float((a - b).norm() / b.norm()) for a, b in zip(dense(first), dense(second), strict=True)
+    ]
+    assert max(off) < 0.05, off
+
+
 @pytest.mark.parametrize("bits", [16, 4])
 def test_reordering_is_in_place_and_twice_is_the_product(model: Any, bits: int) -> None:
     cache = fill(model, KVCache(model.config, LENGTH, bits, merge=LOSSY, **SHORT), batch=3)
@@ -330,6 +378,44 @@ def test_maps_are_fitted_on_the_first_tokens_of_an_empty_cache(model: Any) -> No
     assert not torch.equal(second[2], first[2])
     cache.crop(-30)
     assert all(map(torch.equal, put(0, 30), first))
+
+
+@pytest.mark.parametrize(
+    ("family", "is_known"), [("Llama", True), ("Qwen2", True), ("Cohere", False), ("Phi", False)]
+)
+def test_angles_of_keys_are_known_where_halves_of_their_channels_turn(
+    family: str, is_known: bool
+) -> None:
+    model = make(family)
+    found = angles_of(model.config, 16)
+    assert (found is not None) == is_known
+    if found is not None:
+        torch.testing.assert_close(found, model.model.rotary_emb.inv_freq)
+
+
+def test_maps_of_keys_serve_later_positions(model: Any) -> None:
+    """The same tokens again, later: the turn and the means that a short prompt gives fit them."""
+    rows = aligned_rows(1, 2, 60, 16, torch.float32)
+    angles = 0.02 / torch.arange(1.0, 9.0) ** 2
+
+    def at(keys: Tensor, shift: int) -> Tensor:
+        a, b = keys.chunk(2, -1)
+        turn = angles * (torch.arange(60)[:, None] + shift)
+        cosine, sine = turn.cos(), turn.sin()
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+    off = []
+    for given, span in ((None, 0), (angles, 180)):
+        pair = merged_caches.Pair(Layout(16, 4), 1, 2, 300, torch.float32, align=True)
+        maps = Maps(*pair.maps)
+        counted = torch.ones(1, 60, dtype=torch.bool)
+        first, later = (
+            [at(x, shift) if n % 2 == 0 else x for n, x in enumerate(rows)] for shift in (0, 160)
+        )
+        alignment.fit(maps, first, counted, None, given, span)
+        found = alignment.aligned(later, maps)
+        off.append(float((found[0] / found[0].norm() - found[2] / found[2].norm()).norm()))
+    assert off[1] < 0.8 * off[0], off
 
 
 def test_layers_that_are_not_aligned_have_no_maps_and_take_no_memory_for_them(model: Any) -> None:

@@ -1,0 +1,184 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+"""Kernels that fit the maps between two layers' rows, and align a prompt's rows by them.
+
+The maps follow from sums over tokens: of the rows, and of the products of two layers' rows. A
+program takes some tokens of one sequence and head and writes partial sums, which are added in
+order. So rows are read where the model left them, without a copy in fp32. Aligned rows of a few
+groups are written to a scratch in fp32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._triton.products_kernels import dot
+from .append_codes_kernels import _load_rows
+
+
+@triton.jit
+def _tile(x, sequence, head, place, is_token, column):
+    """Load some tokens' columns of one head from `key_tiles.Cells`, zeros for other tokens."""
+    x_ptr, stride_batch, stride_head, stride_token, stride_depth = x
+    base = x_ptr + sequence * stride_batch + head * stride_head
+    offs = place.to(tl.int64)[:, None] * stride_token + column[None, :] * stride_depth
+    return tl.load(base + offs, mask=is_token[:, None], other=0.0)
+
+
+@triton.jit
+def _coded_kv_cache_sum_rows_kernel(
+    lower_k,  # (B, KV_HEADS, count, D), as the others `key_tiles.Cells`
+    lower_v,
+    upper_k,
+    upper_v,
+    counted_ptr,  # (B, count) bytes
+    sums_ptr,  # (parts, B, KV_HEADS, 4, D) fp32
+    sizes,
+    DEPTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    kv_heads, count, share = sizes
+    pair = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    sequence = pair // kv_heads
+    head = pair % kv_heads
+    column = tl.arange(0, DEPTH)
+    rows = (lower_k, lower_v, upper_k, upper_v)
+    out = sums_ptr + (part * tl.num_programs(0) + pair) * (4 * DEPTH)
+    end = tl.minimum((part + 1) * share, count)
+    for kind in tl.static_range(4):
+        total = tl.zeros((DEPTH,), dtype=tl.float32)
+        for start in tl.range(part * share, end, TILE):
+            place = start + tl.arange(0, TILE)
+            is_token = place < end
+            flags = tl.load(counted_ptr + sequence * count + place, mask=is_token, other=0)
+            is_token = is_token & (flags != 0)
+            x = _tile(rows[kind], sequence, head, place, is_token, column)
+            total += tl.sum(x.to(tl.float32), axis=0)
+        tl.store(out + kind * DEPTH + column, total)
+
+
+@triton.jit
+def _coded_kv_cache_multiply_rows_kernel(
+    lower_rows,  # keys or values, (B, KV_HEADS, count, D), as the upper layer's `key_tiles.Cells`
+    upper_rows,
+    counted_ptr,  # (B, count) bytes
+    slots_ptr,  # (B, KV_HEADS): the lower layer's head of each head of the upper
+    lower_means_ptr,  # (B, KV_HEADS, 2, D), of keys or values on
+    upper_means_ptr,
+    products_ptr,  # (parts, B, KV_HEADS, D, D) fp32
+    sizes,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the product, for a program
+    TILE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    kv_heads, count, share = sizes
+    mine = tl.program_id(0).to(tl.int64)  # sequence and head of the upper layer
+    part = tl.program_id(2).to(tl.int64)
+    sequence = mine // kv_heads
+    slot = tl.load(slots_ptr + mine).to(tl.int64)
+    channel = tl.arange(0, DEPTH)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    pair = sequence * kv_heads + slot
+    lower_mean = tl.load(lower_means_ptr + pair * (2 * DEPTH) + column).to(tl.float32)
+    upper_mean = tl.load(upper_means_ptr + mine * (2 * DEPTH) + channel).to(tl.float32)
+    kind: tl.constexpr = upper_rows[0].dtype.element_ty
+    found = tl.zeros((DEPTH, COLUMNS), dtype=tl.float32)
+    end = tl.minimum((part + 1) * share, count)
+    for start in tl.range(part * share, end, TILE):
+        place = start + tl.arange(0, TILE)
+        is_token = place < end
+        flags = tl.load(counted_ptr + sequence * count + place, mask=is_token, other=0)
+        is_token = is_token & (flags != 0)
+        x = _tile(lower_rows, sequence, slot, place, is_token, column).to(tl.float32)
+        y = _tile(upper_rows, sequence, mine % kv_heads, place, is_token, channel).to(tl.float32)
+        x = tl.where(is_token[:, None], x - lower_mean[None, :], 0.0).to(kind)
+        y = tl.where(is_token[:, None], y - upper_mean[None, :], 0.0).to(kind)
+        found = dot(tl.trans(y), x, found, UPCAST)
+    out = products_ptr + (part * tl.num_programs(0) + mine) * (DEPTH * DEPTH)
+    tl.store(out + channel[:, None] * DEPTH + column[None, :], found)
+
+
+@triton.jit
+def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexpr):
+    """Write a group of rows less their mean, (tokens, D) fp32."""
+    token = tl.arange(0, C.GROUP)
+    for part in tl.static_range(C.DEPTH // SHARE):
+        column = part * SHARE + tl.arange(0, SHARE)
+        mean = tl.load(mean_ptr + column).to(tl.float32)
+        x = _load_rows(rows, slot, column, row, 1, False) - mean[None, :]
+        tl.store(made + token[:, None] * C.DEPTH + column[None, :], x)
+
+
+@triton.jit
+def _centre_and_turn(rows, slot, row, map_of, made, C: tl.constexpr, SHARE: tl.constexpr):
+    """Write a group of rows less their mean, times a matrix, (tokens, D) fp32.
+
+    A number in fp32 is the sum of two of 16 bits, so that tensor cores multiply it unrounded; rows
+    of 256 are rounded, for lack of registers.
+    """
+    mean_ptr, turn_ptr = map_of
+    kind: tl.constexpr = turn_ptr.dtype.element_ty
+    STEP: tl.constexpr = C.DEPTH if C.DEPTH < 32 else 32
+    token = tl.arange(0, C.GROUP)
+    for part in tl.static_range(C.DEPTH // SHARE):
+        column = part * SHARE + tl.arange(0, SHARE)
+        found = tl.zeros((C.GROUP, SHARE), dtype=tl.float32)
+        for start in tl.range(0, C.DEPTH, STEP, num_stages=1):
+            depth = start + tl.arange(0, STEP)
+            mean = tl.load(mean_ptr + depth).to(tl.float32)
+            x = _load_rows(rows, slot, depth, row, 1, False) - mean[None, :]
+            turn = tl.load(turn_ptr + depth[:, None] * C.DEPTH + column[None, :])
+            high = x.to(kind)
+            found = dot(high, turn, found, C.UPCAST)
+            if kind != tl.float32 and C.DEPTH <= 128:
+                found = dot((x - high.to(tl.float32)).to(kind), turn, found, C.UPCAST)
+        tl.store(made + token[:, None] * C.DEPTH + column[None, :], found)
+
+
+@triton.jit
+def _coded_kv_cache_align_rows_kernel(
+    lower_k_ptr,  # (B, KV_HEADS, n, D), consecutive tokens are `k_rows` times D apart
+    upper_k_ptr,
+    stride_k_batch,
+    stride_k_head,
+    k_rows,
+    lower_v_ptr,
+    upper_v_ptr,
+    stride_v_batch,
+    stride_v_head,
+    v_rows,
+    maps,  # `layout.Maps`
+    heads_ptr,  # (B, KV_HEADS) int32, the upper layer's head of each slot
+    scratch_ptr,  # (4, B, KV_HEADS, n, D) fp32: keys and values of the lower layer, of the upper
+    sizes,
+    C: tl.constexpr,
+):
+    kv_heads, count = sizes
+    pair = tl.program_id(0).to(tl.int64)
+    sequence = pair // kv_heads
+    head = tl.load(heads_ptr + pair).to(tl.int64)
+    mine = sequence * kv_heads + head
+    SHARE: tl.constexpr = C.DEPTH // 2
+    first = tl.program_id(1).to(tl.int64) * C.GROUP
+    place = first + tl.arange(0, C.GROUP)
+    made = scratch_ptr + (pair * count + first) * C.DEPTH
+    layer = tl.num_programs(0).to(tl.int64) * count * C.DEPTH
+    k_base = sequence * stride_k_batch
+    v_base = sequence * stride_v_batch
+    lower_k = lower_k_ptr + k_base + (pair % kv_heads) * stride_k_head
+    lower_v = lower_v_ptr + v_base + (pair % kv_heads) * stride_v_head
+    upper_k = upper_k_ptr + k_base + head * stride_k_head
+    upper_v = upper_v_ptr + v_base + head * stride_v_head
+    lowers = (lower_k, lower_v)
+    uppers = (upper_k, upper_v)
+    rows = (k_rows * C.DEPTH, v_rows * C.DEPTH)
+    for kind in tl.static_range(2):
+        mean_ptr = maps.lower_means + (pair * 2 + kind) * C.DEPTH
+        to = made + kind * layer
+        _centre(lowers[kind], place, rows[kind], mean_ptr, to, C, SHARE)
+        mean_ptr = maps.upper_means + (mine * 2 + kind) * C.DEPTH
+        turn_ptr = maps.turns + (mine * 2 + kind) * (C.DEPTH * C.DEPTH)
+        to = made + (2 + kind) * layer
+        _centre_and_turn(uppers[kind], place, rows[kind], (mean_ptr, turn_ptr), to, C, SHARE)

@@ -1,0 +1,50 @@
+"""Means of keys, and of products of keys, over positions that they might have had.
+
+A rotary embedding turns the channels i and i + D / 2 of a key, as a point of a plane, by an angle
+in proportion to the position. So a key that comes up again `s` positions later is the same key,
+turned by `s` times the angles; the mean over `s` from 0 to a span has a closed form.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mean_key(
+    x: Tensor,  # (..., D) fp32 or fp64
+    angles: Tensor,  # (D / 2,), per position
+    span: int,  # positions
+) -> Tensor:
+    """Return the mean of keys over the positions from theirs to `span` later."""
+    real, imaginary = _factor(angles.to(x.dtype), span)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * real - b * imaginary, b * real + a * imaginary], -1)
+
+
+def mean_product(
+    x: Tensor,  # (..., D, D) fp32 or fp64: sums of a row times a row
+    angles: Tensor,  # as `mean_key` takes them
+    span: int,
+) -> Tensor:
+    """Return the mean of products of two keys that move together, as `mean_key` does."""
+    angles = angles.to(x.dtype)
+    (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))
+    # A 2 x 2 block is a part that turns by the difference of both angles, and one by their sum.
+    near = _turned((a + d) / 2, (c - b) / 2, angles[:, None] - angles, span)
+    far = _turned((a - d) / 2, (c + b) / 2, angles[:, None] + angles, span)
+    upper = torch.cat([near[0] + far[0], far[1] - near[1]], -1)
+    lower = torch.cat([far[1] + near[1], near[0] - far[0]], -1)
+    return torch.cat([upper, lower], -2)
+
+
+def _turned(real: Tensor, imaginary: Tensor, angles: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    a, b = _factor(angles, span)
+    return real * a - imaginary * b, imaginary * a + real * b
+
+
+def _factor(angles: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    """Return the mean of exp(i s angle) over s from 0 to `span`: real and imaginary part."""
+    half = angles * (span / 2)
+    size = torch.sinc(half / torch.pi)
+    return size * half.cos(), size * half.sin()

@@ -1,0 +1,44 @@
+"""The angles by which a model's rotary embedding turns keys, where a cache can know them.
+
+A cache gets keys after their rotary embedding, and only the model's config. The angles follow from
+the config; which channels turn together follows from the `rotate_half` of the model's module, which
+is tried on a few numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.model.cache.layers import ROPE_INIT_FUNCTIONS
+
+_CHANNELS = 4
+_HALVES = (-2.0, -3.0, 0.0, 1.0)
+"""0, 1, 2, 3 after a `rotate_half` that pairs the channels i and i + D / 2."""
+
+
+def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
+    """Return (D / 2,): the angle per position of the channels i and i + D / 2; None if unknown.
+
+    It is unknown if neighbouring channels turn together, if some channels do not turn, or if the
+    embedding's scaling depends on the length.
+    """
+    text = config.get_text_config(decoder=True)
+    name = type(text).__module__.replace(".configuration_", ".modeling_")
+    turn = getattr(sys.modules.get(name), "rotate_half", None)
+    if turn is None or tuple(turn(torch.arange(float(_CHANNELS))).tolist()) != _HALVES:
+        return None
+    given = getattr(text, "rope_parameters", None) or {}
+    given = given.get("full_attention", given)
+    kind, base = given.get("rope_type"), given.get("rope_theta")
+    if kind == "default" and base and given.get("partial_rotary_factor", 1.0) == 1.0:
+        share = torch.arange(0, depth, 2, dtype=torch.float64) / depth
+        found: Tensor = (base**-share).float()
+        return found
+    if kind not in ("llama3", "linear"):
+        return None
+    found = ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"))[0]
+    return found if found.shape == (depth // 2,) else None
