@@ -41,6 +41,7 @@ from .call import (
     own_columns,
     zero_gradients,
 )
+from .gradient_filter import leaves_out, needs_two_walks
 from .shapes import is_minimal, spans
 
 
@@ -147,6 +148,7 @@ ENGINES = {
             lambda call: kernels_serve(call.device, call.dtype),
             # A trained head's gradient would be rounded, or kept in fp32, once per block.
             lambda dtype, is_adapted, trains_weight: is_adapted and not trains_weight,
+            filters=(torch.bfloat16,),
         ),
         Engine(
             "reference",
@@ -189,12 +191,12 @@ def engine_of(given: Operands, *, with_top: bool = False) -> Engine:
         *(hidden.device, hidden.dtype, hidden.shape[-1]),
         with_top=with_top,
         is_adapted=given.low is not None,
-        is_contiguous=_is_read_in_tiles(given.weight),
+        is_contiguous=is_read_in_tiles(given.weight),
     )
     return ENGINES[name]
 
 
-def _is_read_in_tiles(weight: Tensor) -> bool:
+def is_read_in_tiles(weight: Tensor) -> bool:
     """Return whether the GPU can load tiles of a weight through a descriptor."""
     return (
         weight.stride() == (weight.shape[1], 1)
@@ -224,10 +226,16 @@ def makes_gradients_in_forward(
 ) -> bool:
     """Return whether a loss that is one number is best computed in one walk.
 
-    A filter of one gradient alone and the minimal workspace belong to walks that recompute the
-    logits. fp16 does not have the range for gradients that are scaled afterwards.
+    The published filter, a filter of one gradient alone, and the minimal workspace without a filter
+    belong to walks that recompute the logits. fp16 does not have the range for gradients that are
+    scaled afterwards.
     """
-    if filter_parts != "both" or is_minimal(workspace) or dtype == torch.float16:
+    if filter_parts != "both" or dtype == torch.float16:
+        return False
+    if gradient_filter == "published":
+        return False
+    # The number of classes is not known here, so the shortest rows for few classes decide.
+    if is_minimal(workspace) and not leaves_out(gradient_filter, depth, 0):
         return False
     name = engine_for(device, dtype, depth)
     if name == "reference" and gradient_filter != "exact":
@@ -365,7 +373,10 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
     if given.ranks is None:
         check_range(given.target, given.weight.shape[0], given.ignore_index)
     engine, is_adapted = engine_of(operands), given.low is not None
-    if engine.has_one_walk(given.hidden.dtype, is_adapted, given.output_mask[1]):
+    of_bias = given.bias is not None and given.output_mask[2]
+    size = given.hidden.shape[1], len(given.weight)
+    needs_two = needs_two_walks(given.gradient_filter, *size, of_bias=of_bias)
+    if not needs_two and engine.has_one_walk(given.hidden.dtype, is_adapted, given.output_mask[1]):
         return total(engine.module, given)
     return in_two_walks(engine.module, given)
 
