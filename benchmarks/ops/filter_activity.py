@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.device import on_device
-from memeff_compile.kernels.linear_cross_entropy import engine_for, leaves_out, walk
+from memeff_compile.kernels.linear_cross_entropy import engine_for, leaves_out
 from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
+from memeff_compile.kernels.linear_cross_entropy.filtered import FilteredTotal
 
 DTYPES = (torch.bfloat16,)
 
@@ -52,9 +53,7 @@ def measure(
     settings |= {"output_mask": (False,) * 3, "sort_vocabulary": sort_vocabulary}
     flat = hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1)
     with on_device(hidden):
-        total = walk.ENGINES["hopper"].module.total(
-            ScalarLoss(*flat, None, None, ignore_index, **settings)
-        )
+        total = FilteredTotal(ScalarLoss(*flat, None, None, ignore_index, **settings))
         for block in total.blocks():
             total.statistics(block)
             total.gradients(block)

@@ -26,7 +26,7 @@ The kernels use no feature of one GPU alone. Losses and bias gradients are exact
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -468,22 +468,37 @@ class Both(Differentiating):
         return Gradients(*(next((g for g in each if g is not None), None) for each in every))
 
 
-def backward(
-    exact: Any,  # the walk of the gradient that is not filtered, if there is one
-    grads: RowGradients,
-    given: Operands,
-    saved: Saved,
-    settings: Settings,
-    output_mask: Sequence[bool],
-) -> Differentiating:
-    """Return the walk of gradients, of which a filter may drop parts of one or of both."""
-    parts, rest = settings.filter_parts, list(output_mask[:3])
-    if parts == "both":
-        return FilteredBackward(grads, given, saved, settings, output_mask)
-    place = ("hidden", "weight").index(parts)
-    mask = [wanted and at == place for at, wanted in enumerate(rest)]
-    rest[place] = False
-    walks = [FilteredBackward(grads, given, saved, settings, mask)] if any(mask) else []
-    if any(rest):
-        walks.append(exact(grads, given, saved, settings, rest))
-    return Both(*walks)
+class Walks(NamedTuple):
+    """The walks of an engine under a filter, as a module of an engine has them."""
+
+    exact: Any  # the engine's module
+
+    @property
+    def forward(self) -> Any:
+        """The engine's own forward pass, which a filter does not change."""
+        return self.exact.forward
+
+    @property
+    def total(self) -> type[FilteredTotal]:
+        """The walk of a loss that is one number."""
+        return FilteredTotal
+
+    def backward(
+        self,
+        grads: RowGradients,
+        given: Operands,
+        saved: Saved,
+        settings: Settings,
+        output_mask: Sequence[bool],
+    ) -> Differentiating:
+        """Return the walk of gradients, of which a filter may drop parts of one or of both."""
+        parts, rest = settings.filter_parts, list(output_mask[:3])
+        if parts == "both":
+            return FilteredBackward(grads, given, saved, settings, output_mask)
+        place = ("hidden", "weight").index(parts)
+        mask = [wanted and at == place for at, wanted in enumerate(rest)]
+        rest[place] = False
+        walks = [FilteredBackward(grads, given, saved, settings, mask)] if any(mask) else []
+        if any(rest):
+            walks.append(self.exact.backward(grads, given, saved, settings, rest))
+        return Both(*walks)

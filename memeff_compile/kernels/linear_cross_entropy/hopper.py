@@ -51,7 +51,6 @@ from .call import (
     Settings,
     vector,
 )
-from .gradient_filter import leaves_out
 from .shapes import (
     GROUP,
     ROWS,
@@ -685,42 +684,18 @@ def backward(
     saved: Saved,
     settings: Settings,
     output_mask: Sequence[bool],
-) -> Differentiating:
+) -> BackwardByRows | BackwardByClasses:
     """Return the walk that computes the gradients that `output_mask` requests.
 
     Blocks of rows are faster and take more memory, so they serve the automatic workspace.
     """
-    is_filtered = leaves_out(settings.gradient_filter, given.hidden.shape[1], len(given.weight))
-    if is_filtered and given.hidden.dtype == torch.bfloat16:
-        from . import filtered
-
-        return filtered.backward(_exact, grads, given, saved, settings, output_mask)
-    return _exact(grads, given, saved, settings, output_mask)
-
-
-def _exact(
-    grads: RowGradients,
-    given: Operands,
-    saved: Saved,
-    settings: Settings,
-    output_mask: Sequence[bool],
-) -> BackwardByRows | BackwardByClasses:
     is_by_rows = triton_compat.has_gluon() and not settings.workspace
     if is_by_rows and given.hidden.dtype == torch.bfloat16:
         return BackwardByRows(grads, given, saved, settings, output_mask)
     return BackwardByClasses(grads, given, saved, settings, output_mask)
 
 
-def total(given: ScalarLoss) -> Statistics:
-    """Return the walk of a loss that is one number."""
-    if leaves_out(given.gradient_filter, given.hidden.shape[1], len(given.weight)):
-        from . import filtered
-
-        return filtered.FilteredTotal(given)
-    return Total(given)
-
-
-forward = Forward
+forward, total = Forward, Total
 
 
 def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:

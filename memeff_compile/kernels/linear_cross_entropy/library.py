@@ -47,7 +47,6 @@ from .call import (
     Settings,
     vector,
 )
-from .gradient_filter import leaves_out
 from .shapes import (
     LIBRARY_STATE,
     LIBRARY_WARPS,
@@ -58,7 +57,7 @@ from .shapes import (
     spans,
     window,
 )
-from .walk import Block, Differentiating, Statistics, is_read_in_tiles
+from .walk import Block, Differentiating, Statistics
 
 
 class Forward(Statistics):
@@ -226,25 +225,7 @@ class Total(Statistics, Differentiating):
         return LossAndGradients(self.request.total_of(self.nll), *gradients)
 
 
-def backward(
-    grads: RowGradients,
-    given: Operands,
-    saved: Saved,
-    settings: Settings,
-    output_mask: Sequence[bool],
-) -> Differentiating:
-    """Return the walk that computes the gradients that `output_mask` requests."""
-    depth, weight = given.hidden.shape[1], given.weight
-    is_served = given.low is None and is_read_in_tiles(weight)
-    is_served = is_served and given.hidden.dtype == torch.bfloat16
-    if is_served and leaves_out(settings.gradient_filter, depth, len(weight)):
-        from . import filtered
-
-        return filtered.backward(Backward, grads, given, saved, settings, output_mask)
-    return Backward(grads, given, saved, settings, output_mask)
-
-
-forward, total = Forward, Total
+forward, backward, total = Forward, Backward, Total
 
 
 def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:

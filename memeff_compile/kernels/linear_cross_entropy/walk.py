@@ -329,6 +329,15 @@ def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
     return found
 
 
+def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
+    """Return the module with an engine's walks, or these walks under the call's gradient filter."""
+    hidden, weight = given.hidden, given.weight
+    is_served = hidden.dtype in engine.filters and given.low is None and is_read_in_tiles(weight)
+    if is_served and leaves_out(settings.gradient_filter, hidden.shape[-1], len(weight)):
+        return importlib.import_module(".filtered", __package__).Walks(engine.module)
+    return engine.module
+
+
 def row_results(given: Operands, settings: Settings) -> RowResults:
     """Compute the results of every row, of operands with any leading dimensions."""
     target = given.target
@@ -360,7 +369,8 @@ def row_gradients(
         entropy = saved.entropy.reshape(rows if settings.with_entropy else 0)
         saved, flat = Saved(saved.lse.reshape(rows), entropy), given.flat()
         engine = engine_of(flat, with_top=settings.with_top)
-        return backward(engine.module, grads, flat, saved, settings, output_mask)
+        walks = walks_of(engine, flat, settings)
+        return backward(walks, grads, flat, saved, settings, output_mask)
 
 
 def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
@@ -377,8 +387,8 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
     size = given.hidden.shape[1], len(given.weight)
     needs_two = needs_two_walks(given.gradient_filter, *size, of_bias=of_bias)
     if not needs_two and engine.has_one_walk(given.hidden.dtype, is_adapted, given.output_mask[1]):
-        return total(engine.module, given)
-    return in_two_walks(engine.module, given)
+        return total(walks_of(engine, operands, given.settings), given)
+    return in_two_walks(walks_of(engine, operands, given.settings), given)
 
 
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:

@@ -22,7 +22,7 @@ from memeff_compile.kernels.linear_cross_entropy.call import (
     ScalarLoss,
     Settings,
 )
-from memeff_compile.kernels.linear_cross_entropy.filtered import FilteredBackward, FilteredTotal
+from memeff_compile.kernels.linear_cross_entropy.filtered import FilteredTotal, Walks
 from tests.kernels.linear_cross_entropy.engines import Found, hopper, reference
 
 pytestmark = pytest.mark.interpreter
@@ -49,9 +49,7 @@ def _inputs(kind: str, ignored: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, target
 
 
-FILTERED = SimpleNamespace(
-    forward=hopper_module.Forward, backward=FilteredBackward, total=FilteredTotal
-)
+FILTERED = Walks(hopper_module)
 
 
 def _run(
@@ -59,20 +57,18 @@ def _run(
 ) -> tuple[Found, Any]:
     """Return the results of a total, and the walk that made them."""
     walks: list[Any] = []
-    plain = hopper_module.total
+    hidden, weight, target = inputs
+    norm = (target != IGNORED).sum()
+    given = {"scale": 1.0, "softcap": 0.0, "output_mask": (True, True, False)}
+    given |= {"sort_vocabulary": True, "workspace": 0} | settings
+    loss = ScalarLoss(hidden, weight, None, target, None, norm, IGNORED, **given)
+    engine = hopper_module if given["gradient_filter"] == "exact" else FILTERED
 
-    def seen(given: ScalarLoss) -> Any:
-        walks.append(plain(given))
+    def total(loss: ScalarLoss) -> Any:
+        walks.append(engine.total(loss))
         return walks[-1]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(hopper_module, "total", seen)
-        hidden, weight, target = inputs
-        norm = (target != IGNORED).sum()
-        given = {"scale": 1.0, "softcap": 0.0, "output_mask": (True, True, False)}
-        given |= {"sort_vocabulary": True, "workspace": 0} | settings
-        loss = ScalarLoss(hidden, weight, None, target, None, norm, IGNORED, **given)
-        return hopper.total(loss), walks[0]
+    return Found(*walk.total(SimpleNamespace(total=total), loss)[:4]), walks[0]
 
 
 def _exact(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,7 +266,8 @@ def _of_rows(
     saved, mask = Saved(lse, nothing), (*needs, False)
     if knobs.gradient_filter == "exact":
         return hopper.backward(grads, operands, saved, knobs, mask)
-    made = filtered.backward(hopper_module.BackwardByClasses, grads, operands, saved, knobs, mask)
+    exact = SimpleNamespace(backward=hopper_module.BackwardByClasses)
+    made = Walks(exact).backward(grads, operands, saved, knobs, mask)
     for block in made.blocks():
         made.gradients(block)
     found: tuple[Tensor | None, ...] = made.results()
@@ -402,9 +399,8 @@ def test_what_a_walk_holds_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) ->
     settings = IGNORED, 1.0, 0.0, 0, (True, True, False)
     gc.disable()
     try:
-        found = hopper.total(
-            ScalarLoss(hidden, weight, None, target, None, None, *settings, "mass")
-        )
+        loss = ScalarLoss(hidden, weight, None, target, None, None, *settings, "mass")
+        found = walk.total(FILTERED, loss)
         left = [each() for each in held if each() is not None]
         assert held
         assert all(each is found.grad_weight for each in left)
