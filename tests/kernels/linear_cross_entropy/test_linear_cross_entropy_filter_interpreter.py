@@ -156,7 +156,7 @@ def test_what_is_left_out_of_a_row_is_put_on_what_stays(
     exact, _ = _run(inputs, monkeypatch, gradient_filter="exact", **given)
     assert found.grad_hidden is not None
     assert exact.grad_hidden is not None
-    assert float(seen.dropped.max()) > 1e-2
+    assert float(seen.dropped.max()) > 1e-3
     # Rows that keep almost no mass are not restored.
     sums = (found.grad_hidden - exact.grad_hidden)[:, -8:] * int((target != IGNORED).sum())
     sums = sums[seen.dropped > 1e-4].abs().amax(1)
