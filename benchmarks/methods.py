@@ -143,7 +143,7 @@ def memeff(**knobs: Any) -> Loss:
     """Return the op as a mean loss.
 
     Args:
-        gradient_filter: "exact", "mass" or "block".
+        gradient_filter: "exact", "mass", "block" or "published".
         filter_level: eps of "block" or tau of "mass"; 0 for automatic.
         filter_parts: gradients that are filtered: "both", "hidden" or "weight".
         sort_vocabulary: whether columns are ordered by the blocks of rows that they count in.
@@ -440,7 +440,7 @@ ROUNDED = (3e-2, 1e-2)
 
 EXACT_LOSS = 1e-4
 
-_FILTERS: dict[str, float | None] = {"exact": 4e-3, "mass": 4e-2, "block": None}
+_FILTERS: dict[str, float | None] = {"exact": 4e-3, "mass": 4e-2, "block": None, "published": None}
 
 _FIXED = {
     name: Method(name, build, *ROUNDED)

@@ -338,11 +338,13 @@ def _check_inductor(key: str, value: object) -> object:
     return _FrozenMapping(checked)
 
 
+FILTERS = ("mass", "block", "published")
+"""The lossy values of `linear_cross_entropy`."""
 _FILTER, _SORTED = "linear_cross_entropy", "linear_cross_entropy.sort_vocabulary"
 _PRESETS: Mapping[str, Mapping[str, object]] = {
     "exact": {_FILTER: "exact", _SORTED: False, "attention": "exact"},
     "fast": {_FILTER: "mass", _SORTED: True, "attention": "8b"},
-    "paper": {_FILTER: "block", _SORTED: True, "attention": "8b"},
+    "paper": {_FILTER: "published", _SORTED: True, "attention": "8b"},
     "off": {_FILTER: "exact", _SORTED: False, "attention": "exact"},
 }
 # Default of options that a preset sets: distinguishes them from values set explicitly.
@@ -409,18 +411,19 @@ class Options:
         "Which defaults to start from; options you set explicitly override it. `exact` "
         "changes rounding order at most. `fast` has `linear_cross_entropy=mass` and "
         "`attention=8b`: lossy, each measured on trained models. `paper` has the published forms, "
-        "`attention=8b` and `linear_cross_entropy=block`. `off` switches everything off, whatever "
-        "other options are set: graphs are not changed, and `generate()` uses the model's default "
-        "cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
+        "`attention=8b` and `linear_cross_entropy=published`. `off` switches everything off, "
+        "whatever else is given: the graph goes on as it came, and `generate()` makes the model's "
+        "own cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
     )
     linear_cross_entropy: str = _choice(
-        "exact mass block off",
-        "Compute linear + cross entropy without the rows x vocabulary logits. `mass` and "
-        "`block` are lossy: on compute capability 9.0, in bf16, from a hidden size of 2048 on (896 "
-        "with 131,072 classes or more) and with the automatic workspace, they drop classes from "
-        "the gradients of 128 rows at a time and redistribute their mass over the kept classes. "
-        "`mass` limits the probability mass that a row may lose; `block` uses the threshold of the "
-        "Cut Cross-Entropy paper.",
+        "exact mass block published off",
+        "Compute linear + cross entropy without the rows x vocabulary logits. `mass`, `block` "
+        "and `published` are lossy: in bf16 on a GPU, from a hidden size of 2048 on (896 "
+        "with 131,072 classes or more), they drop classes from the gradients of 128 rows at a "
+        "time. `mass` limits the probability mass that a row may lose; `block` uses the threshold "
+        "of the Cut Cross-Entropy paper; both redistribute the lost mass over the kept classes. "
+        "`published` is the paper's own filter: it drops tiles of classes under the threshold and "
+        "redistributes nothing.",
         by_preset=True,
     )
     linear_cross_entropy_workspace: int = _option(
@@ -447,15 +450,15 @@ class Options:
     )
     linear_cross_entropy_parts: str = _choice(
         "both hidden weight",
-        "For `mass` and `block`: the gradient that is filtered; the other one stays exact.",
+        "For the filters: the gradient that is filtered; the other one stays exact.",
     )
     linear_cross_entropy_sort_vocabulary: bool = _option(
         False,
         "`False`, `True`",
         _check_flag,
-        "For `mass` and `block`, and True with them by default: order the classes by the blocks "
-        "in which they count, so that tiles are full or empty. No copy is made; False is for "
-        "studies.",
+        "For the filters, and True with them by default: order the classes by the groups of rows "
+        "in which they count, so that tiles are full or empty (`published`: by their mean "
+        "logits). No copy is made; False is for studies.",
         by_preset=True,
     )
     logits: str = _choice(
@@ -613,7 +616,8 @@ class Options:
     @property
     def filter_level(self) -> float:
         """The threshold of `linear_cross_entropy`'s filter, eps or tau; 0 for its default."""
-        levels = {"block": self.linear_cross_entropy_eps, "mass": self.linear_cross_entropy_tau}
+        eps, tau = self.linear_cross_entropy_eps, self.linear_cross_entropy_tau
+        levels = {"block": eps, "published": eps, "mass": tau}
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
@@ -637,7 +641,7 @@ class Options:
         info.check(info.key, self.preset)
         chosen = dict(_PRESETS[self.preset])
         if self.linear_cross_entropy is not _NOT_CHOSEN:
-            chosen[_SORTED] = self.linear_cross_entropy in ("mass", "block")
+            chosen[_SORTED] = self.linear_cross_entropy in FILTERS
         for key, value in chosen.items():
             name = _field_of(PREFIX + key)
             if getattr(self, name) is _NOT_CHOSEN:
@@ -677,10 +681,9 @@ class Options:
                 )
 
     def _check_filter_knobs(self) -> None:
-        """Raise OptionError for an option of a filter that is off, because it would have no
-        effect."""
-        either = ("mass", "block")
-        owners = {"eps": ("block",), "tau": ("mass",), "parts": either, "sort_vocabulary": either}
+        """Refuse an option of a filter that is off, because it would have no effect."""
+        owners = {"eps": FILTERS[1:], "tau": FILTERS[:1]}
+        owners |= {"parts": FILTERS, "sort_vocabulary": FILTERS}
         for knob, modes in owners.items():
             value = getattr(self, f"linear_cross_entropy_{knob}")
             if value not in (None, "both", False) and self.linear_cross_entropy not in modes:

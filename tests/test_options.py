@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from memeff_compile.errors import MemeffError, OptionError
 from memeff_compile.options import (
+    FILTERS,
     MAY_FIND_NOTHING,
     PASS_NAMES,
     SWITCHES,
@@ -113,7 +114,7 @@ def test_available_value_is_stored(key: str, value: str) -> None:
     [
         ("exact", ("exact", False, "exact")),
         ("fast", ("mass", True, "8b")),
-        ("paper", ("block", True, "8b")),
+        ("paper", ("published", True, "8b")),
     ],
 )
 def test_a_preset_sets_what_was_not_given(preset: str, settings: tuple[str, bool, str]) -> None:
@@ -144,7 +145,7 @@ def test_what_is_given_goes_before_the_preset(given: dict[str, object]) -> None:
     for key, value in given.items():
         assert getattr(options, key.replace(".", "_")) == value
     if "linear_cross_entropy" in given:
-        is_filter = given["linear_cross_entropy"] in ("mass", "block")
+        is_filter = given["linear_cross_entropy"] in FILTERS
         assert options.linear_cross_entropy_sort_vocabulary == is_filter
     assert Options.parse(None, options.to_dict()) == options
 
@@ -391,7 +392,7 @@ VALID = st.fixed_dictionaries(
     {},
     optional={
         "memeff.logits": st.sampled_from(["deferred", "eager", "none"]),
-        "memeff.linear_cross_entropy": st.sampled_from(["exact", "mass", "block", "off"]),
+        "memeff.linear_cross_entropy": st.sampled_from(["exact", *FILTERS, "off"]),
         "memeff.linear_cross_entropy.workspace": st.one_of(
             st.just("auto"), st.integers(0, 1 << 40), st.just("64MiB")
         ),
@@ -437,6 +438,7 @@ def test_any_input_parses_or_raises_our_error(options: dict[str, object]) -> Non
     [
         ("exact", "tau", 0.1),
         ("block", "tau", 0.1),
+        ("published", "tau", 0.1),
         ("mass", "eps", 0.1),
         ("off", "parts", "hidden"),
         ("exact", "sort_vocabulary", True),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.device import on_device
-from memeff_compile.kernels.linear_cross_entropy import engine_for, leaves_out, walk
+from memeff_compile.kernels.linear_cross_entropy import engine_for, leaves_out
 from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
+from memeff_compile.kernels.linear_cross_entropy.filtered import FilteredTotal
 
 DTYPES = (torch.bfloat16,)
 
@@ -21,7 +22,6 @@ class Activity(NamedTuple):
 
     active: float  # share of 128 x 128 tiles that count
     dropped: Tensor  # per row: sum of |p_j - 1(j = target)| over the dropped elements
-    sparse: float  # share of blocks of rows of which not all tiles are computed
 
 
 @torch.no_grad()
@@ -43,19 +43,17 @@ def measure(
     Arguments are those of the op. Where no filter runs (off CUDA, in fp32, where rows are short),
     all is active.
     """
-    depth, vocab = hidden.shape[-1], weight.shape[0]
+    depth = hidden.shape[-1]
     serves = hidden.dtype in DTYPES and weight.is_contiguous()
-    serves = serves and leaves_out(gradient_filter, depth, vocab, 0)
+    serves = serves and leaves_out(gradient_filter, depth, weight.shape[0])
     if engine_for(hidden.device, hidden.dtype, depth) != "hopper" or not serves:
-        return Activity(1.0, hidden.new_zeros(target.shape, dtype=torch.float32), 0.0)
+        return Activity(1.0, hidden.new_zeros(target.shape, dtype=torch.float32))
     settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "workspace": 0}
     settings |= {"gradient_filter": gradient_filter, "filter_level": filter_level}
     settings |= {"output_mask": (False,) * 3, "sort_vocabulary": sort_vocabulary}
     flat = hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1)
     with on_device(hidden):
-        total = walk.ENGINES["hopper"].module.total(
-            ScalarLoss(*flat, None, None, ignore_index, **settings)
-        )
+        total = FilteredTotal(ScalarLoss(*flat, None, None, ignore_index, **settings))
         for block in total.blocks():
             total.statistics(block)
             total.gradients(block)
@@ -64,8 +62,6 @@ def measure(
 
 def activity_of(walked: Any, target: Tensor) -> Activity:
     """Return the decisions of a walk's filter, after every block."""
-    found, kept = walked.filter, walked.selection.kept
-    blocks = -(-int(kept) // found.tile)
-    sparse = float(found.is_sparse[:, 0].float().mean())
-    share = int(found.active[:, 0].sum()) / max(blocks * found.tiles, 1)
-    return Activity(share, found.dropped.view(target.shape), sparse)
+    groups = -(-int(walked.selection.kept) // walked.shapes.rows)
+    share = int(walked.active[:, 0].sum()) / max(groups * walked.tiles, 1)
+    return Activity(share, walked.dropped.view(target.shape))

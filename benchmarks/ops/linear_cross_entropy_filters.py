@@ -24,13 +24,14 @@ from benchmarks.ops import filter_activity
 from memeff_compile.kernels.linear_cross_entropy import gradient_filter
 
 SHAPES = ("8192x576x49152", "8192x896x151936", "8192x4096x128256")
-FILTERS = ("exact", "mass", "block")
+FILTERS = ("exact", "mass", "block", "published")
+BASELINE = "inductor"
 GROUPS = {
     "logits": ("hopper_logits", "hopper_base"),
-    "scores": ("filter_score",),
+    "scores": ("filter_score", "filter_estimate", "filter_sample"),
     "choice": ("filter_",),
     "order": ("sort", "Sort", "Radix", "radix"),
-    "packing": ("filter_pack",),
+    "logits of tiles": ("filter_fill",),
     "products": ("filter_products",),
     "sums of dE": ("filter_rows",),
     "dense products": ("hopper_specialized_products", "hopper_products"),
@@ -87,7 +88,7 @@ def left_out(data: registry.Inputs, how: str) -> dict[str, Any]:
     hidden, weight = data.hidden.detach(), data.weight.detach()
     found = filter_activity.measure(hidden, weight, data.target, gradient_filter=how)
     dropped = {"max": float(found.dropped.max()), "mean": float(found.dropped.mean())}
-    return {"active": round(found.active, 4), "sparse": found.sparse, "dropped": dropped}
+    return {"active": round(found.active, 4), "dropped": dropped}
 
 
 def measure(shape: str, kind: str, names: list[str], rounds: int, out: Path | None) -> None:
@@ -98,7 +99,9 @@ def measure(shape: str, kind: str, names: list[str], rounds: int, out: Path | No
     calls: dict[str, Callable[[], Any]] = {}
     found: dict[str, dict[str, Any]] = {}
     for how in names:
-        loss = methods.method(f"memeff {how} gradients=forward").build()
+        of_total = "" if how == "published" else " gradients=forward"
+        name = how if how == BASELINE else f"memeff {how}{of_total}"
+        loss = methods.method(name).build()
 
         def call(loss: Any = loss) -> None:
             measuring.both(loss, data)
@@ -110,7 +113,7 @@ def measure(shape: str, kind: str, names: list[str], rounds: int, out: Path | No
             "grad_weight_error": measuring.relative_error(data.weight.grad, wanted.grad_weight),
         }
         data.without_gradients()
-        if how != "exact":
+        if how not in ("exact", BASELINE):
             row |= left_out(data, how)
         if device == "cuda":
             timing.synchronize()
@@ -148,6 +151,10 @@ def measure(shape: str, kind: str, names: list[str], rounds: int, out: Path | No
         if "exact" in times:
             exact = rows.percentiles(times["exact"])["median"]
             row["of_exact"] = round(row["median"] / exact, 3)
+        if BASELINE in times:
+            row["of_inductor"] = round(
+                row["median"] / rows.percentiles(times[BASELINE])["median"], 3
+            )
         print(shape, how, json.dumps(row), flush=True)
         if out is not None:
             facts = {"what": "gradient filter", "shape": shape, "data": Path(kind).name}
@@ -159,7 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", nargs="+", default=SHAPES)
     parser.add_argument("--data", type=registry.data_named, default="trained")
-    parser.add_argument("--filter", nargs="+", default=FILTERS, choices=FILTERS)
+    parser.add_argument(
+        "--filter", nargs="+", default=(*FILTERS, BASELINE), choices=(*FILTERS, BASELINE)
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--every-depth", action="store_true", help="filter rows of any length")
     parser.add_argument("--out", type=Path)

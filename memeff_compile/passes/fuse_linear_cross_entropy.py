@@ -327,9 +327,10 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     mode = options.linear_cross_entropy
     if mode == "exact":
         return sentence
-    depth, classes = hidden.shape[-1], weight.shape[1 if match.head.transposed else 0]
-    size = *map(compat.size_hint, (depth, classes)), options.linear_cross_entropy_workspace
+    columns = weight.t() if match.head.transposed else weight
     is_served = match.head.compute_dtype in op_folder.ENGINES[name].filters
+    is_served = is_served and columns.stride() == (columns.shape[1], 1) and not match.head.parts
+    size = map(compat.size_hint, (hidden.shape[-1], columns.shape[0]))
     is_served = is_served and op_folder.leaves_out(mode, *size)
     # If all classes have a gradient, no tile can be left out.
     exact = [any(reads_sum(t) or t.kind in ENTROPIES for t in each) for each in groups]
@@ -339,5 +340,4 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     level = op_folder.filter_level(mode, options.filter_level)
     bound = "a row loses at most" if mode == "mass" else "leaves out classes under"
     calls = f" in {filtered} of the calls" if filtered < len(groups) else ""
-    sentence = f"{sentence}; gradient filter '{mode}'{calls}: {bound} {level:g}"
-    return f"{sentence}; dense where most tiles count"
+    return f"{sentence}; gradient filter '{mode}'{calls}: {bound} {level:g}"

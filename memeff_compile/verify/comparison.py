@@ -37,7 +37,7 @@ _THROUGH = {"scalars": "", "tensors": " through other outputs", "deferred": " th
 
 _MOST_ENTRIES = 1 << 26  # of a larger output, evenly spaced rows are compared
 # Values of ``memeff.linear_cross_entropy`` that change gradients on purpose, on a GPU.
-LOSSY = ("mass", "block")
+LOSSY = ("mass", "block", "published")
 LOSSY_OPS = tuple(f"memeff.{name}" for each in system.systems() for name in each.lossy_ops)
 _GRADIENT_ROWS = 64  # rows of deferred logits that get a cotangent
 

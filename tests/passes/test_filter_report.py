@@ -86,13 +86,15 @@ def test_of_two_calls_one_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gradient filter 'mass' in 1 of the calls: a row loses" in _said(function, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "options", [{"memeff.linear_cross_entropy.workspace": "64MiB"}, {"depth": DEPTH - 8}], ids=str
-)
-def test_a_workspace_and_short_rows_are_exact(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert EXACT in _said(_loss, monkeypatch, **options)
+@pytest.mark.parametrize("depth", [DEPTH - 8, DEPTH + 4])
+def test_short_and_odd_rows_are_exact(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EXACT in _said(_loss, monkeypatch, depth=depth)
+
+
+@pytest.mark.parametrize("workspace", ["64MiB", "minimal"])
+def test_a_workspace_is_filtered_too(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"memeff.linear_cross_entropy.workspace": workspace}
+    assert FILTERED in _said(_loss, monkeypatch, **options)
 
 
 def test_a_weight_stored_by_columns_has_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:

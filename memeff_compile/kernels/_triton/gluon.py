@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -31,5 +32,9 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: int = 128) -> Any:
     """Return a descriptor of a matrix, with which the GPU loads tiles of one shape."""
-    layout = NVMMASharedLayout(swizzle, bits, 2)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(swizzle, bits))
+
+
+@lru_cache(maxsize=16)
+def _layout(swizzle: int, bits: int) -> Any:
+    return NVMMASharedLayout(swizzle, bits, 2)

@@ -84,6 +84,77 @@ def launch(
     found(grid, device, given)
 
 
+class Launches:
+    """The launches of a call, in order. Of an earlier call with equal `sizes`, each one's compiled
+    kernel is known: it is taken if kernel, constants, numbers and dtypes are those of that call,
+    and all memory is aligned to 16 bytes. Tensors are on the current GPU.
+
+    That takes a fourth of the host's time of `run_kernel`, which small calls wait for.
+    """
+
+    def __init__(self, *sizes: Hashable) -> None:
+        if len(_launched) >= _MOST and sizes not in _launched:
+            _launched.clear()
+        self.steps: list[Any] = _launched.setdefault(sizes, [])
+        self.number = 0
+
+    def __call__(
+        self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
+    ) -> None:
+        number, steps = self.number, self.steps
+        self.number = number + 1
+        if not compat.is_compiled(kernel):
+            start(kernel, grid, *arguments, **constants)
+            return
+        seen, given, bits = _addresses(arguments)
+        is_known = number < len(steps)
+        if is_known and not bits & 15 and not compat.is_watched(kernel):
+            known, its_constants, its_seen, device, found = steps[number]
+            is_same = known is kernel and its_seen == seen and its_constants == constants
+            if is_same and device == current_gpu():
+                found(grid, device, given)
+                return
+        key = tuple(constants.items())
+        launch(kernel, grid, arguments, constants, key)
+        device = current_gpu()
+        numbers: list[int] = []
+        whole: list[Any] = [id(kernel), device, key]
+        _read(arguments, device, whole, numbers)
+        whole.append(_kinds(tuple(numbers)))
+        found = _compiled.get(tuple(whole))
+        if found is not None and not bits & 15:
+            step = kernel, constants, seen, device, found
+            if is_known:
+                steps[number] = step
+            elif number == len(steps):
+                steps.append(step)
+
+
+_launched: dict[tuple[Hashable, ...], list[Any]] = {}
+_NUMBERS = frozenset((int, float, bool, type(None)))
+
+
+def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
+    """Return what tells arguments apart, the arguments as a GPU takes them, and all addresses."""
+    seen: list[Any] = []
+    given: list[Any] = []
+    bits = 0
+    for argument in arguments:
+        if type(argument) in _NUMBERS:  # an instance check of a tensor's class takes longer
+            seen.append(argument)
+            given.append(argument)
+        elif compat.is_described(argument):
+            bits |= argument.base.data_ptr()
+            seen.append(compat.tiles_in(argument))
+            given.append(argument)
+        else:
+            address = argument.data_ptr()
+            bits |= address
+            seen.append(argument.dtype)
+            given.append(address)
+    return seen, given, bits
+
+
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run a kernel as `start` does, looked up by all of its constants."""
     launch(kernel, grid, arguments, constants, tuple(constants.items()))

@@ -1,12 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `gradient_filter`: they find the classes that count in a block of rows, and
-multiply them.
+"""The kernels of `filtered`: find the classes that count for 128 rows, and multiply only those.
 
-Rows are sorted by the mass that they have in light tiles. Each TILE of them form a block; there are
-up to 16 blocks. Each column has a word of 16 bits that say in which of the 16 blocks it counts.
-Sorted by their words, columns form tiles of which nearly all count completely or not at all. Tiles
-that count are packed. The rows of the weight and of its gradient that belong to their columns stay
-in place.
+Rows are ranked by an estimate of their mass in unlikely classes, and TILE of them at a time form
+one of up to 16 groups of a block. One pass over all classes computes the rows' statistics, a score
+for each class and group, and the mass that each row loses at each of LEVELS scores; it stores no
+logit. Each class then has a word of 16 bits, one for each group in which the class counts. Sorted
+by their words, classes form tiles of which nearly all count completely or not at all. The logits of
+tiles that count are computed again, CAPACITY tiles at a time, as gradients up to a factor per row.
+
+UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
 """
 
 from __future__ import annotations
@@ -15,116 +17,119 @@ import triton
 import triton.language as tl
 
 from .._triton.products_kernels import dot
-from .hopper_kernels import _halves, _rows_here
+from .hopper_kernels import FAR, LN2, _halves, _logits, _rows_here
 
-# A tile of statistics is light in a row if none of its probabilities reaches this.
-LIGHT = tl.constexpr(2.0**-10)
-# Bits of a word: blocks of TILE rows in a block of rows of the walk.
-BLOCKS = tl.constexpr(16)
-# The upper bound of scores.
+# Bits of a word: groups of TILE rows in a block of rows of the walk.
+GROUPS = tl.constexpr(16)
+# The upper bound of scores, and the score of a class that is the target of one of the rows.
 LARGEST = tl.constexpr(3.0e38)
+KEPT = tl.constexpr(1.0e30)
 # The kept elements of a row are multiplied by less than this.
 MOST = tl.constexpr(256.0)
 
 
 @triton.jit
-def _linear_cross_entropy_filter_weigh_kernel(
-    stats_ptr,  # (2, T, R) fp32: maximum, sum of exp2(z2 - base), of `hopper`
-    base_ptr,  # (R,) fp32
-    kept_ptr,
-    inverse_ptr,  # (R,) fp32 out: factor from |X| to |p - 1(target)|, or to less with a softcap
-    light_ptr,  # (R,) fp32 out: the row's mass in light tiles
-    here_ptr,  # (1,) int32 out: rows of this block
-    first_row,
-    piece_rows,
-    tiles,  # T
-    scale,
-    C: tl.constexpr,
-):
-    """Write each row's mass in light tiles, an estimate of the mass that may be dropped."""
-    rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
-    tl.store(here_ptr, rows_here)
-    is_row = rows < rows_here
-    plane = tl.cast(tiles, tl.int64) * piece_rows
-    base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
-    masses = tl.zeros((C.ROWS,), tl.float32)
-    for start in range(0, tiles, C.TILES):
-        offs = start + tl.arange(0, C.TILES)
-        mask = (offs < tiles)[:, None] & is_row[None, :]
-        place = plane + offs.to(tl.int64)[:, None] * piece_rows + rows[None, :]
-        masses += tl.sum(tl.load(stats_ptr + place, mask=mask, other=0.0), axis=0)
-    light = tl.zeros((C.ROWS,), tl.float32)
-    for start in range(0, tiles, C.TILES):
-        offs = start + tl.arange(0, C.TILES)
-        mask = (offs < tiles)[:, None] & is_row[None, :]
-        place = offs.to(tl.int64)[:, None] * piece_rows + rows[None, :]
-        peak = tl.load(stats_ptr + place, mask=mask, other=float("-inf"))
-        mass = tl.load(stats_ptr + plane + place, mask=mask, other=0.0)
-        is_light = tl.exp2(peak - base[None, :]) < masses[None, :] * LIGHT
-        light += tl.sum(tl.where(is_light, mass, 0.0), axis=0)
-    tl.store(inverse_ptr + rows, 1.0 / (masses * tl.abs(scale)), mask=is_row)
-    tl.store(light_ptr + rows, light / masses, mask=is_row)
+def _finite(value):
+    return (value == value) & (tl.abs(value) < float("inf"))
 
 
 @triton.jit
-def _linear_cross_entropy_filter_weigh_rows_kernel(
-    x_ptr,  # (R, W): gradients of logits
-    row_values_ptr,  # (5, N) fp32, compact, of `hopper`
-    kept_ptr,
-    inverse_ptr,  # (R,) fp32 out
-    light_ptr,  # (R,) fp32 out
-    here_ptr,  # (1,) int32 out
-    first_row,
-    piece_rows,
-    all_rows,
-    width,
-    scale,
-    C: tl.constexpr,
-):
-    """Write each row's light mass for rows of gradients, element by element."""
-    row = tl.program_id(0)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
-    tl.store(here_ptr, rows_here)
-    if row < rows_here:
-        place = row_values_ptr + first_row + row
-        factor = tl.abs(tl.load(place + all_rows))
-        factor = tl.maximum(factor, tl.abs(tl.load(place + 2 * all_rows))) * tl.abs(scale)
-        # A row without a gradient loses no mass; a row of nan stays nan.
-        inverse = tl.where(factor > 0.0, 1.0 / factor, 0.0)
-        light = tl.zeros((C.BLOCK,), tl.float32)
-        for start in range(0, width, C.BLOCK):
-            columns = start + tl.arange(0, C.BLOCK)
-            there = x_ptr + row.to(tl.int64) * width + columns
-            x = tl.load(there, mask=columns < width, other=0.0).to(tl.float32)
-            weighed = tl.abs(x) * inverse
-            light += tl.where(weighed < LIGHT, weighed, 0.0)
-        tl.store(inverse_ptr + row, inverse)
-        tl.store(light_ptr + row, tl.sum(light, axis=0))
-
-
-@triton.jit
-def _linear_cross_entropy_filter_rank_kernel(
-    light_ptr,  # (R,) fp32
-    here_ptr,
-    rank_ptr,  # (R,) int32 out: the row of the block at each rank
+def _linear_cross_entropy_filter_sample_kernel(
+    weight_ptr,  # (V, D) contiguous
+    target_ptr,  # (N,) original rows, any integers
+    sample_ptr,  # (S, D) out
+    class_ptr,  # (S,) int32 out
+    rows,
+    vocab,
+    depth,
+    likely,  # S's first classes are targets, the others are spread over the vocabulary
+    spread,
     BLOCK: tl.constexpr,
-    OTHERS: tl.constexpr,
 ):
-    """Sort rows by their light mass. The sort is stable, and rows of nan come last."""
-    rows_here = tl.load(here_ptr)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = tl.load(light_ptr + rows, mask=rows < rows_here, other=0.0)
-    own = tl.where(own == own, own, float("inf"))
-    place = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, rows_here, OTHERS):
-        offs = start + tl.arange(0, OTHERS)
-        other = tl.load(light_ptr + offs, mask=offs < rows_here, other=0.0)
-        other = tl.where(other == other, other, float("inf"))[None, :]
-        is_equal = (other == own[:, None]) & (offs[None, :] < rows[:, None])
-        is_before = ((other < own[:, None]) | is_equal) & (offs < rows_here)[None, :]
-        place += tl.sum(is_before.to(tl.int32), axis=1)
-    tl.store(rank_ptr + place, rows, mask=rows < rows_here)
+    """Copy the weight's rows of a sample of classes."""
+    place = tl.program_id(0).to(tl.int64)
+    source = tl.where(place < likely, place * rows // likely, 0)
+    target = tl.load(target_ptr + source).to(tl.int64)
+    target = tl.minimum(tl.maximum(target, 0), vocab - 1)
+    column = tl.where(place < likely, target, (place - likely) * vocab // spread)
+    tl.store(class_ptr + place, column.to(tl.int32))
+    for start in range(0, depth, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        values = tl.load(weight_ptr + column * depth + offs, mask=offs < depth, other=0.0)
+        tl.store(sample_ptr + place * depth + offs, values, mask=offs < depth)
+
+
+@triton.jit
+def _linear_cross_entropy_filter_estimate_kernel(
+    products_ptr,  # (n, S) contiguous: of some rows with the sample's classes
+    hidden_ptr,  # (N, D), original rows
+    stride_hidden_row,
+    weight_ptr,
+    bias_ptr,  # (V,) or None
+    class_ptr,  # (S,) int32
+    target_ptr,  # (N,) int32, compact
+    place_ptr,  # (N,) int32: compact row of each original row, or -1
+    base_ptr,  # (N,) fp32, compact: in: the log-sum-exp in base 2 if HAS_LSE; else out: an estimate
+    light_ptr,  # (N,) fp32 out, compact: logarithm of the mass in unlikely classes
+    first_row,  # original
+    vocab,
+    depth,
+    likely,
+    spread,
+    scale,
+    softcap,
+    C: tl.constexpr,
+):
+    """Estimate a row's log-sum-exp, and its mass in unlikely classes, by a sample of classes."""
+    local = tl.program_id(0)
+    row = first_row + local
+    compact = tl.load(place_ptr + row)
+    if compact >= 0:
+        cap = (scale, softcap)
+        offs = tl.arange(0, C.SAMPLE)
+        is_class = offs < likely + spread
+        column = tl.load(class_ptr + offs, mask=is_class, other=0)
+        column = tl.where(is_class, column, vocab)
+        s = tl.load(
+            products_ptr + local.to(tl.int64) * (likely + spread) + offs, mask=is_class, other=0.0
+        )
+        z2, _slope = _logits(s.to(tl.float32)[None, :], column, bias_ptr, vocab, cap, C)
+        z2 = tl.sum(z2, axis=0)
+        is_spread = offs >= likely
+        peak = tl.max(tl.where(is_spread, z2, float("-inf")), axis=0)
+        peak = tl.where(_finite(peak), peak, 0.0)
+        mass = tl.sum(tl.where(is_spread, tl.exp2(z2 - peak), 0.0), axis=0)
+        tail = peak + tl.log2(mass * (vocab / spread.to(tl.float32)))
+        if C.HAS_LSE:
+            base = tl.load(base_ptr + compact)
+        else:
+            target = tl.load(target_ptr + compact)
+            has_target = (target >= 0) & (target < vocab)
+            multiplied = tl.where(has_target, depth, 0)
+            sums = tl.zeros((C.BLOCK,), tl.float32)
+            for start in range(0, depth, C.BLOCK):
+                at = start + tl.arange(0, C.BLOCK)
+                mask = at < multiplied
+                there = hidden_ptr + row.to(tl.int64) * stride_hidden_row + at
+                e = tl.load(there, mask=mask, other=0.0)
+                c = tl.load(weight_ptr + target.to(tl.int64) * depth + at, mask=mask, other=0.0)
+                sums += e.to(tl.float32) * c.to(tl.float32)
+            own = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
+            its = tl.zeros((1,), tl.int32) + tl.where(has_target, target, vocab)
+            own2, _slope = _logits(own[:, None], its, bias_ptr, vocab, cap, C)
+            likeliest = tl.max(tl.where(is_spread, float("-inf"), z2), axis=0)
+            highest = tl.maximum(tl.sum(tl.sum(own2, axis=1), axis=0), likeliest)
+            larger = tl.maximum(highest, tail)
+            base = larger + tl.log2(tl.exp2(highest - larger) + tl.exp2(tail - larger))
+            base = tl.where(_finite(base), base, 0.0)
+            known = base
+            if not C.SUMS:
+                # No probability may be underestimated: a logit is at most the log-sum-exp.
+                known = tl.where(_finite(highest), highest, 0.0)
+            tl.store(base_ptr + compact, known)
+        light = tail - base
+        # Rows of nan are the last ones that count.
+        tl.store(light_ptr + compact, tl.where(_finite(light), light, LARGEST))
 
 
 @triton.jit
@@ -138,157 +143,308 @@ def _level(index, highest, C: tl.constexpr):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_score_kernel(
-    x_ptr,  # (R, W)
-    rank_ptr,
-    here_ptr,
-    inverse_ptr,
-    score_ptr,  # (blocks, V) fp32 out
-    part_ptr,  # (blocks, chunks, LEVELS, TILE) fp32 out
-    vocab,
-    width,  # W
-    columns_here,  # of a chunk, whole strips
-    highest,  # of the levels
-    C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most
-):
-    """Score columns by the block's rows; sum the elements of X that each level drops.
+def _quarter_of(tile, index: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    halves = _halves(tile, ROWS, COLUMNS)
+    return _halves(halves[index // 2], ROWS, COLUMNS // 2)[index % 2]
 
-    The sums are of signed elements, so X is multiplied from shared memory, without another load.
+
+@triton.jit
+def _linear_cross_entropy_filter_score_kernel(
+    hidden_desc,  # (R, D), ranked rows, zero after the last, block TILE x BK
+    weight_desc,  # (V, D), block BN x BK
+    bias_ptr,  # (V,) or None
+    target_ptr,  # (N,) int32, ranked, no class for a row without a target
+    kept_ptr,
+    again_ptr,  # (1,) int32: whether a base was too far off, or None
+    base_ptr,  # (N,) fp32, ranked: near the log-sum-exp, in base 2
+    share_ptr,  # (N,) fp32, ranked: factor of the row's probabilities, or None
+    of_bias_ptr,  # (2, N) fp32, ranked: factors of p and of 1(target), or None
+    score_ptr,  # (groups, V) fp32 out
+    part_ptr,  # (groups, chunks, LEVELS, TILE) fp32 out
+    stats_ptr,  # (2, chunks, R) fp32 out: maximum, sum of exp2(z2 - base)
+    target_logit_ptr,  # (R,) fp32 out, base 2
+    bias_part_ptr,  # (groups, V) fp32 out, or None
+    first_row,
+    piece_rows,  # R
+    vocab,
+    depth,
+    all_rows,
+    tiles_here,  # of a chunk
+    highest,  # of the levels
+    scale,
+    softcap,
+    C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
+):
+    """Score classes by a group's rows, and sum the probabilities that each level drops.
+
+    A program has one group and some tiles of classes. A tile has all rows of the group, so the
+    scores of its classes are known while its logits are in registers. Targets are always kept.
     """
-    block = tl.program_id(0)
+    group = tl.program_id(0)
     chunk = tl.program_id(1)
-    rows_here = tl.load(here_ptr)
-    places = block * C.TILE + tl.arange(0, C.TILE)
-    is_row = places < rows_here
-    source = tl.load(rank_ptr + places, mask=is_row, other=0)
-    inverse = tl.load(inverse_ptr + source, mask=is_row, other=0.0)
-    row_ptr = x_ptr + source.to(tl.int64) * width
-    levels = _level(tl.arange(0, C.LEVELS), highest, C)
-    sums = tl.zeros((C.TILE, C.LEVELS), tl.float32)
-    stop = tl.minimum((chunk + 1) * columns_here, vocab)
-    for start in tl.range(chunk * columns_here, stop, C.BLOCK, num_stages=C.STAGES):
-        columns = start + tl.arange(0, C.BLOCK)
-        # X is zero after the last column, in whole tiles.
-        there = row_ptr[:, None] + columns[None, :]
-        x = tl.load(there, mask=is_row[:, None], other=0.0)
-        weighed = tl.abs(x).to(tl.float32) * inverse[:, None]
-        if C.SUMS:
-            score = tl.sum(weighed, axis=0)
-        else:
-            weighed = tl.where(weighed == weighed, weighed, float("inf"))
-            score = tl.max(weighed, axis=0)
-        # nan counts, and is below the last level.
-        score = tl.where(score < LARGEST, score, LARGEST)
-        tl.store(score_ptr + block * vocab + columns, score, mask=columns < vocab)
-        is_under = score[:, None] < levels[None, :]
-        # Zeros and ones times values that are rounded already: only the sums are rounded.
-        sums = dot(x, is_under.to(x.dtype), sums, C.UPCAST)
-    sums = tl.where(is_row[:, None], sums * inverse[:, None], 0.0)
-    out = (block * tl.num_programs(1) + chunk) * C.LEVELS * C.TILE
-    place = tl.arange(0, C.LEVELS)[None, :] * C.TILE + tl.arange(0, C.TILE)[:, None]
-    tl.store(part_ptr + out + place, sums)
+    chunks = tl.num_programs(1)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    is_needed = group * C.TILE < rows_here
+    if C.HAS_AGAIN:
+        is_needed = is_needed & (tl.load(again_ptr) > 0)
+    if is_needed:
+        WIDE: tl.constexpr = C.BN // 4
+        rows = group * C.TILE + tl.arange(0, C.TILE)
+        is_row = rows < rows_here
+        base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
+        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
+        if C.HAS_SHARE:
+            share = tl.load(share_ptr + first_row + rows, mask=is_row, other=0.0)
+        if C.NEEDS_BIAS:
+            of_p = tl.load(of_bias_ptr + first_row + rows, mask=is_row, other=0.0)
+            of_target = tl.load(of_bias_ptr + all_rows + first_row + rows, mask=is_row, other=0.0)
+        levels = _level(tl.arange(0, C.LEVELS), highest, C)
+        is_ragged = (group + 1) * C.TILE > rows_here
+        sums = tl.zeros((C.TILE, C.LEVELS), tl.float32)
+        peak = tl.full((C.TILE,), float("-inf"), tl.float32)
+        mass = tl.zeros((C.TILE,), tl.float32)
+        stop = tl.minimum((chunk + 1) * tiles_here, tl.cdiv(vocab, C.BN))
+        for tile in tl.range(chunk * tiles_here, stop, flatten=C.FLATTEN):
+            acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
+            for k in range(0, depth, C.BK):
+                e = hidden_desc.load([group * C.TILE, k])
+                c = weight_desc.load([tile * C.BN, k])
+                acc = dot(e, c.T, acc, C.UPCAST)
+            for quarter in tl.static_range(4):
+                first = tile * C.BN + quarter * WIDE
+                offs = tl.arange(0, WIDE)
+                columns = first + offs
+                part = _quarter_of(acc, quarter, C.TILE, C.BN)
+                z2, slope = _logits(part, columns, bias_ptr, vocab, (scale, softcap), C)
+                # tl.max passes over NaN; the sum keeps it.
+                peak = tl.maximum(peak, tl.max(z2, axis=1))
+                x = tl.exp2(z2 - base[:, None])
+                mass += tl.sum(x, axis=1)
+                local = target - first
+                has_target = tl.max(((local >= 0) & (local < WIDE)).to(tl.int32), axis=0) > 0
+                if C.HAS_SOFTCAP:
+                    slope = slope / scale
+                    x *= slope
+                if is_ragged:  # rows that do not exist have logits of zero
+                    x = tl.where(is_row[:, None], x, 0.0)
+                if C.NEEDS_BIAS:
+                    g = x * of_p[:, None]
+                    is_own = offs[None, :] == local[:, None]
+                    own = tl.zeros_like(g) + of_target[:, None]
+                    if C.HAS_SOFTCAP:
+                        own *= slope
+                    g = (g - tl.where(is_own, own, 0.0)) * scale
+                    there = bias_part_ptr + group.to(tl.int64) * vocab + columns
+                    tl.store(there, tl.sum(g, axis=0), mask=columns < vocab)
+                if C.HAS_SHARE:
+                    x *= share[:, None]
+                seen = x
+                if has_target:
+                    is_here = offs[None, :] == local[:, None]
+                    z2_target = tl.sum(tl.where(is_here, z2, 0.0), axis=1)
+                    is_in = is_row & (local >= 0) & (local < WIDE)
+                    tl.store(target_logit_ptr + rows, z2_target, mask=is_in)
+                    seen = tl.where(is_here, tl.abs(x - 1.0) if C.WHOLE else KEPT, x)
+                    x = tl.where(is_here, 0.0, x)
+                if C.SUMS:
+                    score = tl.sum(seen, axis=0)
+                else:
+                    seen = tl.where(seen == seen, seen, LARGEST)
+                    score = tl.max(seen, axis=0)
+                # nan counts, and is below the last level.
+                score = tl.where(score < LARGEST, score, LARGEST)
+                there = score_ptr + group.to(tl.int64) * vocab + columns
+                tl.store(there, score, mask=columns < vocab)
+                is_under = (score[:, None] < levels[None, :]).to(hidden_desc.dtype)
+                # Zeros and ones times probabilities: only these are rounded.
+                sums = dot(x.to(hidden_desc.dtype), is_under, sums, C.UPCAST)
+        there = chunk.to(tl.int64) * piece_rows + rows
+        tl.store(stats_ptr + there, peak, mask=is_row)
+        tl.store(stats_ptr + chunks.to(tl.int64) * piece_rows + there, mass, mask=is_row)
+        out = (group * chunks + chunk).to(tl.int64) * (C.LEVELS * C.TILE)
+        place = tl.arange(0, C.LEVELS)[None, :] * C.TILE + tl.arange(0, C.TILE)[:, None]
+        tl.store(part_ptr + out + place, sums)
+
+
+@triton.jit
+def _linear_cross_entropy_filter_check_kernel(
+    stats_ptr,  # (2, chunks, R) fp32
+    base_ptr,  # (N,) fp32, ranked, in and, where it is too far off, out
+    again_ptr,  # (1,) int32 out
+    kept_ptr,
+    first_row,
+    piece_rows,
+    chunks,
+    C: tl.constexpr,
+):
+    """Say whether a row's largest logit is far from its base, and make that logit the base."""
+    rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
+    is_row = rows < _rows_here(kept_ptr, first_row, piece_rows, C)
+    base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
+    peak = tl.full((C.ROWS,), float("-inf"), tl.float32)
+    for chunk in range(0, chunks):
+        there = stats_ptr + tl.cast(chunk, tl.int64) * piece_rows + rows
+        peak = tl.maximum(peak, tl.load(there, mask=is_row, other=float("-inf")))
+    is_far = is_row & (tl.abs(peak - base) > FAR)
+    # A row of -inf alone keeps a base of 0: its sum is 0 and its loss nan, as in eager.
+    nearer = tl.where(_finite(peak), peak, 0.0)
+    tl.store(base_ptr + first_row + rows, nearer, mask=is_far)
+    if tl.max(is_far.to(tl.int32), axis=0) > 0:
+        tl.store(again_ptr, 1)
 
 
 @triton.jit
 def _linear_cross_entropy_filter_level_kernel(
-    part_ptr,  # (blocks, chunks, LEVELS, TILE) fp32
-    x_ptr,  # (R, W)
-    score_ptr,  # (blocks, V) fp32
-    inverse_ptr,
-    rank_ptr,
-    target_ptr,  # (N,) int32, compact, no class for a row without a target
-    here_ptr,
-    lost_ptr,  # (blocks, LEVELS, TILE) fp32 out: the mass that each row loses at each level
-    fits_ptr,  # (blocks, LEVELS) int32 out: whether every row loses at most tau
-    rest_ptr,  # (blocks, TILE) fp32 out: each row's mass without its target
+    part_ptr,  # (groups, chunks, LEVELS, TILE) fp32
+    stats_ptr,  # (2, chunks, R) fp32
+    base_ptr,  # (N,) fp32, ranked
+    target_logit_ptr,  # (R,) fp32
+    target_ptr,  # (N,) int32, ranked
+    order_ptr,  # (N,) int32: original row of each ranked row
+    kept_ptr,
+    # (N,) fp32, original: factors of losses; if HAS_LSE, (2, N), ranked: of p and of 1(target)
+    factor_ptr,
+    level_ptr,  # (groups,) fp32 out: the least score of a class that counts
+    scale_ptr,  # (R,) fp32 out: factor of the row's elements
+    at_target_ptr,  # (R,) fp32 out: the row's element at its target
+    nll_ptr,  # (N,) fp32 out, original rows, or None
+    dropped_ptr,  # (N,) fp32 out, original rows
     first_row,
+    piece_rows,
+    all_rows,
     chunks,
     vocab,
-    width,
     highest,
     limit,  # the mass that a row may lose
-    C: tl.constexpr,  # SOME: levels of a program
+    scale,
+    softcap,
+    C: tl.constexpr,  # HAS_LSE: the base is the log-sum-exp; RESTORE: put lost mass on what stays
 ):
-    """Sum over the vocabulary the mass that rows lose at some levels.
+    """Choose a group's level, and finish its rows: losses, and the factors of their elements.
 
-    All elements of a row of X except its target's have one sign, so their sum is a sum of
-    magnitudes.
+    The level is the highest one at which no row loses more than the limit. A row's lost mass is put
+    on its kept classes (target excluded) in proportion, so that its gradients sum to the same value
+    as without a filter. Otherwise classes that are never pushed down would rise over many steps.
     """
-    block = tl.program_id(0)
-    index = tl.program_id(1) * C.SOME + tl.arange(0, C.SOME)
-    place = index[:, None] * C.TILE + tl.arange(0, C.TILE)[None, :]
-    sums = tl.zeros((C.SOME, C.TILE), tl.float32)
-    for start in range(0, chunks, C.CHUNKS):
-        each = start + tl.arange(0, C.CHUNKS)
-        at = (block * chunks + each)[:, None, None] * (C.LEVELS * C.TILE) + place[None, :, :]
-        found = tl.load(part_ptr + at, mask=(each < chunks)[:, None, None], other=0.0)
-        sums += tl.sum(found, axis=0)
-    places = block * C.TILE + tl.arange(0, C.TILE)
-    is_row = places < tl.load(here_ptr)
-    source = tl.load(rank_ptr + places, mask=is_row, other=0)
-    target = tl.load(target_ptr + first_row + source, mask=is_row, other=-1)
-    is_class = (target >= 0) & (target < vocab)
-    own = tl.load(x_ptr + source.to(tl.int64) * width + target, mask=is_class, other=0.0)
-    own = own.to(tl.float32) * tl.load(inverse_ptr + source, mask=is_class, other=0.0)
-    score = tl.load(score_ptr + block * vocab + target, mask=is_class, other=float("inf"))
-    own = tl.where(score[None, :] < _level(index, highest, C)[:, None], own[None, :], 0.0)
-    rest = tl.abs(sums - own)
-    is_last = (index == C.LEVELS - 1)[:, None]
-    here = rest_ptr + block * C.TILE + tl.arange(0, C.TILE)[None, :] + index[:, None] * 0
-    tl.store(here, rest, mask=is_last)
-    sums = rest + tl.abs(own)
-    tl.store(lost_ptr + block * C.LEVELS * C.TILE + place, sums)
-    # nan does not fit.
-    is_over = tl.where(sums <= limit, 0, 1)
-    tl.store(fits_ptr + block * C.LEVELS + index, 1 - tl.max(is_over, axis=1))
+    group = tl.program_id(0)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    index = tl.arange(0, C.LEVELS)
+    rows = group * C.TILE + tl.arange(0, C.TILE)
+    is_row = rows < rows_here
+    if group * C.TILE >= rows_here:
+        tl.store(level_ptr + group, float("inf"))
+    else:
+        sums = tl.zeros((C.LEVELS, C.TILE), tl.float32)
+        mass = tl.zeros((C.TILE,), tl.float32)
+        place = index[:, None] * C.TILE + tl.arange(0, C.TILE)[None, :]
+        plane = tl.cast(chunks, tl.int64) * piece_rows
+        for chunk in range(0, chunks):
+            at = (group * chunks + chunk).to(tl.int64) * (C.LEVELS * C.TILE)
+            sums += tl.load(part_ptr + at + place)
+            there = stats_ptr + plane + tl.cast(chunk, tl.int64) * piece_rows + rows
+            mass += tl.load(there, mask=is_row, other=0.0)
+        if C.HAS_LSE:
+            mass = mass * 0.0 + 1.0
+        mass = tl.where(is_row, mass, 1.0)
+        lost = sums / mass[None, :]
+        # nan does not fit.
+        is_over = tl.where((lost <= limit) | (is_row[None, :] == 0), 0, 1)
+        fits = tl.max(is_over, axis=1) == 0
+        chosen = tl.min(tl.where(fits, index, C.LEVELS), axis=0)
+        level = tl.sum(tl.where(index == chosen, _level(index, highest, C), 0.0), axis=0)
+        # If no level fits, every class counts.
+        tl.store(level_ptr + group, tl.where(chosen < C.LEVELS, level, -1.0))
+        lost_here = tl.sum(tl.where(index[:, None] == chosen, lost, 0.0), axis=0)
+        rest = tl.sum(tl.where(index[:, None] == C.LEVELS - 1, lost, 0.0), axis=0)
+        restore = tl.full((C.TILE,), 1.0, tl.float32)
+        if C.RESTORE:
+            # The mass is not restored in rows of nan, or if little mass is kept.
+            stays = rest - lost_here
+            is_some = stays * MOST > rest
+            restore = tl.where(is_some, rest / tl.where(is_some, stays, 1.0), 1.0)
+        source = tl.load(order_ptr + first_row + rows, mask=is_row, other=0)
+        tl.store(dropped_ptr + source, lost_here, mask=is_row)
+        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
+        has_target = is_row & (target >= 0) & (target < vocab)
+        base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
+        z2_target = tl.load(target_logit_ptr + rows, mask=has_target, other=0.0)
+        slope = tl.full((C.TILE,), 1.0, tl.float32)
+        if C.HAS_SOFTCAP:
+            ratio = z2_target * LN2 / softcap
+            slope = 1.0 - ratio * ratio
+        if C.HAS_LSE:
+            of_p = tl.load(factor_ptr + first_row + rows, mask=is_row, other=0.0)
+            there = factor_ptr + all_rows + first_row + rows
+            of_target = tl.load(there, mask=is_row, other=0.0)
+            factor = _larger(of_p, of_target)
+            own = of_p * tl.exp2(z2_target - base) - of_target
+            own = tl.where(factor == 0.0, 0.0, own / tl.where(factor == 0.0, 1.0, factor))
+        else:
+            # (base - z_t) + log(mass), not lse - z_t: no cancellation for a confident target.
+            nll2 = (base - z2_target) + tl.log2(mass)
+            # A target outside the vocabulary gives nan, which cannot pass for a loss.
+            nll = tl.where(has_target, nll2 * LN2, tl.where(target < 0, 0.0, float("nan")))
+            tl.store(nll_ptr + source, nll, mask=is_row)
+            factor = tl.load(factor_ptr + source, mask=is_row, other=0.0) / mass
+            own = (tl.exp2(-nll2) - 1.0) * mass
+        tl.store(scale_ptr + rows, factor * scale * restore, mask=is_row)
+        tl.store(at_target_ptr + rows, own * slope / restore, mask=is_row)
+
+
+@triton.jit
+def _larger(of_p, of_target):
+    """Return the larger one in magnitude, with the sign of the first."""
+    size = tl.maximum(tl.abs(of_p), tl.abs(of_target))
+    return tl.where(of_p < 0.0, -size, size)
+
+
+@triton.jit
+def _linear_cross_entropy_filter_share_kernel(
+    values_ptr,  # (5, N) fp32, compact, of `hopper`
+    rank_ptr,  # (N,) int64: compact row of each ranked row
+    kept_ptr,
+    base_ptr,  # (N,) fp32 out, ranked
+    share_ptr,  # (N,) fp32 out, ranked: factor of p over the larger of both factors
+    factor_ptr,  # (2, N) fp32 out, ranked: of p and of 1(target)
+    rows,
+    BLOCK: tl.constexpr,
+):
+    """Rank the numbers from which gradients of rows are computed."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = offs < tl.load(kept_ptr)
+    source = tl.load(rank_ptr + offs, mask=is_row, other=0)
+    of_p = tl.load(values_ptr + rows + source, mask=is_row, other=0.0)
+    of_target = tl.load(values_ptr + 2 * rows + source, mask=is_row, other=0.0)
+    larger = _larger(of_p, of_target)
+    # A row without a gradient loses no mass; a row of nan stays nan.
+    share = tl.where(larger == 0.0, 0.0, of_p / tl.where(larger == 0.0, 1.0, larger))
+    tl.store(base_ptr + offs, tl.load(values_ptr + source, mask=is_row, other=0.0), mask=is_row)
+    tl.store(share_ptr + offs, share, mask=is_row)
+    tl.store(factor_ptr + offs, of_p, mask=is_row)
+    tl.store(factor_ptr + rows + offs, of_target, mask=is_row)
 
 
 @triton.jit
 def _linear_cross_entropy_filter_word_kernel(
-    score_ptr,  # (blocks, V) fp32
-    fits_ptr,  # (blocks, LEVELS) int32
-    lost_ptr,  # (blocks, LEVELS, TILE) fp32
-    rank_ptr,
-    order_ptr,  # (N,) int32
-    here_ptr,
-    dropped_ptr,  # (N,) fp32 out, original rows
+    score_ptr,  # (groups, V) fp32
+    level_ptr,  # (groups,) fp32
     word_ptr,  # (V,) int16 out
-    first_row,
-    blocks,
+    groups,
     vocab,
-    highest,
-    C: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write a column's word: a bit for each block in which the column counts.
+    """Write a class's word: a bit for each group in which it counts; the first has the highest.
 
-    The first block has the highest bit.
-
-    A column counts in a block if it reaches the highest level at which no row loses more than tau.
-    In the order of words, columns that count in rarely used blocks are adjacent. That fills more
+    In the order of words, classes that count in rarely used groups are adjacent. That fills more
     tiles than the reverse order of bits.
     """
-    columns = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
-    rows_here = tl.load(here_ptr)
-    index = tl.arange(0, C.LEVELS)
-    word = tl.zeros((C.BLOCK,), tl.int32)
-    for block in range(blocks):
-        fits = tl.load(fits_ptr + block * C.LEVELS + index) > 0
-        chosen = tl.min(tl.where(fits, index, C.LEVELS), axis=0)
-        level = tl.sum(tl.where(index == chosen, _level(index, highest, C), 0.0), axis=0)
-        # If no level fits, every column counts; in a block without rows, no column does.
-        level = tl.where(chosen < C.LEVELS, level, -1.0)
-        level = tl.where(block * C.TILE < rows_here, level, float("inf"))
-        score = tl.load(score_ptr + block * vocab + columns, mask=columns < vocab, other=0.0)
-        word |= (score >= level).to(tl.int32) << (BLOCKS - 1 - block)
-        if block == tl.program_id(0):
-            places = block * C.TILE + tl.arange(0, C.TILE)
-            is_row = places < rows_here
-            is_lost = places < tl.where(chosen < C.LEVELS, rows_here, 0)
-            place = (block * C.LEVELS + chosen) * C.TILE + tl.arange(0, C.TILE)
-            lost = tl.load(lost_ptr + place, mask=is_lost, other=0.0)
-            source = tl.load(rank_ptr + places, mask=is_row, other=0)
-            out = tl.load(order_ptr + first_row + source, mask=is_row, other=0)
-            tl.store(dropped_ptr + out, lost, mask=is_row)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.zeros((BLOCK,), tl.int32)
+    for group in range(groups):
+        level = tl.load(level_ptr + group)
+        there = score_ptr + tl.cast(group, tl.int64) * vocab + columns
+        score = tl.load(there, mask=columns < vocab, other=0.0)
+        word |= (score >= level).to(tl.int32) << (GROUPS - 1 - group)
     tl.store(word_ptr + columns, word.to(tl.int16), mask=columns < vocab)
 
 
@@ -300,26 +456,20 @@ def _either(one, other):
 @triton.jit
 def _linear_cross_entropy_filter_tile_kernel(
     word_ptr,  # (V,) int16, sorted
-    column_order_ptr,  # (V,) int64
     tile_word_ptr,  # (T,) int32 out
-    place_ptr,  # (T * TILE,) int32 out: where a column stands in the order
     vocab,
     TILE: tl.constexpr,
 ):
-    """Write a tile's word: a bit for each block in which at least one of its columns counts."""
+    """Write a tile's word: a bit for each group in which at least one of its classes counts."""
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    is_column = places < vocab
-    # Indices after the last column do not exist; X is zero there.
-    column = tl.load(column_order_ptr + places, mask=is_column, other=0)
-    tl.store(place_ptr + tl.where(is_column, column, places), places)
-    words = tl.load(word_ptr + places, mask=is_column, other=0).to(tl.int32) & 0xFFFF
+    words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
     tl.store(tile_word_ptr + tl.program_id(0), tl.reduce(words, 0, _either))
 
 
 @triton.jit
 def _bits(words):
     count = words & 1
-    for bit in tl.static_range(1, BLOCKS):
+    for bit in tl.static_range(1, GROUPS):
         count += (words >> bit) & 1
     return count
 
@@ -327,175 +477,143 @@ def _bits(words):
 @triton.jit
 def _linear_cross_entropy_filter_list_kernel(
     tile_word_ptr,  # (T,) int32
-    kept_ptr,
     active_ptr,  # (1,) int32 out: how many tiles count
-    is_sparse_ptr,  # (1,) int32 out: whether so many tiles fit
-    dense_kept_ptr,  # (1,) int32 out: rows that are left to the dense kernels
-    block_start_ptr,  # (blocks + 1,) int32 out: where a block's slots start
-    slot_at_ptr,  # (blocks, T) int32 out: a block's slot of a tile, or the next one
+    group_start_ptr,  # (passes, starts) int32 out: where a group's slots start
+    slot_tile_ptr,  # (passes, slots) int32 out: the tile of each slot
+    pass_tile_ptr,  # (passes, 4) int32 out: the first tile of a pass, and the one after its last
     tile_start_ptr,  # (T + 1,) int32 out: where a tile's list starts
-    tile_slot_ptr,  # (blocks * T,) int32 out: its slots
-    tile_block_ptr,  # (blocks * T,) int32 out: and their blocks
-    tiles,
-    capacity,  # slots
+    tile_slot_ptr,  # (groups * T,) int32 out: its slots, in their pass
+    tile_group_ptr,  # (groups * T,) int32 out: and their groups
+    tiles,  # T
+    capacity,  # tiles of a pass; its last tile of classes may exceed it, by less than the groups
+    slots,
+    starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that count, in the order of either product; each block has a program."""
-    block = tl.program_id(0)
-    before = 0
+    """List the tiles that count, in the order of either product; each group and pass has a program.
+
+    A pass has consecutive tiles of classes, all groups of each.
+    """
+    group = tl.program_id(0)
+    groups = tl.num_programs(0)
+    own_pass = tl.program_id(1)
+    start = 0
+    first_tile = 0
+    stop_tile = 0
     total = 0
-    for start in range(0, tiles, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        words = tl.load(tile_word_ptr + offs, mask=offs < tiles, other=0)
-        before += tl.sum(_bits(words >> (BLOCKS - block)), axis=0)
-        total += tl.sum(_bits(words), axis=0)
-    tl.store(block_start_ptr + block, before)
-    if block == 0:
-        is_sparse = total <= capacity
-        tl.store(block_start_ptr + tl.num_programs(0), total)
-        tl.store(tile_start_ptr + tiles, total)
-        tl.store(active_ptr, total)
-        tl.store(is_sparse_ptr, is_sparse.to(tl.int32))
-        tl.store(dense_kept_ptr, tl.where(is_sparse, 0, tl.load(kept_ptr)))
-    slot = before
-    listed = 0
-    for start in range(0, tiles, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
+    for at in range(0, tiles, BLOCK):
+        offs = at + tl.arange(0, BLOCK)
         words = tl.load(tile_word_ptr + offs, mask=offs < tiles, other=0)
         count = _bits(words)
-        own = (words >> (BLOCKS - 1 - block)) & 1
-        first = listed + tl.cumsum(count, axis=0) - count
-        here = slot + tl.cumsum(own, axis=0) - own
-        at = first + _bits(words >> (BLOCKS - block))
-        tl.store(slot_at_ptr + block * tiles + offs, here, mask=offs < tiles)
-        tl.store(tile_slot_ptr + at, here, mask=own > 0)
-        tl.store(tile_block_ptr + at, tl.zeros((BLOCK,), tl.int32) + block, mask=own > 0)
-        tl.store(tile_start_ptr + offs, first, mask=offs < tl.where(block == 0, tiles, 0))
-        slot += tl.sum(own, axis=0)
+        upto = total + tl.cumsum(count, axis=0)
+        its_pass = (tl.maximum(upto, 1) - 1) // capacity
+        is_own = its_pass == own_pass
+        start += tl.sum(tl.where(is_own, _bits(words >> (GROUPS - group)), 0), axis=0)
+        first_tile += tl.sum(((its_pass < own_pass) & (offs < tiles)).to(tl.int32), axis=0)
+        stop_tile += tl.sum(((its_pass <= own_pass) & (offs < tiles)).to(tl.int32), axis=0)
+        total += tl.sum(count, axis=0)
+    slot = start
+    listed = 0
+    for at in range(0, tiles, BLOCK):
+        offs = at + tl.arange(0, BLOCK)
+        words = tl.load(tile_word_ptr + offs, mask=offs < tiles, other=0)
+        count = _bits(words)
+        upto = listed + tl.cumsum(count, axis=0)
+        is_own = (tl.maximum(upto, 1) - 1) // capacity == own_pass
+        counts = tl.where(is_own, (words >> (GROUPS - 1 - group)) & 1, 0)
+        here = slot + tl.cumsum(counts, axis=0) - counts
+        place = upto - count + _bits(words >> (GROUPS - group))
+        tl.store(slot_tile_ptr + own_pass * slots + here, offs, mask=counts > 0)
+        tl.store(tile_slot_ptr + place, here, mask=counts > 0)
+        tl.store(tile_group_ptr + place, offs * 0 + group, mask=counts > 0)
+        is_first = offs < tl.where(group + own_pass == 0, tiles, 0)
+        tl.store(tile_start_ptr + offs, upto - count, mask=is_first)
+        slot += tl.sum(counts, axis=0)
         listed += tl.sum(count, axis=0)
+    tl.store(group_start_ptr + own_pass * starts + group, start)
+    if group == groups - 1:
+        tl.store(group_start_ptr + own_pass * starts + groups, slot)
+    if group == 0:
+        tl.store(pass_tile_ptr + 4 * own_pass, first_tile)
+        tl.store(pass_tile_ptr + 4 * own_pass + 1, stop_tile)
+        if own_pass == 0:
+            tl.store(tile_start_ptr + tiles, total)
+            tl.store(active_ptr, total)
 
 
 @triton.jit
-def _linear_cross_entropy_filter_pack_kernel(
-    x_ptr,  # (R, W)
-    packed_ptr,  # (slots * TILE, TILE) out: columns of X, of the rows of a block
-    slot_column_ptr,  # (slots * TILE,) int32 out: their indices; V or more after the last
-    stays_ptr,  # (programs, R) fp32 out: a row's sum of the copied elements
-    rank_ptr,
-    here_ptr,
-    place_ptr,  # (T * TILE,) int32
-    tile_word_ptr,
-    slot_at_ptr,
-    is_sparse_ptr,
-    piece_rows,
-    tiles,
-    width,
-    C: tl.constexpr,  # STRIPS of BLOCK columns per program
-):
-    """Copy the tiles that count, transposed, so that a block's column is contiguous.
-
-    The kernel reads X once, in the order of its memory.
-    """
-    if tl.load(is_sparse_ptr) > 0:
-        block = tl.program_id(1)
-        offs = tl.arange(0, C.TILE)
-        places = block * C.TILE + offs
-        is_row = places < tl.load(here_ptr)
-        source = tl.load(rank_ptr + places, mask=is_row, other=0)
-        stays = tl.zeros((C.TILE,), tl.float32)
-        row_ptr = x_ptr + source.to(tl.int64) * width
-        first = tl.program_id(0) * (C.STRIPS * C.BLOCK)
-        stop = tl.minimum(first + C.STRIPS * C.BLOCK, tiles * C.TILE)
-        for start in range(first, stop, C.BLOCK):
-            columns = start + tl.arange(0, C.BLOCK)
-            place = tl.load(place_ptr + columns)
-            tile = place // C.TILE
-            counts = ((tl.load(tile_word_ptr + tile) >> (BLOCKS - 1 - block)) & 1) > 0
-            if tl.max(counts.to(tl.int32), axis=0) > 0:
-                slot = tl.load(slot_at_ptr + block * tiles + tile)
-                there = row_ptr[:, None] + columns[None, :]
-                x = tl.load(there, mask=is_row[:, None], other=0.0)
-                stays += tl.sum(tl.where(counts[None, :], x, 0.0).to(tl.float32), axis=1)
-                out = slot * C.TILE + place % C.TILE
-                out_ptrs = packed_ptr + out.to(tl.int64)[None, :] * C.TILE + offs[:, None]
-                tl.store(out_ptrs, x, mask=counts[None, :])
-                tl.store(slot_column_ptr + out, columns, mask=counts)
-        out = stays_ptr + tl.program_id(0).to(tl.int64) * piece_rows + places
-        tl.store(out, stays, mask=is_row)
-
-
-@triton.jit
-def _linear_cross_entropy_filter_restore_kernel(
-    hidden_ptr,  # (R, D) rows of this block
-    stride_hidden_row,
-    row_scale_ptr,  # (R,) fp32
-    stays_ptr,  # (parts, R) fp32
-    rest_ptr,  # (R,) fp32, by rank
-    inverse_ptr,
-    rank_ptr,
-    target_ptr,
-    here_ptr,
-    place_ptr,
-    tile_word_ptr,
-    slot_at_ptr,
-    is_sparse_ptr,
-    packed_ptr,  # in and out: a row's target
-    restore_ptr,  # (R,) fp32 out, by rank
-    ranked_ptr,  # (R, D) contiguous out, or None
+def _linear_cross_entropy_filter_fill_kernel(
+    hidden_desc,  # (R, D), ranked rows, zero after the last, block TILE x BK
+    weight_ptr,  # (V, D) contiguous
+    bias_ptr,
+    packed_ptr,  # (slots * TILE, TILE) out: rows of a group by classes of a tile
+    slot_column_ptr,  # (slots * TILE,) int32 out: these classes; V for one that does not count
+    word_ptr,  # (V,) int16, sorted
+    column_order_ptr,  # (V,) int64
+    pass_tile_ptr,  # (2,) of this pass
+    tile_start_ptr,
+    slot_tile_ptr,  # (slots,) of this pass
+    tile_slot_ptr,
+    tile_group_ptr,
+    base_ptr,  # (N,) fp32, ranked
+    share_ptr,  # (N,) fp32, ranked, or None
+    at_target_ptr,  # (R,) fp32
+    target_ptr,  # (N,) int32, ranked
+    kept_ptr,
     first_row,
     piece_rows,
-    parts,
-    tiles,
     vocab,
     depth,
+    scale,
+    softcap,
     C: tl.constexpr,
 ):
-    """Redistribute the mass that a row lost over its kept classes, in proportion.
+    """Compute the logits of this pass's tiles again, and store their gradients up to row factors.
 
-    Then each row's gradients (target excluded) sum to the same value as without a filter. Otherwise
-    classes that are never pushed down would rise over many steps. Rows are multiplied, and a target
-    is divided, by the same number. Ranked rows past the last are zero.
+    Elements of classes that do not count in their group are zero, unless tiles are kept WHOLE.
     """
-    rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
-    rows_here = tl.load(here_ptr)
-    if (tl.load(is_sparse_ptr) > 0) & (
-        tl.program_id(0) * C.ROWS < tl.cdiv(rows_here, C.TILE) * C.TILE
-    ):
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    local = tl.arange(0, C.TILE)
+    # All groups of a tile run together: its rows of the weight stay in the L2 cache.
+    first = tl.load(tile_start_ptr + tl.load(pass_tile_ptr))
+    stop = tl.load(tile_start_ptr + tl.load(pass_tile_ptr + 1))
+    for at in range(first + tl.program_id(0), stop, tl.num_programs(0)):
+        slot = tl.load(tile_slot_ptr + at)
+        group = tl.load(tile_group_ptr + at)
+        places = tl.load(slot_tile_ptr + slot) * C.TILE + local
+        is_column = places < vocab
+        words = tl.load(word_ptr + places, mask=is_column, other=0).to(tl.int32)
+        if not C.WHOLE:
+            is_column = is_column & (((words >> (GROUPS - 1 - group)) & 1) > 0)
+        column = tl.load(column_order_ptr + places, mask=is_column, other=0)
+        weight_rows = weight_ptr + column[:, None] * depth
+        acc = tl.zeros((C.TILE, C.TILE), dtype=tl.float32)
+        for k in range(0, depth, C.BK):
+            offs = k + tl.arange(0, C.BK)
+            e = hidden_desc.load([group * C.TILE, k])
+            c = tl.load(weight_rows + offs[None, :], mask=(offs < depth)[None, :], other=0.0)
+            acc = dot(e, c.T, acc, C.UPCAST)
+        rows = group * C.TILE + local
         is_row = rows < rows_here
-        source = tl.load(rank_ptr + rows, mask=is_row, other=0)
-        stays = tl.zeros((C.ROWS,), tl.float32)
-        for start in range(0, parts, C.PARTS):
-            each = start + tl.arange(0, C.PARTS)
-            there = stays_ptr + each.to(tl.int64)[:, None] * piece_rows + rows[None, :]
-            mask = (each < parts)[:, None] & is_row[None, :]
-            stays += tl.sum(tl.load(there, mask=mask, other=0.0), axis=0)
-        rest = tl.load(rest_ptr + rows, mask=is_row, other=0.0)
-        target = tl.load(target_ptr + first_row + source, mask=is_row, other=-1)
-        is_class = (target >= 0) & (target < vocab)
-        place = tl.load(place_ptr + target, mask=is_class, other=0)
-        block, tile = rows // C.TILE, place // C.TILE
-        word = tl.load(tile_word_ptr + tile, mask=is_class, other=0)
-        counts = is_class & (((word >> (BLOCKS - 1 - block)) & 1) > 0)
-        slot = tl.load(slot_at_ptr + block * tiles + tile, mask=counts, other=0)
-        at = (slot * C.TILE + place % C.TILE).to(tl.int64) * C.TILE + rows % C.TILE
-        own = tl.load(packed_ptr + at, mask=counts, other=0.0).to(tl.float32)
-        stays = tl.abs(stays - own) * tl.load(inverse_ptr + source, mask=is_row, other=0.0)
-        # The mass is not restored in rows of nan, or if little mass or not the target is kept.
-        is_some = (stays * MOST > rest) & (counts | (is_class == 0))
-        restore = tl.where(is_some, rest / tl.where(is_some, stays, 1.0), 1.0)
-        tl.store(restore_ptr + rows, restore, mask=is_row)
-        own /= restore
-        tl.store(packed_ptr + at, own.to(packed_ptr.dtype.element_ty), mask=counts)
-        if ranked_ptr is not None:
-            scale = tl.load(row_scale_ptr + source, mask=is_row, other=0.0) * restore
-            for start in range(0, depth, C.BLOCK):
-                offs = start + tl.arange(0, C.BLOCK)
-                inside = (offs < depth)[None, :]
-                there = source.to(tl.int64)[:, None] * stride_hidden_row + offs[None, :]
-                values = tl.load(hidden_ptr + there, mask=inside & is_row[:, None], other=0.0)
-                scaled = values.to(tl.float32) * scale[:, None]
-                out = ranked_ptr + rows.to(tl.int64)[:, None] * depth + offs[None, :]
-                tl.store(out, scaled.to(ranked_ptr.dtype.element_ty), mask=inside)
+        base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
+        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
+        own = tl.load(at_target_ptr + rows, mask=is_row, other=0.0)
+        columns = tl.where(is_column, column.to(tl.int32), vocab)
+        z2, slope = _logits(acc, columns, bias_ptr, vocab, (scale, softcap), C)
+        x = tl.exp2(z2 - base[:, None])
+        if C.HAS_SOFTCAP:
+            x *= slope / scale
+        if C.HAS_SHARE:
+            share = tl.load(share_ptr + first_row + rows, mask=is_row, other=0.0)
+            x *= share[:, None]
+        is_own = (target[:, None] == columns[None, :]) & (target >= 0)[:, None]
+        x = tl.where(is_own, own[:, None], x)
+        if (group + 1) * C.TILE > rows_here:
+            x = tl.where(is_row[:, None], x, 0.0)
+        start = slot.to(tl.int64) * C.TILE
+        out = packed_ptr + (start + local)[:, None] * C.TILE + local[None, :]
+        tl.store(out, x.to(packed_ptr.dtype.element_ty))
+        tl.store(slot_column_ptr + start + local, columns)
 
 
 @triton.jit
@@ -509,25 +627,24 @@ def _part(tile, index: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _linear_cross_entropy_filter_products_kernel(
+    packed_by_row_desc,  # (slots * TILE, TILE), block TILE x BK
     packed_by_step_desc,  # (slots * TILE, TILE), block BK x TILE
-    packed_by_tile_desc,  # (slots * TILE, TILE), block TILE x BK
-    ranked_desc,  # (R, D) rows times their scale, ranked, block BK x BN
+    ranked_desc,  # (R, D) rows times their scale, block BK x BN
     weight_ptr,  # (V, D) contiguous
     grad_weight_ptr,  # (V, D) contiguous, in and out, or None
-    sums_ptr,  # (splits, R, D) fp32 out, ranked, or None
+    sums_ptr,  # (splits, R, D) fp32 in and out, ranked, or None
     slot_column_ptr,
     column_order_ptr,
-    is_sparse_ptr,
-    block_start_ptr,
-    slot_at_ptr,
+    group_start_ptr,  # (groups + 1,) of this pass
+    pass_tile_ptr,  # (2,) of this pass
     tile_start_ptr,
     tile_slot_ptr,
-    tile_block_ptr,
+    tile_group_ptr,
     counter_ptr,  # (1,) int32, 0 at first
-    first_row,  # of the piece; dC is written in the first one
-    blocks,
-    tiles,
-    splits,  # shares of the tiles, each of which has its own sum of dE
+    first_row,  # of the block; dC is written in the first one
+    number,  # of the pass; sums of dE are written in the first one
+    groups,
+    splits,  # shares of a group's slots, each of which has its own sum of dE
     piece_rows,
     vocab,
     depth,
@@ -535,18 +652,21 @@ def _linear_cross_entropy_filter_products_kernel(
 ):
     """Sum packed tiles times gathered rows of the weight, and add packed tiles times rows to dC.
 
-    Tiles of dE come first, because they take longest. Those of neighbouring blocks run together and
+    Tiles of dE come first, because they take longest. Those of neighbouring groups run together and
     share rows of the weight, which stay in the L2 cache. One program computes each tile, so the
     order in which programs take tiles changes no bit.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0
     if C.NEEDS_HIDDEN:
-        hidden_items = splits * blocks * depth_blocks
+        hidden_items = splits * groups * depth_blocks
+        # A later pass without tiles has no summands.
+        is_some = (number == 0) | (tl.load(group_start_ptr + groups) > 0)
+        hidden_items = tl.where(is_some, hidden_items, 0)
     items = hidden_items
+    first_tile = tl.load(pass_tile_ptr)
     if C.NEEDS_WEIGHT:
-        items += tiles * depth_blocks
-    items = tl.where(tl.load(is_sparse_ptr) > 0, items, 0)
+        items += (tl.load(pass_tile_ptr + 1) - first_tile) * depth_blocks
     STEPS: tl.constexpr = C.TILE // C.BK
     WIDE: tl.constexpr = C.BN // C.PARTS
     item = tl.atomic_add(counter_ptr, 1)
@@ -556,32 +676,35 @@ def _linear_cross_entropy_filter_products_kernel(
                 first_column = (item % depth_blocks) * C.BN
                 offs_d = first_column + tl.arange(0, C.BN)
                 rest = item // depth_blocks
-                block = blocks - 1 - rest % blocks
-                split = rest // blocks
-                share = tl.cdiv(tiles, splits)
-                end = tl.load(block_start_ptr + block + 1)
-                at = slot_at_ptr + block * tiles
-                start = tl.load(at + split * share, mask=split * share < tiles, other=0)
-                start = tl.where(split * share < tiles, start, end)
-                last = (split + 1) * share
-                stop = tl.where(last < tiles, tl.load(at + last, mask=last < tiles, other=0), end)
-                acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
-                for step in range(start * STEPS, stop * STEPS):
-                    g = packed_by_step_desc.load([step * C.BK, 0])
-                    column = tl.load(slot_column_ptr + step * C.BK + tl.arange(0, C.BK))
-                    mask = (column < vocab)[:, None] & (offs_d < depth)[None, :]
-                    place = column.to(tl.int64)[:, None] * depth + offs_d[None, :]
-                    c = tl.load(weight_ptr + place, mask=mask, other=0.0)
-                    acc = dot(g.T, c, acc, C.UPCAST)
-                rows = split * piece_rows + block * C.TILE + tl.arange(0, C.TILE)
-                for index in tl.static_range(C.PARTS):
-                    part = _part(acc, index, C)
-                    columns = first_column + index * WIDE + tl.arange(0, WIDE)
-                    place = rows.to(tl.int64)[:, None] * depth + columns[None, :]
-                    tl.store(sums_ptr + place, part, mask=(columns < depth)[None, :])
+                group = groups - 1 - rest % groups
+                split = rest // groups
+                begin = tl.load(group_start_ptr + group)
+                end = tl.load(group_start_ptr + group + 1)
+                share = tl.cdiv(end - begin, splits)
+                start = tl.minimum(begin + split * share, end)
+                stop = tl.minimum(start + share, end)
+                if (stop > start) | (number == 0):
+                    acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
+                    for step in range(start * STEPS, stop * STEPS):
+                        k = step % STEPS * C.BK
+                        g = packed_by_row_desc.load([step // STEPS * C.TILE, k])
+                        column = tl.load(slot_column_ptr + step * C.BK + tl.arange(0, C.BK))
+                        mask = (column < vocab)[:, None] & (offs_d < depth)[None, :]
+                        place = column.to(tl.int64)[:, None] * depth + offs_d[None, :]
+                        c = tl.load(weight_ptr + place, mask=mask, other=0.0)
+                        acc = dot(g, c, acc, C.UPCAST)
+                    rows = split * piece_rows + group * C.TILE + tl.arange(0, C.TILE)
+                    for index in tl.static_range(C.PARTS):
+                        part = _part(acc, index, C)
+                        columns = first_column + index * WIDE + tl.arange(0, WIDE)
+                        mask = (columns < depth)[None, :]
+                        place = sums_ptr + rows.to(tl.int64)[:, None] * depth + columns[None, :]
+                        if number > 0:
+                            part += tl.load(place, mask=mask, other=0.0)
+                        tl.store(place, part, mask=mask)
         else:
             if C.NEEDS_WEIGHT:
-                tile = (item - hidden_items) // depth_blocks
+                tile = first_tile + (item - hidden_items) // depth_blocks
                 first_column = (item - hidden_items) % depth_blocks * C.BN
                 start = tl.load(tile_start_ptr + tile)
                 stop = tl.load(tile_start_ptr + tile + 1)
@@ -589,11 +712,11 @@ def _linear_cross_entropy_filter_products_kernel(
                     acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
                     for step in range(start * STEPS, stop * STEPS):
                         slot = tl.load(tile_slot_ptr + step // STEPS)
-                        block = tl.load(tile_block_ptr + step // STEPS)
+                        group = tl.load(tile_group_ptr + step // STEPS)
                         k = step % STEPS * C.BK
-                        g = packed_by_tile_desc.load([slot * C.TILE, k])
-                        e = ranked_desc.load([block * C.TILE + k, first_column])
-                        acc = dot(g, e, acc, C.UPCAST)
+                        g = packed_by_step_desc.load([slot * C.TILE + k, 0])
+                        e = ranked_desc.load([group * C.TILE + k, first_column])
+                        acc = dot(g.T, e, acc, C.UPCAST)
                     places = tile * C.TILE + tl.arange(0, C.TILE)
                     is_column = places < vocab
                     column = tl.load(column_order_ptr + places, mask=is_column, other=0)
@@ -612,28 +735,24 @@ def _linear_cross_entropy_filter_products_kernel(
 def _linear_cross_entropy_filter_rows_kernel(
     sums_ptr,  # (splits, R, D) fp32, ranked
     grad_hidden_ptr,  # (N, D) contiguous out, original rows
-    rank_ptr,
     order_ptr,  # (N,) int32
-    here_ptr,
-    is_sparse_ptr,
-    row_scale_ptr,  # (R,) fp32
-    restore_ptr,  # (R,) fp32, by rank
+    kept_ptr,
+    scale_ptr,  # (R,) fp32
     first_row,
     piece_rows,
     splits,
     depth,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Add the shares of dE in a fixed order, times the row's scale, at the rows' positions."""
     place = tl.program_id(0)
-    if (place < tl.load(here_ptr)) & (tl.load(is_sparse_ptr) > 0):
-        source = tl.load(rank_ptr + place)
-        scale = tl.load(row_scale_ptr + source) * tl.load(restore_ptr + place)
-        out = tl.load(order_ptr + first_row + source).to(tl.int64) * depth
-        for start in range(0, depth, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
+    if place < _rows_here(kept_ptr, first_row, piece_rows, C):
+        scale = tl.load(scale_ptr + place)
+        out = tl.load(order_ptr + first_row + place).to(tl.int64) * depth
+        for start in range(0, depth, C.BLOCK):
+            offs = start + tl.arange(0, C.BLOCK)
             inside = offs < depth
-            sums = tl.zeros((BLOCK,), tl.float32)
+            sums = tl.zeros((C.BLOCK,), tl.float32)
             for split in range(splits):
                 here = (split * piece_rows + place).to(tl.int64) * depth + offs
                 sums += tl.load(sums_ptr + here, mask=inside, other=0.0)

@@ -33,7 +33,6 @@ walk 3 * 2NDV / 700e12. For one walk, the times at 790e12 (floors) and the predi
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ from torch import Tensor
 
 from .._triton import compat as triton_compat
 from .._triton.compat import described
-from .._triton.launch import run_kernel, start
+from .._triton.launch import Launches, run_kernel, start
 from ..device import on_device, processors
 from . import hopper_kernels as kernels
 from .call import (
@@ -57,15 +56,14 @@ from .call import (
     Settings,
     vector,
 )
-from .gradient_filter import Filter, leaves_out, run_filter
 from .shapes import (
-    FILTER_BLOCKS,
     GROUP,
     ROWS,
     SCALED,
     SCALING_PROGRAMS,
     SLICE,
     TILES,
+    FilterShapes,
     Shapes,
     forward_rows,
     hopper_columns,
@@ -94,11 +92,8 @@ class Selection(NamedTuple):
     kept: Tensor | None = None  # (1,) int32
 
 
-def select_rows(target: Tensor, settings: Settings) -> Selection:
-    """Return the rows that count.
-
-    Rows with ignored targets count only if another result needs them.
-    """
+def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) -> Selection:
+    """Return the rows that count; ignored targets only if another result needs their rows."""
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
     if ignore_index is None or settings.keeps_ignored_rows:
@@ -107,7 +102,7 @@ def select_rows(target: Tensor, settings: Settings) -> Selection:
         return Selection(target.to(torch.int32))
     compact, order, place = (target.new_empty(rows, dtype=torch.int32) for _ in range(3))
     kept = target.new_empty(1, dtype=torch.int32)
-    run_kernel(
+    launch(
         kernels._linear_cross_entropy_hopper_compact_kernel,
         (1,),
         *(target, order, place, compact, kept, rows, ignore_index),
@@ -117,18 +112,17 @@ def select_rows(target: Tensor, settings: Settings) -> Selection:
     return Selection(compact, order, place, kept)
 
 
-def _with_order(selection: Selection) -> Selection:
-    """Return a selection that has an order even if every row counts."""
-    if selection.kept is not None:
-        return selection
-    rows = torch.arange(len(selection.target), device=selection.target.device, dtype=torch.int32)
-    return Selection(selection.target, rows, rows, rows.new_full((1,), len(rows)))
-
-
-def _gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shapes: Shapes) -> None:
-    """Copy the rows that count, from the one at index `first` on, into `out`."""
+def _gather(
+    hidden: Tensor,
+    out: Tensor,
+    selection: Selection,
+    first: int,
+    shapes: Shapes | FilterShapes,
+    launch: Any = run_kernel,
+) -> None:
+    """Copy the compact rows from `first` on into `out`."""
     rows, depth = out.shape
-    run_kernel(
+    launch(
         kernels._linear_cross_entropy_hopper_gather_kernel,
         (rows,),
         *(hidden, hidden.stride(0), out, selection.order, selection.kept, first, depth),
@@ -412,23 +406,20 @@ class ByRows(Differentiating):
         self.shapes: Shapes = shapes_for(hidden.device)
         of_hidden, of_weight, of_bias = output_mask[:3]
         self.described: dict[tuple[Any, ...], Any] = {}
-        self.selection = select_rows(target, settings)
+        sizes = (*hidden.shape, len(weight), type(self), tuple(output_mask), settings)
+        self.launch = Launches(*sizes, hidden.device, target.dtype)
+        self.selection = select_rows(target, settings, self.launch)
         sizes = self.depth, self.vocab, settings.workspace
-        is_filtered = leaves_out(settings.gradient_filter, *sizes)
         self.is_compact = self.selection.kept is not None
-        if is_filtered:
-            self.selection = _with_order(self.selection)
-        self.filter: Filter | None = None
         self.cap = (settings.scale, settings.softcap)
         self.flags = {
             "HAS_BIAS": bias is not None,
-            "HAS_KEPT": self.selection.kept is not None,
+            "HAS_KEPT": self.is_compact,
             "HAS_SOFTCAP": settings.softcap > 0,
         }
         tile = self.shapes.rows
         self.columns = self.shapes.gradient_columns(is_plain=_is_plain(bias, settings))
-        most = FILTER_BLOCKS if is_filtered else 0
-        self.step = height or hopper_rows(self.extent, *sizes, self.shapes, most=most)
+        self.step = height or hopper_rows(self.extent, *sizes, self.shapes)
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
 
@@ -449,7 +440,7 @@ class ByRows(Differentiating):
         tiles = -(-self.step // self.tile[0]) * -(-self.depth // self.tile[1])
         # Exponents of dC between blocks, if it is in fp16 then.
         self.scales: Tensor | None = None
-        if self.has_gluon and of_weight and blocks > 1 and not is_filtered:
+        if self.has_gluon and of_weight and blocks > 1:
             slices = slices_of(self.depth, self.shapes)
             self.scales = hidden.new_empty((slices, self.width), dtype=torch.uint8)
         self.splits, self.parts = 1, None
@@ -458,24 +449,13 @@ class ByRows(Differentiating):
             self.splits = splits_of(*sizes, self.shapes, needs_weight=of_weight)
         if self.splits > 1:
             self.parts = self.floats(self.splits - 1, self.step, self.depth)
-        # Per block: counters of two product launches and of a filter, and a flag for a base that
-        # was far off. Each block has a multiple of 16 bytes, so that all use the same compiled
-        # kernels.
-        self.counters = hidden.new_zeros((4, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
-        if is_filtered:
-            self.filter = Filter(self, blocks)
+        # Per block: a counter of the products, and a flag for a base that was far off. Each block
+        # has a multiple of 16 bytes, so that all use the same compiled kernels.
+        self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def floats(self, *sizes: int) -> Tensor:
         """Return an uninitialised fp32 tensor of these sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.float32)
-
-    @abstractmethod
-    def weigh(
-        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
-    ) -> None:
-        """Write the factor that turns |X| into |p - 1(target)|, each row's light mass, and the row
-        count.
-        """
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = None) -> Any:
         """Return a matrix's descriptor for tiles of this shape; it is cached for all blocks."""
@@ -493,21 +473,13 @@ class ByRows(Differentiating):
     def add_products(self, block: Block, factor: Tensor | None) -> None:
         """Add the products of X to the gradients, with the kernels that this Triton supports.
 
-        For dC, X is multiplied by the scaled hidden states, (R, D), which are zero after the last
-        row. A filter skips the tiles that do not count.
+        For dC, X is multiplied with the factor, (R, D), which is zero after the last row.
         """
-        index, first, here = block.number, block.first, block.stop - block.first
-        needs = self.grad_hidden is not None, self.grad_weight is not None
-        if self.filter is not None and any(needs):
-            filtered = self.filter.add_products(self, index, first, here)
-            whole = needs[0] and not filtered[0], needs[1] and not filtered[1]
-            self._multiply(block, 0, factor, filtered, self.filter.dense_kept[index])
-        else:
-            whole = needs
-        if any(whole):
-            self._multiply(block, 1, factor, whole, self.selection.kept)
+        first, here = block.first, block.stop - block.first
+        if self.grad_hidden is not None or self.grad_weight is not None:
+            self._multiply(block, factor)
         if self.bias_sums is not None:
-            run_kernel(
+            self.launch(
                 kernels._linear_cross_entropy_hopper_bias_kernel,
                 (-(-self.vocab // 128),),
                 *(self.x, self.row_scale, self.bias_sums, self.selection.kept),
@@ -517,15 +489,8 @@ class ByRows(Differentiating):
                 **self.flags,
             )
 
-    def _multiply(
-        self,
-        block: Block,
-        launch: int,  # which of the block's launches
-        factor: Tensor | None,
-        needs: tuple[bool, bool],  # which gradients are computed, of hidden states and weight
-        kept: Tensor | None,  # how many rows count
-    ) -> None:
-        needs_hidden, needs_weight = needs
+    def _multiply(self, block: Block, factor: Tensor | None) -> None:
+        needs_hidden, needs_weight = self.grad_hidden is not None, self.grad_weight is not None
         shapes, selection = self.shapes, self.selection
         (rows, columns), step = self.tile, shapes.step
         kernel: Any = kernels._linear_cross_entropy_hopper_products_kernel
@@ -543,13 +508,13 @@ class ByRows(Differentiating):
         # Arguments of gradients that are not requested are never read, but some tensor must be
         # passed.
 
-        may_rest = block.number > 0 or kept is not self.selection.kept
+        may_rest = block.number > 0
         if self.scales is not None and block.stop == self.extent:
             may_rest = False  # the sums have to become bf16
         scaled = self.weight if factor is None else factor
         written = self.x if self.grad_weight is None else self.grad_weight
         wide = step, columns
-        run_kernel(
+        self.launch(
             kernel,
             (shapes.programs,),
             self.tiles_of(self.x, step, rows, describe),
@@ -557,8 +522,8 @@ class ByRows(Differentiating):
             self.tiles_of(scaled, *wide, describe),
             self.tiles_of(self.weight, *wide, describe),
             self.tiles_of(written, rows, slices, describe),
-            *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
-            *(self.counters[launch, block.number], block.first, block.stop - block.first),
+            *(self.grad_hidden, *parts, selection.order, selection.kept, self.row_scale),
+            *(self.counters[0, block.number], block.first, block.stop - block.first),
             *(self.width, self.vocab, self.depth, *splits),
             ADD=block.number > 0,
             MAY_REST=may_rest,
@@ -595,25 +560,11 @@ class BackwardByRows(ByRows):
         hidden = self.hidden[first : block.stop]
         if self.gathered is not None:
             hidden = self.gathered[:here]
-            _gather(self.hidden, hidden, self.selection, first, self.shapes)
+            _gather(self.hidden, hidden, self.selection, first, self.shapes, self.launch)
         self.gradient.write(hidden, self.x, self.columns, (first, here, 0, self.width))
-        if self.filter is not None:
-            self.filter.choose(self, hidden, block.number, first, here)
         # Rows after the last are zero in G, and after the end of the matrix that it is multiplied
         # with.
         self.add_products(block, hidden)
-
-    def weigh(
-        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
-    ) -> None:
-        run_filter(
-            "weigh_rows",
-            (here,),
-            *(self.x, self.gradient.values, self.selection.kept, inverse, light, rows_here),
-            *(first, here, self.extent, self.width, self.settings.scale),
-            HAS_KEPT=True,
-            BLOCK=4096,
-        )
 
     def results(self) -> Gradients:
         return self.made()
@@ -640,13 +591,13 @@ class Total(ByRows, Statistics):
 
     def statistics(self, block: Block) -> None:
         index, first, here = block.number, block.first, block.stop - block.first
-        selection, again = self.selection, self.counters[3, index]
+        selection, again = self.selection, self.counters[1, index]
         self.rows_here = self.hidden[first : first + here]
         if self.is_compact:
             assert self.scaled is not None
             self.rows_here = self.scaled[:here]
-            _gather(self.hidden, self.rows_here, selection, first, self.shapes)
-        run_kernel(
+            _gather(self.hidden, self.rows_here, selection, first, self.shapes, self.launch)
+        self.launch(
             kernels._linear_cross_entropy_hopper_base_kernel,
             (here,),
             *(self.rows_here, self.rows_here.stride(0), self.weight, self.bias),
@@ -665,7 +616,7 @@ class Total(ByRows, Statistics):
         shapes, selection = self.shapes, self.selection
         gathered = self.scaled if self.is_compact else self.hidden
         assert gathered is not None
-        run_kernel(
+        self.launch(
             kernels._linear_cross_entropy_hopper_logits_kernel,
             (shapes.programs,),
             self.tiles_of(gathered, shapes.rows, shapes.step),
@@ -683,7 +634,7 @@ class Total(ByRows, Statistics):
 
     def _losses(self, first: int, here: int, again: Tensor, *, is_final: bool) -> None:
         selection = self.selection
-        run_kernel(
+        self.launch(
             kernels._linear_cross_entropy_hopper_loss_kernel,
             (-(-here // ROWS),),
             *(self.stats, self.target_logit, selection.target, selection.order, selection.kept),
@@ -702,7 +653,7 @@ class Total(ByRows, Statistics):
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))
-        run_kernel(
+        self.launch(
             kernels._linear_cross_entropy_hopper_ranks_kernel,
             (-(-here // ROWS),),
             *(every, self.target_logit, selection.target, ranks.owner, selection.order),
@@ -714,13 +665,11 @@ class Total(ByRows, Statistics):
         )
 
     def gradients(self, block: Block) -> None:
-        index, first, here = block.number, block.first, block.stop - block.first
+        first, here = block.first, block.stop - block.first
         hidden, rows = self.rows_here, self.shapes.rows
-        if self.filter is not None:
-            self.filter.choose(self, hidden, index, first, here)
         if self.grad_weight is not None:
             assert self.scaled is not None
-            run_kernel(
+            self.launch(
                 kernels._linear_cross_entropy_hopper_scale_rows_kernel,
                 (min(-(-here // rows) * rows, self.step),),
                 *(hidden, hidden.stride(0), self.row_scale, self.selection.kept, self.scaled),
@@ -730,19 +679,6 @@ class Total(ByRows, Statistics):
                 **self.flags,
             )
         self.add_products(block, self.scaled)
-
-    def weigh(
-        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
-    ) -> None:
-        run_filter(
-            "weigh",
-            (-(-here // ROWS),),
-            *(self.stats, self.base, self.selection.kept, inverse, light, rows_here),
-            *(first, here, self.tiles, self.settings.scale if self.settings.softcap else 1.0),
-            HAS_KEPT=True,
-            ROWS=ROWS,
-            TILES=TILES,
-        )
 
     def results(self) -> LossAndGradients:
         return LossAndGradients(self.given.total_of(self.nll), *self.made())
@@ -759,9 +695,8 @@ def backward(
 
     Blocks of rows are faster and take more memory, so they serve the automatic workspace.
     """
-    is_filtered = leaves_out(settings.gradient_filter, given.hidden.shape[1], len(given.weight), 0)
-    is_by_rows = is_filtered or triton_compat.has_gluon()
-    if is_by_rows and not settings.workspace and given.hidden.dtype == torch.bfloat16:
+    is_by_rows = triton_compat.has_gluon() and not settings.workspace
+    if is_by_rows and given.hidden.dtype == torch.bfloat16:
         return BackwardByRows(grads, given, saved, settings, output_mask)
     return BackwardByClasses(grads, given, saved, settings, output_mask)
 

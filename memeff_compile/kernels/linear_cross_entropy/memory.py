@@ -17,7 +17,6 @@ from ..sizes import Size
 from .gradient_filter import filter_bytes, leaves_out
 from .shapes import (
     AUTO_BYTES,
-    FILTER_BLOCKS,
     HOPPER_AUTO_BYTES,
     HOPPER_AUTO_BYTES_PER_ROW,
     HOPPER_MIN_WIDTH,
@@ -156,6 +155,10 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
             size = (n, int(depth), int(vocab), 0)
             for each in {"exact", given.gradient_filter}:
                 held = sympy.Max(held, hopper_bytes(*size, gradient_filter=each))
+        mode = given.gradient_filter
+        is_served = mode != "exact" and given.training and dtype == torch.bfloat16
+        if is_served and leaves_out(mode, int(depth), int(vocab)):
+            held = sympy.Max(held, filter_bytes(n, int(depth), int(vocab), workspace))
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
@@ -216,26 +219,19 @@ def hopper_bytes(
 
     If N is a symbol, for every N.
 
-    A filter adds the bytes of the packed tiles.
+    Under a filter the walk has other buffers.
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
-    is_filtered = leaves_out(gradient_filter, depth, vocab, workspace)
-    most = FILTER_BLOCKS if is_filtered else 0
+    if leaves_out(gradient_filter, depth, vocab):
+        return filter_bytes(rows, depth, vocab, workspace)
     if rows.is_number:
-        height = hopper_rows(int(rows), depth, vocab, workspace, shapes, most=most)
-        held = sympy.Integer(walk_bytes(int(rows), height, depth, vocab, shapes))
-    else:
-        # The walk of a tile, with all partial sums, counted for each tile of the rows.
-        least = walk_bytes(2 * shapes.rows, shapes.rows, depth, vocab, shapes)
-        tallest = least + 4 * (MOST_SPLITS - 1) * shapes.rows * depth
-        limit = AUTO_BYTES
-        if workspace:
-            width = -(-vocab // shapes.columns) * shapes.columns
-            limit = -(-workspace // (2 * width * shapes.rows)) * tallest
-        height = sympy.ceiling(rows / shapes.rows)
-        held = sympy.Max(tallest, sympy.Min(limit, height * tallest))
-        height = sympy.Min(height, most or height) * shapes.rows
-    if is_filtered:
-        # A selection has an order of rows, and may copy every row in that order.
-        held += filter_bytes(height, depth, vocab) + 12 * rows
-    return held
+        height = hopper_rows(int(rows), depth, vocab, workspace, shapes)
+        return sympy.Integer(walk_bytes(int(rows), height, depth, vocab, shapes))
+    # The walk of a tile, with all partial sums, counted for each tile of the rows.
+    least = walk_bytes(2 * shapes.rows, shapes.rows, depth, vocab, shapes)
+    tallest = least + 4 * (MOST_SPLITS - 1) * shapes.rows * depth
+    limit = AUTO_BYTES
+    if workspace:
+        width = -(-vocab // shapes.columns) * shapes.columns
+        limit = -(-workspace // (2 * width * shapes.rows)) * tallest
+    return sympy.Max(tallest, sympy.Min(limit, sympy.ceiling(rows / shapes.rows) * tallest))

@@ -62,7 +62,7 @@ from .vocabulary_parallel import Part, Shard, check_counts, loss_of_rank, merge,
 from .walk import ENGINES, loss_and_gradients, row_gradients, row_results
 
 # The values that memeff.linear_cross_entropy may take.
-GRADIENT_FILTERS = ("exact", "mass", "block")
+GRADIENT_FILTERS = ("exact", "mass", "block", "published")
 # Of which of the two gradients a filter may drop blocks.
 FILTER_PARTS = ("both", "hidden", "weight")
 

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..device import DEFAULT_PROCESSORS, processors
+from ..device import DEFAULT_PROCESSORS, gpu, processors
 from ..sizes import Size
 
 MIB = 2**20
@@ -273,7 +273,7 @@ def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
     return (columns, rows) if is_turned else (rows, columns)
 
 
-def row_block(depth: int, shapes: Shapes) -> int:
+def row_block(depth: int, shapes: Shapes | FilterShapes) -> int:
     """Return how many features of a row a program copies at a time."""
     return 16 if shapes.is_interpreted else min(4096, 1 << (depth - 1).bit_length())
 
@@ -386,8 +386,6 @@ def hopper_rows(
     vocab: int,
     workspace: int,  # the bytes of X; 0 is automatic
     shapes: Shapes,
-    *,
-    most: int = 0,  # tiles; at most so many to a block, if not 0
 ) -> int:
     """Return the rows of a block: whole tiles, in blocks of about equal height.
 
@@ -397,7 +395,7 @@ def hopper_rows(
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
     tiles, width = -(-rows // tile), -(-vocab // shapes.columns) * shapes.columns
     fitting = (workspace or AUTO_BYTES) // (2 * width) // tile
-    fitting = min(max(fitting, 1), most or tiles)
+    fitting = min(max(fitting, 1), tiles)
     for count in range(-(-tiles // fitting), tiles):
         height = -(-tiles // count) * tile
         if workspace or walk_bytes(rows, height, depth, vocab, shapes) <= AUTO_BYTES:
@@ -447,38 +445,104 @@ ROWS = 8
 TILES = 128
 GROUP = 16
 
-# Under a gradient filter: tiles of rows in a block of rows, a bit each of a word of 16.
-FILTER_BLOCKS = 16
-# Share of tiles that may count; the packed ones take as much of the bytes of X.
-DENSE_SHARE = 0.5
-# Columns of a step of a program that scores, its stages and warps, and how many of them share a
-# multiprocessor: of `mass` and, with more registers, of `block`.
-STRIP, SCORE_STAGES, SCORE_WARPS, SCORE_PROGRAMS = 64, 3, 4, (4, 3)
-# Rows that a program ranks; levels and chunks that one sums at a time; tiles that one lists; rows
-# that one restores.
-RANKED, SOME, CHUNKS, LISTED, RESTORED = 16, 8, 8, 512, 8
-# Columns of a strip that is packed, strips of a program, and its warps.
-PACKED, STRIPS, PACK_WARPS = 64, 4, 4
-# Bytes of the sums that levels drop, on any GPU, and of dE's shares; shares of tiles a program.
-LEVELS_BYTES = 16 << 20
-SHARES_BYTES = 64 << 20
-ITEMS = 4
-# Tiles of the products: two programs share a multiprocessor, so that one multiplies while the other
-# reads and writes its dC. Each sums over few rows.
-COLUMNS, WARPS, STAGES, PROGRAMS = 128, 4, 5, 2
+# Under a gradient filter: groups of rows in a block of rows, a bit each of a word of 16.
+FILTER_GROUPS = 16
+# Bytes of a walk if the workspace is automatic; the most for sums of dE, unless one sum takes more;
+# the fewest for packed tiles.
+FILTER_BYTES = 132 * MIB
+FILTER_SUMS_BYTES = 32 * MIB
+FILTER_LEAST_BYTES = 8 * MIB
+# Shares of a group's tiles: so many items of dE for a program.
+FILTER_ITEMS = 4
 
 
-def filter_shapes(shapes: Shapes) -> Shapes:
-    """Return the tiles of a filter's products on a GPU, given the tiles without a filter."""
-    if shapes.is_interpreted:
-        return shapes
-    return shapes._replace(
-        columns=COLUMNS, warps=WARPS, stages=STAGES, programs=PROGRAMS * shapes.programs
-    )
+class FilterShapes(NamedTuple):
+    """Tiles, warps and pipeline stages of a filter's kernels on one kind of GPU.
+
+    A group has `rows` rows; logits are computed in tiles of `columns` classes, and products in
+    tiles of `rows` x `product_columns`. `per_processor` programs of those share a multiprocessor,
+    so that one multiplies while the other reads and writes its dC.
+    """
+
+    rows: int
+    columns: int
+    product_columns: int
+    step: int
+    warps: tuple[int, int]  # of logits, and of packed tiles
+    stages: tuple[int, int, int]  # of logits, of packed logits, and of products
+    programs: int
+    per_processor: int = 2
+    is_interpreted: bool = False
+    flatten: bool = False
+
+    def _constants(self, columns: int, warps: int, stages: int) -> dict[str, Any]:
+        return {
+            "BN": columns,
+            "BK": self.step,
+            "UPCAST": self.is_interpreted,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+    def scoring(self) -> dict[str, Any]:
+        """Return the constants and launch options of the kernel that scores classes."""
+        return {
+            **self._constants(self.columns, self.warps[0], self.stages[0]),
+            "FLATTEN": self.flatten,
+        }
+
+    def filling(self) -> dict[str, Any]:
+        """Return those of the kernel that computes the logits of tiles that count."""
+        return self._constants(self.rows, self.warps[1], self.stages[1])
+
+    def multiplying(self) -> dict[str, Any]:
+        """Return those of the kernel that multiplies these tiles."""
+        parts = 4 if self.product_columns >= 256 else 2
+        columns = self.product_columns
+        return {**self._constants(columns, self.warps[1], self.stages[2]), "PARTS": parts}
 
 
-def filter_constants(shapes: Shapes) -> dict[str, Any]:
-    """Return the constants and launch options of a filter's products."""
-    constants = shapes.constants(shapes.columns)
-    parts = 4 if shapes.columns >= 256 else 2
-    return {**constants, "TILE": shapes.rows, "PARTS": parts}
+@lru_cache(maxsize=64)
+def filter_shapes_for(device: torch.device) -> FilterShapes:
+    """Return the shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
+    if device.type != "cuda":
+        return FilterShapes(32, 64, 64, 16, (4, 4), (1, 1, 1), 2, 1, is_interpreted=True)
+    return filter_shapes_of(processors(device), is_hopper=gpu(device).is_hopper)
+
+
+def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
+    """Return the shapes for a GPU of compute capability 9.0, or for any other one."""
+    if is_hopper:
+        return FilterShapes(128, 256, 128, 64, (8, 4), (3, 3, 5), programs, flatten=True)
+    return FilterShapes(128, 128, 128, 32, (8, 4), (3, 3, 3), programs, 1)
+
+
+def filter_rows(rows: int, tile: int) -> int:
+    """Return the rows of a block under a filter: whole groups, in blocks of about equal height."""
+    tiles = max(-(-rows // tile), 1)
+    blocks = -(-tiles // FILTER_GROUPS)
+    return -(-tiles // blocks) * tile
+
+
+def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
+    """Return the bytes of a walk besides its packed tiles: scores, words and their order, rows of
+    hidden states twice, sums of dE, and sums of each level.
+    """
+    return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
+
+
+def filter_capacity(
+    rows: int, depth: int, vocab: int, itemsize: int, workspace: int, splits: int, tile: int
+) -> int:
+    """Return how many packed tiles exist at one time."""
+    groups = rows // tile
+    taken = filter_fixed_bytes(rows, groups, depth, vocab, 4 * splits * rows * depth)
+    budget = max(workspace or FILTER_BYTES - taken, FILTER_LEAST_BYTES)
+    return max(min(budget // (itemsize * tile * tile), groups * -(-vocab // tile)), 1)
+
+
+def filter_splits(rows: int, depth: int, groups: int, shapes: FilterShapes) -> int:
+    """Return how many programs share the sum of a tile of dE."""
+    items = groups * -(-depth // shapes.product_columns)
+    fitting = FILTER_SUMS_BYTES // (4 * rows * depth)
+    return max(1, min(-(-FILTER_ITEMS * shapes.programs // items), fitting))

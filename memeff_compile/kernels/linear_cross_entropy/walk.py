@@ -41,6 +41,7 @@ from .call import (
     own_columns,
     zero_gradients,
 )
+from .gradient_filter import leaves_out, needs_two_walks
 from .shapes import is_minimal, spans
 
 
@@ -148,6 +149,7 @@ ENGINES = {
             lambda call: kernels_serve(call.device, call.dtype),
             # A trained head's gradient would be rounded, or kept in fp32, once per block.
             lambda dtype, is_adapted, trains_weight: is_adapted and not trains_weight,
+            filters=(torch.bfloat16,),
         ),
         Engine(
             "reference",
@@ -190,12 +192,12 @@ def engine_of(given: Operands, *, with_top: bool = False) -> Engine:
         *(hidden.device, hidden.dtype, hidden.shape[-1]),
         with_top=with_top,
         is_adapted=given.low is not None,
-        is_contiguous=_is_read_in_tiles(given.weight),
+        is_contiguous=is_read_in_tiles(given.weight),
     )
     return ENGINES[name]
 
 
-def _is_read_in_tiles(weight: Tensor) -> bool:
+def is_read_in_tiles(weight: Tensor) -> bool:
     """Return whether the GPU can load tiles of a weight through a descriptor."""
     return (
         weight.stride() == (weight.shape[1], 1)
@@ -226,10 +228,16 @@ def makes_gradients_in_forward(
 ) -> bool:
     """Return whether a loss that is one number is best computed in one walk.
 
-    Filters of only one gradient, and the minimal workspace, need a walk that recomputes the logits.
-    fp16 does not have the range for gradients that are scaled afterwards.
+    The published filter, a filter of one gradient alone, and the minimal workspace without a filter
+    belong to walks that recompute the logits. fp16 does not have the range for gradients that are
+    scaled afterwards.
     """
-    if filter_parts != "both" or is_minimal(workspace) or dtype == torch.float16:
+    if filter_parts != "both" or dtype == torch.float16:
+        return False
+    if gradient_filter == "published":
+        return False
+    # The number of classes is not known here, so the shortest rows for few classes decide.
+    if is_minimal(workspace) and not leaves_out(gradient_filter, depth, 0):
         return False
     name = engine_for(device, dtype, depth)
     if name == "reference" and gradient_filter != "exact":
@@ -324,6 +332,15 @@ def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
     return found
 
 
+def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
+    """Return the module with an engine's walks, or these walks under the call's gradient filter."""
+    hidden, weight = given.hidden, given.weight
+    is_served = hidden.dtype in engine.filters and given.low is None and is_read_in_tiles(weight)
+    if is_served and leaves_out(settings.gradient_filter, hidden.shape[-1], len(weight)):
+        return importlib.import_module(".filtered", __package__).Walks(engine.module)
+    return engine.module
+
+
 def row_results(given: Operands, settings: Settings) -> RowResults:
     """Compute the results of every row, of operands with any leading dimensions."""
     target = given.target
@@ -355,7 +372,8 @@ def row_gradients(
         entropy = saved.entropy.reshape(rows if settings.with_entropy else 0)
         saved, flat = Saved(saved.lse.reshape(rows), entropy), given.flat()
         engine = engine_of(flat, with_top=settings.with_top)
-        return backward(engine.module, grads, flat, saved, settings, output_mask)
+        walks = walks_of(engine, flat, settings)
+        return backward(walks, grads, flat, saved, settings, output_mask)
 
 
 def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
@@ -368,9 +386,12 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
     if given.ranks is None:
         check_range(given.target, given.weight.shape[0], given.ignore_index)
     engine, is_adapted = engine_of(operands), given.low is not None
-    if engine.has_one_walk(given.hidden.dtype, is_adapted, given.output_mask[1]):
-        return total(engine.module, given)
-    return in_two_walks(engine.module, given)
+    of_bias = given.bias is not None and given.output_mask[2]
+    size = given.hidden.shape[1], len(given.weight)
+    needs_two = needs_two_walks(given.gradient_filter, *size, of_bias=of_bias)
+    if not needs_two and engine.has_one_walk(given.hidden.dtype, is_adapted, given.output_mask[1]):
+        return total(walks_of(engine, operands, given.settings), given)
+    return in_two_walks(walks_of(engine, operands, given.settings), given)
 
 
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:

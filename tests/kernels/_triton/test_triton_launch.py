@@ -220,3 +220,37 @@ def test_constants_are_the_name_of_a_kernel_that_is_run() -> None:
         launches.run_kernel(kernel, (3,), x, 16, 0.5, BLOCK=size, IS_ON=True, num_warps=4)
     assert len(kernel.asked) == 2
     assert kernel.launched[0][-2:] == (32, True)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_call_of_equal_sizes_finds_its_launches_by_their_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel, another, x = Kernel(), Kernel(), torch.ones(64)
+    looked: list[Any] = []
+    plain = launches.launch
+
+    def seen(*given: Any) -> None:
+        looked.append(given)
+        plain(*given)
+
+    def call(kernel: Kernel, *arguments: Any, **constants: Any) -> int:
+        """Launch, and return how many launches have been looked up."""
+        launch = launches.Launches("sizes")
+        launch(kernel, (3, 2), *arguments, **CONSTANTS | constants)
+        return len(looked)
+
+    monkeypatch.setattr(launches, "_launched", {})
+    monkeypatch.setattr(launches, "launch", seen)
+    assert call(kernel, x, 48, 0.5) == 1
+    other = torch.zeros(64)
+    assert call(kernel, other, 48, 0.5) == 1
+    assert kernel.launched[-1][9:] == (other.data_ptr(), 48, 0.5, 32, True)
+    assert call(kernel, x, 96, 0.5) == 2
+    assert call(kernel, x.double(), 96, 0.5) == 3
+    assert call(kernel, x.double(), 96, 0.5, IS_ON=False) == 4
+    assert call(another, x.double(), 96, 0.5, IS_ON=False) == 5
+    # Memory that is not aligned is looked up each time, and does not take the place.
+    assert call(another, x.double()[1:], 96, 0.5, IS_ON=False) == 6
+    assert call(another, x.double(), 96, 0.5, IS_ON=False) == 6
+    assert len(another.asked) == 2

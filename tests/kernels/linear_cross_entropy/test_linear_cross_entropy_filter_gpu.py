@@ -9,13 +9,12 @@ from torch import Tensor
 from benchmarks import registry
 from benchmarks.ops import filter_activity
 from memeff_compile import linear_cross_entropy
-from memeff_compile.kernels.linear_cross_entropy import gradient_filter
 from tests.support.oracles import relative_error
 
 pytestmark = pytest.mark.gpu
 
 IGNORED = -100
-SHAPE = "3000x512x20001"
+SHAPE = "3000x2048x20001"
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -30,13 +29,8 @@ def _gradients(inputs: tuple[Tensor, Tensor, Tensor], reduction: str, how: str) 
     return list(torch.autograd.grad(loss, (hidden, weight)))
 
 
-@pytest.mark.parametrize("dense_share", [0.5, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_mass_keeps_its_bound(
-    reduction: str, dense_share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gradient_filter, "LEAST_DEPTH", 8)
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", dense_share)
+def test_mass_keeps_its_bound(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = _inputs()
     hidden, weight, target = (part.detach() for part in inputs)
     counts = target != IGNORED
@@ -59,7 +53,8 @@ def test_mass_keeps_its_bound(
 
 
 def test_rows_that_are_short_lose_nothing() -> None:
-    inputs = _inputs()
+    hidden, weight, target = _inputs()
+    inputs = hidden[:, :512], weight[:, :512].contiguous(), target
     for one, other in zip(
         _gradients(inputs, "mean", "mass"), _gradients(inputs, "mean", "exact"), strict=True
     ):

@@ -1,10 +1,11 @@
-"""A gradient filter on pieces of `hopper`, under Triton's interpreter: fp32, tiles of 32 x 32."""
+"""Walks under a gradient filter, in Triton's interpreter: fp32, tiles of 32 x 32."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops import filter_activity
-from memeff_compile.kernels.linear_cross_entropy import (
-    gradient_filter,
-)
-from memeff_compile.kernels.linear_cross_entropy import (
-    hopper as hopper_module,
-)
+from memeff_compile.kernels.linear_cross_entropy import filtered, gradient_filter, walk
+from memeff_compile.kernels.linear_cross_entropy import hopper as hopper_module
 from memeff_compile.kernels.linear_cross_entropy.call import (
     Operands,
     RowGradients,
@@ -25,7 +22,8 @@ from memeff_compile.kernels.linear_cross_entropy.call import (
     ScalarLoss,
     Settings,
 )
-from tests.kernels.linear_cross_entropy.engines import Found, by_rows, hopper, reference
+from memeff_compile.kernels.linear_cross_entropy.filtered import FilteredTotal, Walks
+from tests.kernels.linear_cross_entropy.engines import Found, hopper, reference
 
 pytestmark = pytest.mark.interpreter
 
@@ -51,23 +49,26 @@ def _inputs(kind: str, ignored: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, target
 
 
+FILTERED = Walks(hopper_module)
+
+
 def _run(
     inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> tuple[Found, hopper_module.Total]:
-    walks: list[hopper_module.Total] = []
-
-    class Seen(hopper_module.Total):
-        def __init__(self, given: ScalarLoss) -> None:
-            super().__init__(given)
-            walks.append(self)
-
-    monkeypatch.setattr(hopper_module, "total", Seen)
+) -> tuple[Found, Any]:
+    """Return the results of a total, and the walk that made them."""
+    walks: list[Any] = []
     hidden, weight, target = inputs
     norm = (target != IGNORED).sum()
     given = {"scale": 1.0, "softcap": 0.0, "output_mask": (True, True, False)}
-    given |= {"sort_vocabulary": True} | settings
-    loss = ScalarLoss(hidden, weight, None, target, None, norm, IGNORED, workspace=0, **given)
-    return hopper.total(loss), walks[0]
+    given |= {"sort_vocabulary": True, "workspace": 0} | settings
+    loss = ScalarLoss(hidden, weight, None, target, None, norm, IGNORED, **given)
+    engine = hopper_module if given["gradient_filter"] == "exact" else FILTERED
+
+    def total(loss: ScalarLoss) -> Any:
+        walks.append(engine.total(loss))
+        return walks[-1]
+
+    return Found(*walk.total(SimpleNamespace(total=total), loss)[:4]), walks[0]
 
 
 def _exact(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,9 +84,9 @@ def _exact(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tenso
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filter rows of few features, in pieces of 64 rows, two blocks each; the last is ragged."""
+    """Filter rows of few features, in blocks of 64 rows, two groups each; the last is ragged."""
     monkeypatch.setattr(gradient_filter, "LEAST_DEPTH", 8)
-    monkeypatch.setattr(hopper_module, "hopper_rows", lambda *sizes, **limits: 64)
+    monkeypatch.setattr(filtered, "filter_rows", lambda *sizes: 64)
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -102,12 +103,9 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 def test_no_row_loses_more_than_the_bound_of_mass(
     kind: str, ignored: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     inputs = _inputs(kind, ignored)
     tau = 2.0**-6
-    found, walk = _run(inputs, monkeypatch, gradient_filter="mass")
-    assert walk.filter is not None
-    assert bool((walk.filter.is_sparse[:, 0] == 1).all())
+    found, seen = _run(inputs, monkeypatch, gradient_filter="mass")
     away, hidden, weight = _exact(inputs)
     # The gradient of each row differs by a combination of weight rows whose amounts sum to tau, and
     # the same amount is restored on others.
@@ -116,15 +114,13 @@ def test_no_row_loses_more_than_the_bound_of_mass(
     count = int((inputs[2] != IGNORED).sum())
     lacks = (found.grad_hidden.double() * count - away @ weight).norm(dim=1)
     assert bool((lacks <= 2 * tau * weight.norm(dim=1).max() + 1e-5).all())
-    dropped = walk.filter.dropped
+    dropped = seen.dropped
     assert float(dropped.max()) <= tau
     # The gradient of each class lacks at most the mass that its rows drop, or gets that much more:
     # twice tau in all.
     lost = (found.grad_weight.double() * count - away.t() @ hidden).abs().sum()
     assert lost <= 2 * float((dropped.double() * hidden.abs().sum(1)).sum()) * 1.01 + 1e-3
-    share = int(walk.filter.active[:, 0].sum()) / (
-        -(-count // walk.filter.tile) * walk.filter.tiles
-    )
+    share = int(seen.active[:, 0].sum()) / (-(-count // seen.shapes.rows) * seen.tiles)
     assert share == 1 if kind == "flat" else share < 1
 
 
@@ -132,18 +128,16 @@ def test_no_row_loses_more_than_the_bound_of_mass(
 def test_block_drops_what_is_below_eps_in_all_rows_of_a_block(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     inputs, eps = _inputs(kind), 2.0**-7
-    found, walk = _run(inputs, monkeypatch, gradient_filter="block", filter_level=eps)
+    found, seen = _run(inputs, monkeypatch, gradient_filter="block", filter_level=eps)
     away, _, weight = _exact(inputs)
-    assert walk.filter is not None
     assert found.grad_hidden is not None
     # No element of eps or more is missing: without those below it, the rest is the lost mass.
     below = torch.where(away.abs() < eps, away.abs(), 0).sum(1)
     lacks = (found.grad_hidden.double() * ROWS - away @ weight).norm(dim=1)
     assert bool((lacks <= 2 * below * weight.norm(dim=1).max() + 1e-5).all())
-    assert bool((walk.filter.dropped <= below + 1e-5).all())
-    assert float(walk.filter.dropped.max()) > 0
+    assert bool((seen.dropped <= below + 1e-5).all())
+    assert float(seen.dropped.max()) > 0
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
@@ -153,27 +147,22 @@ def test_what_is_left_out_of_a_row_is_put_on_what_stays(
     how: str, level: float, scale: float, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A feature with equal values in all classes shows the sum of a row of their gradients."""
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     hidden, weight, target = _inputs("plain", 0.3)
     hidden, weight = hidden / scale, torch.cat([weight, torch.ones(VOCAB, 8)], 1)
     hidden = torch.cat([hidden, torch.zeros(ROWS, 8)], 1)
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
     inputs = hidden, weight, target
-    found, walk = _run(inputs, monkeypatch, gradient_filter=how, filter_level=level, **given)
+    found, seen = _run(inputs, monkeypatch, gradient_filter=how, filter_level=level, **given)
     exact, _ = _run(inputs, monkeypatch, gradient_filter="exact", **given)
-    assert walk.filter is not None
     assert found.grad_hidden is not None
     assert exact.grad_hidden is not None
-    assert float(walk.filter.dropped.max()) > 1e-2
-    # In the last block: rows that keep almost no mass, or not the target, are not restored.
-    here = int(walk.filter.here)
-    assert walk.selection.order is not None
-    rows = walk.selection.order[walk.step :][walk.filter.rank[:here].long()].long()
-    is_restored = walk.filter.restore[:here] > 1.0001
+    assert float(seen.dropped.max()) > 1e-3
+    # Rows that keep almost no mass are not restored.
+    sums = (found.grad_hidden - exact.grad_hidden)[:, -8:] * int((target != IGNORED).sum())
+    sums = sums[seen.dropped > 1e-4].abs().amax(1)
+    is_restored = sums <= 1e-5 * abs(scale)
     assert float(is_restored.float().mean()) > 0.5
-    sums = (found.grad_hidden - exact.grad_hidden)[rows, -8:] * int((target != IGNORED).sum())
-    assert float(sums[is_restored].abs().max()) <= 1e-5 * abs(scale)
-    assert bool((sums[~is_restored].abs() <= 8 * level).all())
+    assert bool((sums <= 8 * level).all())
     # The head's gradient, summed over classes, is those sums times the rows.
     assert found.grad_weight is not None
     assert exact.grad_weight is not None
@@ -184,38 +173,24 @@ def test_what_is_left_out_of_a_row_is_put_on_what_stays(
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("capacity", [1 << 20, 3])
 @pytest.mark.parametrize(
-    ("mask", "dense_share"),
-    [
-        pytest.param((True, True, True), 1.0, id="all-packed"),
-        pytest.param((True, True, True), 0.0, id="all-dense"),
-        pytest.param((True, False, False), 1.0, id="hidden-packed"),
-        slow((True, False, False), 0.0, id="hidden-dense"),
-        slow((False, True, False), 1.0, id="weight-packed"),
-        pytest.param((False, True, False), 0.0, id="weight-dense"),
-    ],
+    "mask", [(True, True, True), (True, False, False), slow((False, True, False))]
 )
 def test_gradients_are_exact_where_nothing_may_be_lost(
-    mask: tuple[bool, bool, bool], dense_share: float, monkeypatch: pytest.MonkeyPatch
+    mask: tuple[bool, bool, bool], capacity: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bias, softcap, scale, weights of rows, ignored rows: all of T's epilogue, packed or not."""
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", dense_share)
+    """Bias, softcap, scale, weights of rows, ignored rows; tiles in one pass, or a few at a time."""
+    plain = filtered.filter_capacity
+    monkeypatch.setattr(filtered, "filter_capacity", lambda *a: min(plain(*a), capacity))
     hidden, weight, target = _inputs("plain", 0.3)
     source = torch.Generator().manual_seed(2)
     bias, weights = torch.randn(VOCAB, generator=source), torch.rand(ROWS, generator=source)
     norm = (target != IGNORED).sum()
     settings = IGNORED, 1.5, 20.0, 0, mask
     given = hidden, weight, bias, target, weights, norm, *settings
-    asked: list[tuple[bool, bool]] = []
-    plain = gradient_filter.Filter.add_products
-
-    def seen(*arguments: Any) -> tuple[bool, bool]:
-        asked.append(plain(*arguments))
-        return asked[-1]
-
-    monkeypatch.setattr(gradient_filter.Filter, "add_products", seen)
-    found = hopper.total(ScalarLoss(*given, "mass", 1e-7, True))
-    assert set(asked) == {mask[:2]}
+    run = walk.in_two_walks if mask[2] else walk.total
+    found = Found(*run(FILTERED, ScalarLoss(*given, "mass", 1e-7, True))[:4])
     wide = [part.double() for part in (hidden, weight, bias)]
     expected = reference.total(ScalarLoss(*wide, target, weights, norm, *settings))
     for one, other in zip(found, expected, strict=True):
@@ -224,15 +199,61 @@ def test_gradients_are_exact_where_nothing_may_be_lost(
             assert float((one.double() - other).norm()) <= 2e-5 * float(other.norm())
 
 
+def test_a_small_workspace_gives_the_same_bits_of_dc_in_more_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = _inputs("plain", 0.3)
+    once, first = _run(inputs, monkeypatch, gradient_filter="mass")
+    monkeypatch.setattr(filtered, "filter_capacity", lambda *_: 4)
+    often, second = _run(inputs, monkeypatch, gradient_filter="mass", workspace=1)
+    assert (first.passes, second.passes) == (1, 7)
+    assert once.grad_weight is not None
+    assert often.grad_weight is not None
+    assert once.grad_hidden is not None
+    assert torch.equal(once.grad_weight, often.grad_weight)
+    torch.testing.assert_close(often.grad_hidden, once.grad_hidden, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sorts", [True, False])
+def test_the_published_filter_drops_tiles_under_eps_and_puts_nothing_back(sorts: bool) -> None:
+    """Against the filter spelled out: tiles of 32 rows by 32 classes, by mean logit or as given."""
+    hidden, weight, target = _inputs("plain", 0.2)
+    target, eps = target.where(target == IGNORED, target % 3), 2.0**-2
+    inputs = hidden, weight, target
+    norm = (target != IGNORED).sum()
+    settings = IGNORED, 1.0, 0.0, 0, (True, True, False)
+    loss = ScalarLoss(hidden, weight, None, target, None, norm, *settings, "published", eps, sorts)
+    found = walk.in_two_walks(FILTERED, loss)
+    away, _, wide = _exact(inputs)
+    rows = (target != IGNORED).nonzero()[:, 0]
+    order = torch.arange(VOCAB)
+    if sorts:
+        order = (weight @ hidden.mean(0)).sort(stable=True).indices
+    kept = away[rows][:, order]
+    # A block of the walk has 64 rows.
+    for top in range(0, len(rows), 32):
+        for first in range(0, VOCAB, 32):
+            tile = kept[top : top + 32, first : first + 32]
+            tile *= bool((tile.abs() >= eps).any())
+    assert 0.1 < float((kept == 0).float().mean()) < 0.99
+    published = torch.zeros_like(away)
+    published[rows[:, None], order[None, :]] = kept
+    assert found.grad_hidden is not None
+    assert found.grad_weight is not None
+    torch.testing.assert_close(
+        found.grad_hidden.double() * norm, published @ wide, atol=2e-5, rtol=1e-4
+    )
+    of_weight = published.t() @ hidden.double()
+    torch.testing.assert_close(found.grad_weight.double() * norm, of_weight, atol=2e-5, rtol=1e-4)
+
+
 def _of_rows(
     inputs: tuple[Tensor, Tensor, Tensor],
     needs: tuple[bool, bool] = (True, True),
     of_lse: float = 1.0,
     **changes: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `hopper` by blocks of rows; nll and lse each have a separate
-    gradient.
-    """
+    """Return the gradients of rows; nll and lse each have a separate gradient."""
     knobs = Settings(IGNORED, 1.0, 0.0, True, False, "mass", 0, sort_vocabulary=True)
     knobs = knobs._replace(**changes)
     operands, source = Operands(*inputs[:2], None, inputs[2]), torch.Generator().manual_seed(4)
@@ -242,27 +263,33 @@ def _of_rows(
     nothing = torch.empty(0)
     grads = RowGradients(*cotangents, nothing, nothing)
     lse = (inputs[0] @ inputs[1].t()).logsumexp(-1)
-    return by_rows.backward(grads, operands, Saved(lse, nothing), knobs, (*needs, False))
+    saved, mask = Saved(lse, nothing), (*needs, False)
+    if knobs.gradient_filter == "exact":
+        return hopper.backward(grads, operands, saved, knobs, mask)
+    exact = SimpleNamespace(backward=hopper_module.BackwardByClasses)
+    made = Walks(exact).backward(grads, operands, saved, knobs, mask)
+    for block in made.blocks():
+        made.gradients(block)
+    found: tuple[Tensor | None, ...] = made.results()
+    return found
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize(
-    ("parts", "sorts", "dense_share", "of_lse"),
+    ("parts", "sorts", "of_lse"),
     [
-        ("both", True, 1.0, 1.0),
+        ("both", True, 1.0),
         # In half of the rows the target's element has the sign of the others.
-        ("both", True, 1.0, -1.0),
-        ("both", False, 1.0, 1.0),
-        ("hidden", True, 1.0, 1.0),
-        ("weight", True, 1.0, 1.0),
-        ("hidden", True, 0.0, 1.0),
+        ("both", True, -1.0),
+        ("both", False, 1.0),
+        ("hidden", True, 1.0),
+        ("weight", True, 1.0),
     ],
 )
 def test_a_filter_on_rows_leaves_out_what_it_may_of_the_gradients_that_it_is_asked_for(
-    dense_share: float, parts: str, sorts: bool, of_lse: float, monkeypatch: pytest.MonkeyPatch
+    parts: str, sorts: bool, of_lse: float
 ) -> None:
     """By |p - 1(target)| of a loss whose lse also has a gradient; zero in rows without one."""
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", dense_share)
     inputs, tau = _inputs("plain", 0.2), 2.0**-3
     exact = _of_rows(inputs, gradient_filter="exact", of_lse=of_lse)
     given: dict[str, Any] = {"filter_level": tau, "filter_parts": parts, "of_lse": of_lse}
@@ -275,15 +302,13 @@ def test_a_filter_on_rows_leaves_out_what_it_may_of_the_gradients_that_it_is_ask
         assert filtered is not None
         lacks = (filtered - right).norm(dim=1)
         assert bool((lacks <= bound + 1e-4).all())
-        is_filtered = dense_share == 1 and parts in ("both", ("hidden", "weight")[place])
-        # Unordered columns are in tiles that all count.
-        assert (float(lacks.max()) > 1e-3) == (is_filtered and sorts)
+        is_filtered = parts in ("both", ("hidden", "weight")[place])
+        assert (float(lacks.max()) > 1e-3) == is_filtered
 
 
 def test_a_row_of_nan_spoils_what_it_spoils_without_a_filter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     hidden, weight, target = _inputs("plain")
     hidden[3] = torch.nan
     found, _ = _run((hidden, weight, target), monkeypatch, gradient_filter="mass")
@@ -297,16 +322,13 @@ def test_a_row_of_nan_spoils_what_it_spoils_without_a_filter(
 def test_ids_in_any_order_give_like_tiles_and_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     hidden, weight, target = _inputs("flat among peaked")
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
     moved = torch.empty_like(order).scatter_(0, order, torch.arange(VOCAB))[target]
     given = {"gradient_filter": "block", "filter_level": 2.0**-7}
     one, first = _run((hidden, weight, target), monkeypatch, **given)
     other, second = _run((hidden, weight[order], moved), monkeypatch, **given)
-    assert first.filter is not None
-    assert second.filter is not None
-    counts = [int(walk.filter.active[:, 0].sum()) for walk in (first, second) if walk.filter]
+    counts = [int(each.active[:, 0].sum()) for each in (first, second)]
     assert min(counts) > 0
     assert max(counts) <= 1.25 * min(counts)
     for a, b in ((one.grad_hidden, other.grad_hidden), (one.grad_weight, other.grad_weight)):
@@ -328,7 +350,6 @@ def test_runs_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_filter_leaves_out_is_measured_where_the_inputs_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     monkeypatch.setattr(filter_activity, "engine_for", lambda *_: "hopper")
     monkeypatch.setattr(filter_activity, "DTYPES", (torch.float32,))
     devices: list[torch.device] = []
@@ -341,10 +362,9 @@ def test_what_a_filter_leaves_out_is_measured_where_the_inputs_are(
     monkeypatch.setattr(filter_activity, "on_device", entered)
     inputs = _inputs("plain", 0.3)
     found = filter_activity.measure(*inputs)
-    _, walk = _run(inputs, monkeypatch, gradient_filter="mass")
-    assert walk.filter is not None
+    _, seen = _run(inputs, monkeypatch, gradient_filter="mass")
     assert devices == [inputs[0].device]
-    assert torch.equal(found.dropped, walk.filter.dropped)
+    assert torch.equal(found.dropped, seen.dropped)
     assert 0 < found.active < 1
 
 
@@ -353,14 +373,12 @@ def test_what_a_filter_leaves_out_is_measured_where_the_inputs_are(
 def test_the_bound_of_mass_is_of_probabilities_whatever_logits_are_multiplied_with(
     scale: float, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     hidden, weight, target = _inputs("plain", 0.2)
     inputs, tau = (hidden / scale, weight, target), 2.0**-5
     given = {"scale": scale, "softcap": softcap}
-    found, walk = _run(inputs, monkeypatch, gradient_filter="mass", filter_level=tau, **given)
+    found, seen = _run(inputs, monkeypatch, gradient_filter="mass", filter_level=tau, **given)
     exact, _ = _run(inputs, monkeypatch, gradient_filter="exact", **given)
-    assert walk.filter is not None
-    assert tau / 16 < float(walk.filter.dropped.max()) <= tau
+    assert tau / 16 < float(seen.dropped.max()) <= tau
     assert found.grad_hidden is not None
     assert exact.grad_hidden is not None
     lacks = (found.grad_hidden - exact.grad_hidden).norm(dim=1) * (target != IGNORED).sum()
@@ -370,22 +388,19 @@ def test_the_bound_of_mass_is_of_probabilities_whatever_logits_are_multiplied_wi
 def test_what_a_walk_holds_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when Python looks for cycles: autograd copies a gradient that somebody else holds."""
     held: list[weakref.ref[Any]] = []
-    plain = gradient_filter.Filter.add_products
+    plain = FilteredTotal.results
 
-    def seen(
-        self: gradient_filter.Filter, walk: hopper_module.ByRows, *given: Any
-    ) -> tuple[bool, bool]:
-        held.extend(weakref.ref(each) for each in (self, walk, walk.x, walk.grad_weight))
-        return plain(self, walk, *given)
+    def seen(self: FilteredTotal) -> Any:
+        held.extend(weakref.ref(each) for each in (self, self.packed, self.grad_weight))
+        return plain(self)
 
-    monkeypatch.setattr(gradient_filter.Filter, "add_products", seen)
+    monkeypatch.setattr(FilteredTotal, "results", seen)
     hidden, weight, target = _inputs("plain")
     settings = IGNORED, 1.0, 0.0, 0, (True, True, False)
     gc.disable()
     try:
-        found = hopper.total(
-            ScalarLoss(hidden, weight, None, target, None, None, *settings, "mass")
-        )
+        loss = ScalarLoss(hidden, weight, None, target, None, None, *settings, "mass")
+        found = walk.total(FILTERED, loss)
         left = [each() for each in held if each() is not None]
         assert held
         assert all(each is found.grad_weight for each in left)
@@ -397,7 +412,6 @@ def test_what_a_walk_holds_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_ragged_sizes_and_ignored_rows_lose_nothing_at_a_level_of_nothing(
     rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     source = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, DEPTH, generator=source) for size in (rows, vocab))
     for target in (torch.randint(vocab, (rows,), generator=source), torch.full((rows,), IGNORED)):

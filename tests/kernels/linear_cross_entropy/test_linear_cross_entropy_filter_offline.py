@@ -1,4 +1,4 @@
-"""The filter on pieces of `hopper` compiled for GPUs that are not there: no spills, room enough."""
+"""A filter's kernels compiled for GPUs that are not there: no spills, room enough."""
 
 from __future__ import annotations
 
@@ -11,56 +11,62 @@ from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-CAPABILITIES = gpus(80, 90, 100)
-HALVES = ("x_ptr", "packed_ptr", "weight_ptr", "grad_weight_ptr", "grad_hidden_ptr", "hidden_ptr")
-HALVES += ("ranked_ptr",)
-FLOATS = ("part_ptr", "level_ptr", "score_ptr", "sums_ptr", "stats_ptr", "base_ptr", "light_ptr")
-FLOATS += ("inverse_ptr", "dropped_ptr", "row_scale_ptr", "row_values_ptr", "lost_ptr", "stays_ptr")
-FLOATS += ("rest_ptr", "restore_ptr")
-WIDTHS = {"word_ptr": "*i16", "column_order_ptr": "*i64"}
+CAPABILITIES = gpus(80, 89, 90, 100, 120)
+HALVES = ("sample_ptr", "packed_ptr", "weight_ptr", "grad_weight_ptr", "grad_hidden_ptr")
+HALVES += ("hidden_ptr", "products_ptr")
+FLOATS = ("base_ptr", "light_ptr", "share_ptr", "of_bias_ptr", "score_ptr", "part_ptr", "stats_ptr")
+FLOATS += ("target_logit_ptr", "bias_part_ptr", "factor_ptr", "level_ptr", "scale_ptr", "nll_ptr")
+FLOATS += ("at_target_ptr", "dropped_ptr", "values_ptr", "sums_ptr")
+WIDTHS = {"word_ptr": "*i16", "column_order_ptr": "*i64", "rank_ptr": "*i64"}
+PLAIN = {"HAS_BIAS": False, "HAS_KEPT": True, "HAS_SOFTCAP": False}
 LEVELS = {"TILE": 128, "LEVELS": 32, "STEP": 0.3125}
-STRIPS = {"BLOCK": 64, "STAGES": 3, "UPCAST": False}
 HELPERS = {
-    "weigh": ({"HAS_KEPT": True, "ROWS": 8, "TILES": 128}, 4),
-    "weigh_rows": ({"HAS_KEPT": True, "BLOCK": 4096}, 4),
-    "rank": ({"BLOCK": 16, "OTHERS": 256}, 4),
-    "score": ({**LEVELS, **STRIPS, "SUMS": True}, 4),
-    "score by the most": ({**LEVELS, **STRIPS, "LEVELS": 16, "STEP": 0.0, "SUMS": False}, 4),
-    "level": ({**LEVELS, "SOME": 8, "CHUNKS": 8}, 4),
-    "word": ({**LEVELS, "BLOCK": 512}, 4),
+    "sample": ({"BLOCK": 1024}, 4),
+    "estimate": ({**PLAIN, "SAMPLE": 2048, "HAS_LSE": False, "SUMS": True, "BLOCK": 1024}, 8),
+    "check": ({**PLAIN, "ROWS": 128}, 4),
+    "level": ({**PLAIN, **LEVELS, "HAS_LSE": False, "RESTORE": True}, 4),
+    "level of rows": ({**PLAIN, **LEVELS, "HAS_LSE": True, "RESTORE": True}, 4),
+    "share": ({"BLOCK": 512}, 4),
+    "word": ({"BLOCK": 512}, 4),
     "tile": ({"TILE": 128}, 1),
     "list": ({"BLOCK": 512}, 4),
-    "pack": ({"TILE": 128, "BLOCK": 64, "STRIPS": 4}, 4),
-    "restore": ({"TILE": 128, "ROWS": 8, "PARTS": 128, "BLOCK": 256}, 4),
-    "rows": ({"BLOCK": 1024}, 4),
+    "rows": ({"HAS_KEPT": True, "BLOCK": 1024}, 4),
 }
+# Bytes of stack of the kernels whose epilogues keep all registers busy.
+STACKS = {"score": 64, "fill": 32}
 
 
-def _compile(capability: int, name: str, constants: dict[str, Any], warps: int, stages: int) -> Any:
+def _compile(capability: int, name: str, constants: dict[str, Any], *absent: str) -> Any:
     from memeff_compile.kernels.linear_cross_entropy import gradient_filter_kernels
+    from memeff_compile.kernels.linear_cross_entropy.shapes import filter_shapes_of
 
-    columns = constants.get("BN", 128)
+    shapes = filter_shapes_of(132, is_hopper=capability == 90)
+    rows, columns, products, step = shapes[:4]
+    more = {"score": shapes.scoring, "fill": shapes.filling, "products": shapes.multiplying}
+    constants = {**constants, **(more[name]() if name in more else {})}
+    options = {key: constants.pop(key) for key in list(constants) if key.startswith("num_")}
     blocks = {
-        "packed_by_step_desc": (64, 128),
-        "packed_by_tile_desc": (128, 64),
-        "ranked_desc": (64, columns),
+        "hidden_desc": (rows, step),
+        "weight_desc": (columns, step),
+        "packed_by_row_desc": (rows, step),
+        "packed_by_step_desc": (step, rows),
+        "ranked_desc": (step, products),
     }
 
     def type_of(argument: str) -> str | None:
+        if argument in absent:
+            return None
         if argument in blocks:
             return f"tensordesc<bf16[{', '.join(map(str, blocks[argument]))}]>"
         if argument.endswith("_ptr"):
             kind = "bf16" if argument in HALVES else "fp32" if argument in FLOATS else "i32"
             return WIDTHS.get(argument, f"*{kind}")
-        return "fp32" if argument in ("scale", "highest", "limit") else "i32"
+        return "fp32" if argument in ("scale", "softcap", "highest", "limit") else "i32"
 
-    name = name.split()[0]
     kernel = getattr(gradient_filter_kernels, f"_linear_cross_entropy_filter_{name}_kernel")
-    aligned = ("depth", "width", "columns_here")
+    aligned = ("depth",)
     return compile_for(
-        *(capability, kernel, constants, type_of, lambda argument: argument in aligned),
-        num_warps=warps,
-        num_stages=stages,
+        *(capability, kernel, constants, type_of, lambda argument: argument in aligned), **options
     )
 
 
@@ -68,33 +74,46 @@ def _compile(capability: int, name: str, constants: dict[str, Any], warps: int, 
 @pytest.mark.parametrize("name", HELPERS)
 def test_helpers_compile_within_the_limits(name: str, capability: int) -> None:
     constants, warps = HELPERS[name]
-    ptx = within_limits(_compile(capability, name, constants, warps, 3), capability)
-    # The next scores are being loaded.
-    assert not name.startswith("score") or "cp.async" in ptx
-    # X is multiplied where it lies in shared memory.
-    assert (
-        not name.startswith("score")
-        or capability != 90
-        or "ldmatrix.sync.aligned.m8n8.x4" not in ptx
+    absent = ("bias_ptr", *(("nll_ptr",) if constants.get("HAS_LSE") else ()))
+    within_limits(
+        _compile(capability, name.split()[0], {**constants, "num_warps": warps}, *absent),
+        capability,
     )
-    # A column of a block is written as one run.
-    assert name != "pack" or re.search(r"st\.global\.v4\.b32", ptx)
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("has_again", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_scores_compile_within_the_limits(has_again: bool, capability: int) -> None:
+    constants = {**PLAIN, **LEVELS, "SUMS": True, "HAS_AGAIN": has_again, "HAS_SHARE": False}
+    constants |= {"NEEDS_BIAS": False, "WHOLE": False}
+    absent = ["bias_ptr", "share_ptr", "of_bias_ptr", "bias_part_ptr"]
+    absent += [] if has_again else ["again_ptr"]
+    compiled = _compile(capability, "score", constants, *absent)
+    ptx = within_limits(compiled, capability, stack=STACKS["score"])
+    if capability == 90:
+        assert "wgmma.mma_async" in ptx
+        assert "cp.async.bulk.tensor" in ptx
+    # No result depends on the order of programs.
+    assert "atom." not in ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_logits_of_tiles_compile_within_the_limits(capability: int) -> None:
+    constants = {**PLAIN, "TILE": 128, "HAS_SHARE": False, "WHOLE": False}
+    compiled = _compile(capability, "fill", constants, "bias_ptr", "share_ptr")
+    ptx = within_limits(compiled, capability, stack=256 if capability == 100 else STACKS["fill"])
+    # Rows of the weight are gathered ahead of the sum.
+    assert "cp.async.c" in ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
-def test_products_compile_within_the_limits(needs: tuple[bool, bool]) -> None:
-    from memeff_compile.kernels.linear_cross_entropy.shapes import (
-        filter_constants,
-        filter_shapes,
-        shapes_for_programs,
-    )
-
-    shapes = filter_shapes(shapes_for_programs(132))
-    constants = {"NEEDS_HIDDEN": needs[0], "NEEDS_WEIGHT": needs[1]}
-    constants |= filter_constants(shapes)
-    ptx = within_limits(_compile(90, "products", constants, shapes.warps, shapes.stages), 90)
-    assert "wgmma.mma_async" in ptx
-    assert "cp.async.bulk.tensor" in ptx
+def test_products_compile_within_the_limits(needs: tuple[bool, bool], capability: int) -> None:
+    constants = {"TILE": 128, "NEEDS_HIDDEN": needs[0], "NEEDS_WEIGHT": needs[1]}
+    ptx = within_limits(_compile(capability, "products", constants), capability, stack=32)
+    if capability == 90:
+        assert "wgmma.mma_async" in ptx
+        assert "cp.async.bulk.tensor" in ptx
     # Rows of the weight are gathered ahead of the sum.
     assert not needs[0] or "cp.async.cg" in ptx
     # Programs count tiles with atomics; results are never added in varying order.

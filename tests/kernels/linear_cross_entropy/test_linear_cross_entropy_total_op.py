@@ -291,6 +291,12 @@ def test_it_serves_gpus_that_have_its_kernels_and_filters_there_alone(
         assert makes_gradients_in_forward(cpu, torch.bfloat16, 8, gradient_filter="mass")
         one = {"gradient_filter": "mass", "filter_parts": "hidden"}
         assert not makes_gradients_in_forward(cpu, torch.bfloat16, 8, **one)
+        # The published filter compares probabilities, which need the log-sum-exp.
+        published = {"gradient_filter": "published"}
+        assert not makes_gradients_in_forward(cpu, torch.bfloat16, 2048, **published)
+        minimal = {"workspace": 1, "gradient_filter": "mass"}
+        assert makes_gradients_in_forward(cpu, torch.bfloat16, 2048, **minimal)
+        assert not makes_gradients_in_forward(cpu, torch.bfloat16, 8, **minimal)
     measured_forward(monkeypatch)
     assert makes_gradients_in_forward(cpu, fp32, 8)
     assert not makes_gradients_in_forward(cpu, torch.float16, 8)
@@ -362,10 +368,12 @@ def test_both_ops_agree() -> None:
 
 @pytest.mark.parametrize(
     ("depth", "vocab", "is_filtered"),
-    [(2048, 32000, True), (2047, 131_071, False), (896, 151_936, True), (895, 262_144, False)],
+    [
+        *((2048, 32000, True), (2040, 131_071, False), (2052, 32000, False)),
+        *((896, 151_936, True), (888, 262_144, False)),
+    ],
 )
 def test_a_filter_runs_where_it_pays(depth: int, vocab: int, is_filtered: bool) -> None:
-    assert gradient_filter.leaves_out("mass", depth, vocab, 0) == is_filtered
-    assert gradient_filter.leaves_out("block", depth, vocab, 0) == is_filtered
-    assert not gradient_filter.leaves_out("exact", depth, vocab, 0)
-    assert not gradient_filter.leaves_out("mass", depth, vocab, 64 << 20)
+    for each in ("mass", "block", "published"):
+        assert gradient_filter.leaves_out(each, depth, vocab) == is_filtered
+    assert not gradient_filter.leaves_out("exact", depth, vocab)

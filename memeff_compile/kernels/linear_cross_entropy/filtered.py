@@ -1,0 +1,504 @@
+"""Walks under a gradient filter: no logit is stored before it is known which classes count.
+
+Rows are ranked by an estimate of their mass in unlikely classes, from the logits of a sample of
+classes, and processed 128 at a time: a group. One pass over all classes computes statistics of the
+rows. The same pass scores each class in each group, by the sum (`mass`) or the largest (`block`) of
+the probabilities of its rows, and sums for each row the mass below each of 31 levels. `mass` takes
+the highest level at which every row loses at most tau; `block` has one level, eps. A target always
+counts.
+
+Classes are then ordered by the groups in which they count, so that most tiles of 128 x 128 are
+either full or empty, whatever the token ids. The logits of these tiles are computed again, a
+workspace of tiles at a time, and multiplied: 1 + 3a products of which a is the share of tiles that
+count. The order takes V numbers; rows of the weight and its gradient are read and written in place.
+
+The lost mass is redistributed over the kept classes in proportion, so each row's sum (target
+excluded) is unchanged. Otherwise the logits of dropped classes would rise, because no step pushes
+them down: each by little, but enough together to raise the loss after a hundred steps.
+
+`published` is the filter of the Cut Cross-Entropy paper: rows stay in their order, classes are
+ordered by their mean logits, a tile is dropped if every |p - 1(target)| in it is below eps, and
+nothing is redistributed. It has to know the log-sum-exps before.
+
+The kernels use no feature of one GPU alone. Losses and bias gradients are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._triton.launch import Launches
+from . import gradient_filter_kernels as kernels
+from . import hopper_kernels
+from .call import (
+    Gradients,
+    LossAndGradients,
+    Operands,
+    RowGradients,
+    Saved,
+    ScalarLoss,
+    Settings,
+)
+from .gradient_filter import LEVELS, ROUNDING, STEP, filter_level
+from .hopper import Selection, _aligned, _gather, _row_values, select_rows, tiles_of
+from .shapes import (
+    FilterShapes,
+    filter_capacity,
+    filter_rows,
+    filter_shapes_for,
+    filter_splits,
+    row_block,
+)
+from .walk import Block, Differentiating, Statistics
+
+# Classes of a sample: targets of some rows, and classes that are spread over the vocabulary.
+LIKELY = SPREAD = 1024
+# Rows whose logits of the sample exist at one time.
+SAMPLED_ROWS = 2048
+# Rows that a program checks; classes of which one writes the words, and tiles that one lists.
+CHECKED, WORDS, LISTED = 128, 512, 512
+
+
+class Filtered(Differentiating):
+    """The buffers of a walk under a filter, and the launches for each of its blocks of rows."""
+
+    def __init__(
+        self,
+        given: Operands,
+        settings: Settings,
+        output_mask: Sequence[bool],
+        values: Tensor | None = None,  # (5, N), compact, of a call whose log-sum-exps are known
+    ) -> None:
+        hidden, weight, bias, target, *_ = given
+        self.hidden = hidden = _aligned(hidden)
+        self.weight, self.settings = weight, settings
+        self.bias = None if bias is None else bias.contiguous()
+        (self.extent, self.depth), self.vocab = hidden.shape, len(weight)
+        self.shapes: FilterShapes = filter_shapes_for(hidden.device)
+        tile = self.shapes.rows
+        self.step = filter_rows(self.extent, tile)
+        self.groups, self.tiles = self.step // tile, -(-self.vocab // tile)
+        column_tiles = -(-self.vocab // self.shapes.columns)
+        chunks = max(self.shapes.programs // self.groups, 1)
+        self.tiles_here = -(-column_tiles // chunks)
+        self.chunks = -(-column_tiles // self.tiles_here)
+        self.splits = filter_splits(self.step, self.depth, self.groups, self.shapes)
+        size = self.step, self.depth, self.vocab, hidden.element_size()
+        self.capacity = filter_capacity(*size, settings.workspace, self.splits, tile)
+        self.passes = -(-self.groups * self.tiles // self.capacity)
+        self.slots = self.capacity + self.groups
+
+        mode = settings.gradient_filter
+        self.is_mass, level = mode == "mass", filter_level(mode, settings.filter_level)
+        self.is_published = mode == "published"
+        self.level, self.limit = level, level * ROUNDING if self.is_mass else float("inf")
+        self.levels: dict[str, Any] = {"TILE": tile, "LEVELS": LEVELS, "STEP": STEP}
+        if not self.is_mass:
+            self.levels |= {"LEVELS": 16, "STEP": 0.0}
+        self.cap = settings.scale, settings.softcap
+        of_hidden, of_weight, of_bias = output_mask[:3]
+        self.described: dict[tuple[Any, ...], Any] = {}
+        sizes = (*hidden.shape, self.vocab, type(self), tuple(output_mask), settings)
+        self.launch = Launches(*sizes, hidden.device, target.dtype)
+        compact = select_rows(target, settings, self.launch)
+        self.is_compact = compact.kept is not None
+        new = torch.zeros_like if self.is_compact else torch.empty_like
+        self.flags = {
+            "HAS_BIAS": bias is not None,
+            "HAS_KEPT": True,
+            "HAS_SOFTCAP": settings.softcap > 0,
+        }
+        self.has_lse = values is not None
+        self.base = self.floats(self.extent)
+        self.share: Tensor | None = None
+        self.factor: Tensor | None = None
+        self.selection = self._ranked(compact, target, values)
+        self.grad_hidden = new(hidden) if of_hidden else None
+        self.grad_weight = torch.empty_like(weight) if of_weight else None
+        self.bias_sums: Tensor | None = None
+        if of_bias and bias is not None:
+            self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
+
+        levels, floats, ints = self.levels["LEVELS"], self.floats, self.ints
+        self.rows = hidden.new_empty((self.step, self.depth))
+        self.scaled = torch.empty_like(self.rows) if of_weight else None
+        self.score = floats(self.groups, self.vocab)
+        self.bias_part = None if self.bias_sums is None else torch.empty_like(self.score)
+        self.part = floats(self.groups, self.chunks, levels, tile)
+        self.stats = floats(2, self.chunks, self.step)
+        self.target_logit, self.scale = floats(self.step), floats(self.step)
+        self.at_target, self.group_level = floats(self.step), floats(self.groups)
+        self.word = hidden.new_empty(self.vocab, dtype=torch.int16)
+        self.column_order: Tensor | None = None
+        self.tile_word, self.tile_start = ints(self.tiles), ints(self.tiles + 1)
+        # Each pass and block has multiples of 16 bytes, so that all use the same compiled kernel.
+        self.group_start = ints(self.passes, -(-(self.groups + 1) // 4) * 4)
+        self.pass_tile = ints(self.passes, 4)
+        self.slots = -(-self.slots // 4) * 4
+        self.slot_tile = ints(self.passes, self.slots)
+        self.tile_slot, self.tile_group = ints(2, self.groups * self.tiles)
+        self.slot_column = ints(self.slots * tile)
+        self.packed = hidden.new_empty((self.slots * tile, tile))
+        self.sums = floats(self.splits, self.step, self.depth) if of_hidden else None
+        blocks = -(-self.extent // self.step)
+        self.active = ints(blocks, 4)
+        self.counters = hidden.new_zeros((blocks, self.passes + 1, 4), dtype=torch.int32)
+        self.dropped = hidden.new_zeros(self.extent, dtype=torch.float32)
+        self.nll: Tensor | None = None
+        self.of_rows: Tensor | None = None
+
+    def run(self, name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """Launch the filter's kernel of a step."""
+        kernel = getattr(kernels, f"_linear_cross_entropy_filter_{name}_kernel")
+        self.launch(kernel, grid, *arguments, **constants)
+
+    def floats(self, *sizes: int) -> Tensor:
+        """Return an uninitialised fp32 tensor of these sizes."""
+        return self.hidden.new_empty(sizes, dtype=torch.float32)
+
+    def ints(self, *sizes: int) -> Tensor:
+        """Return an uninitialised int32 tensor of these sizes."""
+        return self.hidden.new_empty(sizes, dtype=torch.int32)
+
+    def tiles_of(self, matrix: Tensor, rows: int, columns: int) -> Any:
+        """Return a descriptor of a matrix for tiles of this shape, cached for all blocks."""
+        key = id(matrix), rows, columns
+        if key not in self.described:
+            self.described[key] = tiles_of(matrix, rows, columns)  # holds the matrix
+        return self.described[key]
+
+    def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
+        """Return the rows that count in the order of their estimated mass in unlikely classes.
+
+        Write their bases in this order too.
+        """
+        rows, vocab, depth = self.extent, self.vocab, self.depth
+        as_given = torch.arange(rows, device=target.device) if self.is_published else None
+        if as_given is not None and values is not None:
+            return self._selected(compact, as_given, values[0], values)
+        likely, spread = min(LIKELY, rows), min(SPREAD, vocab)
+        block = row_block(depth, self.shapes)
+        sample = self.hidden.new_empty((likely + spread, depth))
+        classes = self.ints(likely + spread)
+        self.run(
+            "sample",
+            (likely + spread,),
+            *(self.weight, target.contiguous(), sample, classes),
+            *(rows, vocab, depth, likely, spread),
+            BLOCK=block,
+        )
+        place = compact.place
+        if place is None:
+            place = torch.arange(rows, device=target.device, dtype=torch.int32)
+        base = self.floats(rows) if values is None else values[0]
+        light = self.floats(rows).fill_(float("inf"))
+        for first in range(0, rows, SAMPLED_ROWS):
+            part = self.hidden[first : first + SAMPLED_ROWS]
+            self.run(
+                "estimate",
+                (len(part),),
+                *(part @ sample.t(), self.hidden, self.hidden.stride(0), self.weight, self.bias),
+                *(classes, compact.target, place, base, light),
+                *(first, vocab, depth, likely, spread, *self.cap),
+                SAMPLE=1 << (likely + spread - 1).bit_length(),
+                HAS_LSE=values is not None,
+                SUMS=self.is_mass,
+                BLOCK=block,
+                num_warps=8,
+                **self.flags,
+            )
+        rank = light.sort(stable=True).indices if as_given is None else as_given
+        return self._selected(compact, rank, base, values)
+
+    def _selected(
+        self, compact: Selection, rank: Tensor, base: Tensor, values: Tensor | None
+    ) -> Selection:
+        """Return the rows in an order, and write their bases in it."""
+        rows, kept = self.extent, compact.kept
+        if kept is None:
+            kept = compact.target.new_full((1,), rows)
+        order = rank.to(torch.int32) if compact.order is None else compact.order[rank]
+        if values is None:
+            self.base = base[rank]
+        else:
+            self.share, self.factor = self.floats(rows), self.floats(2, rows)
+            self.run(
+                "share",
+                (-(-rows // WORDS),),
+                *(values, rank, kept, self.base, self.share, self.factor, rows),
+                BLOCK=WORDS,
+            )
+        return Selection(compact.target[rank], order, None, kept)
+
+    def choose(self, block: Block) -> None:
+        """Compute statistics of a block of rows, and which classes count in each of its groups."""
+        first, here = block.first, block.stop - block.first
+        _gather(self.hidden, self.rows, self.selection, first, self.shapes, self.launch)
+        again = self.counters[block.number, self.passes]
+        self._score(first, None)
+        if not self.has_lse:
+            self.run(
+                "check",
+                (-(-here // CHECKED),),
+                *(self.stats, self.base, again, self.selection.kept, first, self.step, self.chunks),
+                ROWS=CHECKED,
+                **self.flags,
+            )
+            self._score(first, again)
+        factor = self.of_rows if self.factor is None else self.factor
+        self.run(
+            "level",
+            (self.groups,),
+            *(self.part, self.stats, self.base, self.target_logit, self.selection.target),
+            *(self.selection.order, self.selection.kept, factor, self.group_level),
+            *(self.scale, self.at_target, self.nll, self.dropped),
+            *(first, self.step, self.extent, self.chunks, self.vocab, self.level, self.limit),
+            *self.cap,
+            HAS_LSE=self.has_lse,
+            RESTORE=not self.is_published,
+            **self.levels,
+            **self.flags,
+        )
+        if self.bias_sums is not None and self.bias_part is not None:
+            groups = -(-here // self.shapes.rows)
+            rows_here = self.selection.kept
+            assert rows_here is not None
+            counted = torch.arange(groups, device=rows_here.device) * self.shapes.rows + first
+            part = self.bias_part[:groups]
+            is_group = (counted < rows_here)[:, None]
+            self.bias_sums += part.where(is_group, torch.zeros_like(part)).sum(0)
+
+    def _score(self, first: int, again: Tensor | None) -> None:
+        shapes = self.shapes
+        self.run(
+            "score",
+            (self.groups, self.chunks),
+            self.tiles_of(self.rows, shapes.rows, shapes.step),
+            self.tiles_of(self.weight, shapes.columns, shapes.step),
+            *(self.bias, self.selection.target, self.selection.kept, again, self.base),
+            *(self.share, self.factor if self.bias_part is not None else None),
+            *(self.score, self.part, self.stats, self.target_logit, self.bias_part),
+            *(first, self.step, self.vocab, self.depth, self.extent, self.tiles_here, self.level),
+            *self.cap,
+            SUMS=self.is_mass,
+            HAS_AGAIN=again is not None,
+            HAS_SHARE=self.share is not None,
+            NEEDS_BIAS=self.bias_part is not None,
+            WHOLE=self.is_published,
+            **self.levels,
+            **self.flags,
+            **shapes.scoring(),
+        )
+
+    def gradients(self, block: Block) -> None:
+        """List the tiles that count, and add their products to the gradients."""
+        self._list(block.number)
+        first, here = block.first, block.stop - block.first
+        shapes, tile, scaled = self.shapes, self.shapes.rows, self.scaled
+        if scaled is not None:
+            self.launch(
+                hopper_kernels._linear_cross_entropy_hopper_scale_rows_kernel,
+                (min(-(-here // tile) * tile, self.step),),
+                *(self.rows, self.depth, self.scale, self.selection.kept, scaled),
+                *(first, self.step, self.depth),
+                PAD=tile,
+                BLOCK=row_block(self.depth, shapes),
+                **self.flags,
+            )
+        if self.grad_hidden is None and self.grad_weight is None:
+            return
+        for number in range(self.passes):
+            self._fill(first, number)
+            self._multiply(block, number)
+        if self.sums is not None:
+            self.run(
+                "rows",
+                (here,),
+                *(self.sums, self.grad_hidden, self.selection.order, self.selection.kept),
+                *(self.scale, first, self.step, self.splits, self.depth),
+                BLOCK=min(1024, row_block(self.depth, shapes)),
+                HAS_KEPT=True,
+            )
+
+    def _list(self, number: int) -> None:
+        self.run(
+            "word",
+            (-(-self.vocab // WORDS),),
+            *(self.score, self.group_level, self.word, self.groups, self.vocab),
+            BLOCK=WORDS,
+        )
+        self.words = self.word
+        if self.is_published and self.settings.sort_vocabulary:
+            if self.column_order is None:
+                self.column_order = self._by_mean_logit()
+            self.words = self.word[self.column_order]
+        elif self.settings.sort_vocabulary:
+            self.words, self.column_order = torch.sort(self.word, stable=True)
+        elif self.column_order is None:
+            self.column_order = torch.arange(self.vocab, device=self.word.device)
+        self.run(
+            "tile",
+            (self.tiles,),
+            *(self.words, self.tile_word, self.vocab),
+            TILE=self.shapes.rows,
+            num_warps=1,
+        )
+        self.run(
+            "list",
+            (self.groups, self.passes),
+            *(self.tile_word, self.active[number], self.group_start, self.slot_tile),
+            *(self.pass_tile, self.tile_start, self.tile_slot, self.tile_group),
+            *(self.tiles, self.capacity, self.slots, self.group_start.shape[1]),
+            BLOCK=LISTED,
+        )
+
+    def _by_mean_logit(self) -> Tensor:
+        """Return the order of the classes by the mean of their logits, before a softcap."""
+        logits = self.weight @ self.hidden.mean(0)
+        if self.bias is not None:
+            logits = logits + self.bias
+        return logits.sort(stable=True).indices
+
+    def _fill(self, first: int, number: int) -> None:
+        shapes = self.shapes
+        self.run(
+            "fill",
+            (shapes.programs * shapes.per_processor,),
+            self.tiles_of(self.rows, shapes.rows, shapes.step),
+            *(self.weight, self.bias, self.packed, self.slot_column),
+            *(self.words, self.column_order, self.pass_tile[number], self.tile_start),
+            *(self.slot_tile[number], self.tile_slot, self.tile_group),
+            *(self.base, self.share, self.at_target, self.selection.target, self.selection.kept),
+            *(first, self.step, self.vocab, self.depth, *self.cap),
+            TILE=shapes.rows,
+            HAS_SHARE=self.share is not None,
+            WHOLE=self.is_published,
+            **self.flags,
+            **shapes.filling(),
+        )
+
+    def _multiply(self, block: Block, number: int) -> None:
+        shapes = self.shapes
+        tile, columns, step = shapes.rows, shapes.product_columns, shapes.step
+        ranked = self.rows if self.scaled is None else self.scaled
+        self.run(
+            "products",
+            (shapes.programs * shapes.per_processor,),
+            *(self.tiles_of(self.packed, tile, step), self.tiles_of(self.packed, step, tile)),
+            self.tiles_of(ranked, step, columns),
+            *(self.weight, self.grad_weight, self.sums, self.slot_column, self.column_order),
+            *(self.group_start[number], self.pass_tile[number], self.tile_start),
+            *(self.tile_slot, self.tile_group, self.counters[block.number, number]),
+            *(block.first, number, self.groups, self.splits, self.step, self.vocab, self.depth),
+            TILE=tile,
+            NEEDS_HIDDEN=self.grad_hidden is not None,
+            NEEDS_WEIGHT=self.grad_weight is not None,
+            **shapes.multiplying(),
+        )
+
+    def made(self) -> Gradients:
+        """Return the requested gradients, after the last block."""
+        sums = self.bias_sums
+        of_bias = None if sums is None else sums.to(self.bias)
+        return Gradients(self.grad_hidden, self.grad_weight, of_bias)
+
+
+class FilteredTotal(Filtered, Statistics):
+    """The walk of a loss that is one number: a row's log-sum-exp is estimated, and then known."""
+
+    def __init__(self, given: ScalarLoss) -> None:
+        super().__init__(Operands(*given[:4]), given.settings, given.output_mask)
+        self.given, self.of_rows = given, given.row_gradients(torch.float32)
+        # Ignored rows, which no kernel writes, have a loss of zero.
+        new = torch.zeros_like if self.is_compact else torch.empty_like
+        self.nll = new(self.hidden[:, 0], dtype=torch.float32)
+
+    def statistics(self, block: Block) -> None:
+        self.choose(block)
+
+    def results(self) -> LossAndGradients:
+        assert self.nll is not None
+        return LossAndGradients(self.given.total_of(self.nll), *self.made())
+
+
+class FilteredBackward(Filtered):
+    """The backward pass of rows whose log-sum-exps are known."""
+
+    def __init__(
+        self,
+        grads: RowGradients,
+        given: Operands,
+        saved: Saved,
+        settings: Settings,
+        output_mask: Sequence[bool],
+    ) -> None:
+        selection = select_rows(given.target, settings)
+        values = _row_values(grads, saved, selection, settings)
+        super().__init__(given, settings, output_mask, values)
+
+    def gradients(self, block: Block) -> None:
+        self.choose(block)
+        super().gradients(block)
+
+    def results(self) -> Gradients:
+        return self.made()
+
+
+class Both(Differentiating):
+    """Two walks, one after the other, with one gradient each: a filter may be of one alone."""
+
+    def __init__(self, *walks: Any) -> None:
+        self.walks = walks
+
+    def blocks(self) -> Iterator[Block]:
+        for walk in self.walks:
+            self.now = walk
+            yield from walk.blocks()
+
+    def gradients(self, block: Block) -> None:
+        self.now.gradients(block)
+
+    def results(self) -> Gradients:
+        found = [walk.results() for walk in self.walks]
+        every = zip(*found, strict=True)
+        return Gradients(*(next((g for g in each if g is not None), None) for each in every))
+
+
+class Walks(NamedTuple):
+    """The walks of an engine under a filter, as a module of an engine has them."""
+
+    exact: Any  # the engine's module
+
+    @property
+    def forward(self) -> Any:
+        """The engine's own forward pass, which a filter does not change."""
+        return self.exact.forward
+
+    @property
+    def total(self) -> type[FilteredTotal]:
+        """The walk of a loss that is one number."""
+        return FilteredTotal
+
+    def backward(
+        self,
+        grads: RowGradients,
+        given: Operands,
+        saved: Saved,
+        settings: Settings,
+        output_mask: Sequence[bool],
+    ) -> Differentiating:
+        """Return the walk of gradients, of which a filter may drop parts of one or of both."""
+        parts, rest = settings.filter_parts, list(output_mask[:3])
+        if parts == "both":
+            return FilteredBackward(grads, given, saved, settings, output_mask)
+        place = ("hidden", "weight").index(parts)
+        mask = [wanted and at == place for at, wanted in enumerate(rest)]
+        rest[place] = False
+        walks = [FilteredBackward(grads, given, saved, settings, mask)] if any(mask) else []
+        if any(rest):
+            walks.append(self.exact.backward(grads, given, saved, settings, rest))
+        return Both(*walks)
