@@ -24,6 +24,7 @@ from ..kernels.library import direct_in_inductor
 from ..options import Options, key_of, or_off
 from ..passes import PASSES, in_order
 from ..passes.graph.cuts import compiled_in_pieces
+from .ahead import compile_ahead
 from .few_graphs import for_any_batch
 from .sharded_layers import compile_layers
 from .torch_loss import trace_torch_losses_whole
@@ -81,6 +82,8 @@ def _inner(trip: Trip) -> Callable[..., Any]:
         forward: Callable[..., Any] = gm.forward
         return forward
     tag = "".join(each.identity() for each in options.passes)
+    if options.inner == "inductor" and not torch.compiler.is_exporting():
+        compile_ahead(gm, trains=trip.outcome.report.training)
 
     def compile_one(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if options.inner == "aot_eager":

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...compat import is_fake
+
 
 @lru_cache(maxsize=1)
 def _runtime() -> Any:
@@ -64,11 +66,54 @@ def launcher(
     return launch
 
 
+class _Typed:
+    """The properties of a tensor without memory that Triton reads to compile a kernel for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self._strides = tensor.stride()
+        self._place = int(tensor.storage_offset()) * tensor.element_size()
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+    def data_ptr(self) -> int:
+        return self._place
+
+    def ptr_range(self) -> int:
+        return 0
+
+
+def typed(tensor: Tensor) -> Any:
+    """Return what Triton compiles a kernel for in place of a tensor that has no memory.
+
+    The kernel cannot run with it. Memory is assumed to start at a multiple of 16 bytes.
+    """
+    return _Typed(tensor)
+
+
+def is_typed(argument: Any) -> bool:
+    """Return whether an argument is a result of `typed`."""
+    return isinstance(argument, _Typed)
+
+
+def compile_only(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
+    """Compile a kernel for the current GPU, and the code that launches it, without running it."""
+    from triton.runtime import driver
+
+    compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+    if compiled is not None:
+        # It is compiled too, and stored on disk. The kernel is not loaded: another thread may be
+        # recording a CUDA graph.
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
 def described(tensor: Tensor, block: Sequence[int]) -> Any:
     """Return a descriptor of a matrix, with which the GPU loads tiles of shape `block`."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+    base = typed(tensor) if is_fake(tensor) else tensor
+    return TensorDescriptor(base, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def is_described(argument: Any) -> bool:
