@@ -1,10 +1,11 @@
-"""Triton kernels of our ops, compiled in threads while the inner compiler works.
+"""Kernels compiled early: those of our ops in threads, Inductor's in processes started in time.
 
-A kernel is compiled at its first launch, one after the other, once the compiled graph runs. Here
-each op of the rewritten graph, and its gradient, is called on tensors without memory right after
-the passes. Launches are noted instead of run, and the noted kernels are compiled in threads: most
-of Triton's time is spent in LLVM and ptxas, outside Python. The first launch then finds the
-compiled kernel. An op that cannot be called without data compiles its kernels later, as before.
+Triton compiles a kernel at its first launch, so that kernels of ours were compiled one after the
+other once the compiled graph ran. Here each op of the rewritten graph, and its gradient, is called
+on tensors without memory right after the passes. Launches are noted instead of run, and the noted
+kernels are compiled in threads: most of Triton's time is spent in LLVM and ptxas, outside Python.
+The first launch then finds the compiled kernel. An op that cannot be called without data compiles
+its kernels at their first launch, as before.
 """
 
 from __future__ import annotations
@@ -72,6 +73,15 @@ class Call(NamedTuple):
                 ones = [torch.empty_like(each) for each in results]
                 torch.autograd.grad(results, given, ones, allow_unused=True)
         return found
+
+
+def start_workers() -> None:
+    """Start Inductor's processes if this process uses a GPU: they take seconds to be ready."""
+    if torch.cuda.is_initialized():
+        try:
+            compat.start_compile_workers()
+        except Exception:  # Inductor starts them later
+            log.debug("memeff_compile: Inductor's processes were not started", exc_info=True)
 
 
 def calls_of(gm: GraphModule) -> list[Call]:

@@ -24,7 +24,7 @@ from ..kernels.library import direct_in_inductor
 from ..options import Options, key_of, or_off
 from ..passes import PASSES, in_order
 from ..passes.graph.cuts import compiled_in_pieces
-from .ahead import compile_ahead
+from .ahead import compile_ahead, start_workers
 from .few_graphs import for_any_batch
 from .sharded_layers import compile_layers
 from .torch_loss import trace_torch_losses_whole
@@ -58,6 +58,8 @@ def memeff(
     chosen = or_off(Options.parse(mode, options))
     for hooks in system.hooks():
         hooks.refuse(chosen)
+    if chosen.inner == "inductor":
+        start_workers()
     trip = Trip(gm, example_inputs, chosen)
     keep_transformers_losses_in_one_graph()
     trip.rewrite(in_order(PASSES, chosen.passes))
@@ -235,3 +237,4 @@ def reset() -> None:
 
 
 keep_transformers_losses_in_one_graph()
+start_workers()  # torch loads this module before it traces a model for it

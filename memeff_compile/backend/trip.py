@@ -117,7 +117,7 @@ class Trip:
     def _find_layers(self, info: GraphInfo) -> report.Record | None:
         """Split the graph between repeated layers; return the record of it."""
         try:
-            repeated = layers.repeated_layers(info)
+            repeated = layers.repeated_layers(info, is_generation=self._generates(info))
             if repeated.starts and self.reuses_memory:
                 repeated = layers.Repeated(why_not="cuda_graphs_of_inductor")
             found = layers.said(repeated)
@@ -125,6 +125,12 @@ class Trip:
             return layers.undecided(error)
         self.cuts = repeated.starts
         return found
+
+    def _generates(self, info: GraphInfo) -> bool:
+        """Return whether the graph is a recorded step of generation, or the prompt before steps."""
+        is_on_gpu = any(v is not None and v.is_cuda for v in map(info.tensor, info.placeholders))
+        fills_caches = is_on_gpu and bool(info.writes) and not info.needs_grad
+        return self.choice.roles is not None or fills_caches
 
     def _hand_over(self, info: GraphInfo) -> None:
         """Record the meaning of masks made here for later partitions of the model."""

@@ -107,7 +107,7 @@ def compare(model: nn.Module, x: Tensor, **tolerance: float) -> None:
     """
     model, x = model.double(), x.double()
     whole = [each.clone() for each in gradients(model, x, "off")]
-    found = gradients(model, x, "auto")
+    found = gradients(model, x, "on")
     torch.testing.assert_close(found, whole, **(tolerance or {"rtol": 1e-12, "atol": 1e-14}))
 
 
@@ -192,7 +192,7 @@ def test_layers_that_all_differ_stay_in_one_graph(compilations: list[int]) -> No
 
 def test_another_batch_is_served_by_one_more_graph_at_most(compilations: list[int]) -> None:
     model = Net(alike())
-    options = {"memeff.inner": "aot_eager", "memeff.regions": "auto"}
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "on"}
     compiled = torch.compile(copy.deepcopy(model), backend="memeff", options=options)
     for batch in (3, 5, 7, 11):
         x = torch.randn(batch, WIDTH)
@@ -279,7 +279,7 @@ def test_buffers_that_layers_write_are_written(compilations: list[int]) -> None:
     model = Net([Remembering() for _ in range(BLOCKS)])
     twin = copy.deepcopy(model)
     x = torch.randn(3, WIDTH)
-    found, expected = gradients(model, x, "auto"), gradients(twin, x, "off")
+    found, expected = gradients(model, x, "on"), gradients(twin, x, "off")
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(list(model.buffers()), list(twin.buffers()))
     assert len(compilations) == 3 + 1
@@ -322,7 +322,7 @@ class Storage(nn.Module):
 def test_layers_that_store_their_own_sizes_are_equal(compilations: list[int]) -> None:
     """Guards hold for later calls: lengths that differ are compiled again."""
     model = Storage().double()
-    options = {"memeff.inner": "aot_eager", "memeff.regions": "auto"}
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "on"}
     compiled = torch.compile(model, backend="memeff", options=options)
     x = torch.ones(1, WIDTH, dtype=torch.float64)
     said, counts = [], []
@@ -340,7 +340,7 @@ def test_layers_that_store_their_own_sizes_are_equal(compilations: list[int]) ->
 
 def test_verification_compares_the_whole(compilations: list[int]) -> None:
     model = Net(alike())
-    found = gradients(model, torch.randn(3, WIDTH), "auto", **{"memeff.verify": "raise"})
+    found = gradients(model, torch.randn(3, WIDTH), "on", **{"memeff.verify": "raise"})
     assert len(found) == 2 + 3 * BLOCKS + 4
 
 
@@ -353,17 +353,52 @@ def test_a_failing_search_leaves_the_graph_whole(
     model = Net(alike())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(repeated_layers, "_keys", fails)
-        gradients(model, torch.randn(3, WIDTH), "auto")
+        gradients(model, torch.randn(3, WIDTH), "on")
     assert "ZeroDivisionError: no layers" in records()["layers_failed"]
     assert len(compilations) == 1
 
 
-def test_layers_are_compiled_with_the_whole_unless_asked(compilations: list[int]) -> None:
-    torch.compile(Net(alike()), backend="memeff", options={"memeff.inner": "aot_eager"})(
-        torch.randn(3, WIDTH)
-    )
-    assert records() == {}
+def test_short_layers_are_compiled_with_the_whole(compilations: list[int]) -> None:
+    gradients(Net(alike()), torch.randn(3, WIDTH), "auto")
+    assert "a step this short" in records()["layers_are_short"]
     assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(("speed", "is_cut"), [(1e6, True), (1e9, False)])
+def test_long_layers_are_compiled_once_without_asking(
+    compilations: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    speed: float,
+    is_cut: bool,
+    checkpointed: bool,
+) -> None:
+    """A layer has 3 x 2 x 300 x 16^2 operations, and as many twice in the backward: 1.4e6."""
+    monkeypatch.setitem(repeated_layers.FASTEST, "cpu", speed / torch.get_num_threads())
+    gradients(
+        Net(alike(), "checkpointed" if checkpointed else "plain"), torch.randn(300, WIDTH), "auto"
+    )
+    assert ("repeated_layers" in records()) == is_cut
+    assert len(compilations) == (3 if is_cut else 1)
+
+
+def test_operations_of_frozen_weights_count_without_their_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+    count = repeated_layers._operations
+
+    def counted(info: Any) -> int:
+        counts.append(count(info))
+        return counts[-1]
+
+    monkeypatch.setattr(repeated_layers, "_operations", counted)
+    for frozen in (False, True):
+        net = Net(alike()).requires_grad_(not frozen)
+        gradients(net, torch.randn(8, WIDTH, requires_grad=True), "auto")
+    one = 2 * 8 * WIDTH**2 * 3 * BLOCKS
+    assert counts == [3 * one, 2 * one]
 
 
 def test_cuda_graphs_of_inductor_keep_layers_apart(
@@ -372,7 +407,7 @@ def test_cuda_graphs_of_inductor_keep_layers_apart(
     """Such a graph keeps the addresses of one layer's weights."""
     monkeypatch.setattr(Trip, "reuses_memory", True)
     x = torch.randn(3, WIDTH)
-    gradients(Net(alike()), x, "auto")
+    gradients(Net(alike()), x, "on")
     assert "a CUDA graph of its own" in records()["cuda_graphs_of_inductor"]
     assert len(compilations) == 1
     for reuses_memory, count in ((True, BLOCKS + 2), (False, 3)):
@@ -400,7 +435,7 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
         model.gradient_checkpointing_enable()
     ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     results = []
-    for regions in ("off", "auto"):
+    for regions in ("off", "on"):
         memeff_compile.reset()
         model.zero_grad()
         options = {"memeff.inner": "aot_eager", "memeff.regions": regions}
@@ -417,7 +452,7 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
 def test_a_llama_generates_as_without(compilations: list[int], cache: Any) -> None:
     ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     found = []
-    for regions in ("off", "auto"):
+    for regions in ("off", "on"):
         memeff_compile.reset()
         model = memeff_compile.compile(
             _llama().eval(), kv_cache=cache, inner="aot_eager", regions=regions
