@@ -165,9 +165,12 @@ def compiled_in_pieces(
         for node in piece.gives:
             slots[node] = len(slots)
         done = [n for n in {*piece.takes, *piece.gives} if last_use.get(n, place) <= place]
+        places = [
+            tuple(slots[node] for node in nodes)
+            for nodes in (piece.takes, piece.gives, [node for node in done if node not in kept])
+        ]
         updated = sum(is_updated_in_backward(compat.example_input(node)) for node in piece.takes)
-        nodes = piece.takes, piece.gives, [node for node in done if node not in kept]
-        steps.append(_Step(made[key], *(tuple(map(slots.__getitem__, n)) for n in nodes), updated))
+        steps.append(_Step(made[key], places[0], places[1], places[2], updated))
     created = [None] * (len(slots) - len(placeholders))
     returned = [slots[each] if isinstance(each, Node) else None for each in results]
 

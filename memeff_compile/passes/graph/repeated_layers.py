@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from ... import compat
+from ...kernels.device import gpu
 from ...report import Record
 from .cuts import Piece, block_of, candidates, crossed_by_tensors, is_size, size_inputs, split
 from .graph_info import GraphInfo, levels_of
@@ -26,7 +27,7 @@ from .structure import structure, with_names
 LEAST = 4
 """Equal layers from which cutting pays: fewer are compiled with the rest of the graph."""
 
-FASTEST = {"cuda": 1e15, "cpu": 1e11}
+FASTEST = {"cuda": 1e15, "blackwell": 2.5e15, "cpu": 1e11}
 """Floating-point operations per second that a GPU, or a thread of a CPU, does not exceed."""
 
 SHORTEST = {"cuda": {True: 1.5e-3, False: 0.5e-3}, "cpu": {True: 20e-3, False: 10e-3}}
@@ -107,15 +108,13 @@ def _borders(info: GraphInfo) -> list[Node]:
 def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
     """Return whether a call for each layer may slow down the graph by more than 1 %."""
     layers = len({block_of(node) for node in borders} - {""})
-    device = _device_of(info)
-    speed = FASTEST[device] * (torch.get_num_threads() if device == "cpu" else 1)
+    values = [value for value in map(info.tensor, info.placeholders) if value is not None]
+    on_gpu = next((value.device for value in values if value.is_cuda), None)
+    device = "cpu" if on_gpu is None else "cuda"
+    speed = FASTEST[device] * (torch.get_num_threads() if on_gpu is None else 1)
+    if on_gpu is not None and gpu(on_gpu).kind == "blackwell":
+        speed = FASTEST["blackwell"]
     return _operations(info) / layers / speed < SHORTEST[device][info.needs_grad]
-
-
-def _device_of(info: GraphInfo) -> str:
-    values = map(info.tensor, info.placeholders)
-    on_gpu = any(value is not None and value.is_cuda for value in values)
-    return "cuda" if on_gpu else "cpu"
 
 
 def _operations(info: GraphInfo) -> int:
