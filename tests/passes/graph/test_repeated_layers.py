@@ -239,6 +239,104 @@ def test_a_tensor_written_where_it_is_made_crosses_a_border(compilations: list[i
     assert len(compilations) == 1 + 3
 
 
+class Adapted(nn.Module):
+    """A frozen linear with a trained low-rank part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.low, self.up = (nn.Parameter(torch.randn(*s)) for s in ((2, WIDTH), (WIDTH, 2)))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + scale * torch.tanh(self.base(x) + x @ self.low.T @ self.up.T)
+
+
+class Experts(nn.Module):
+    """A router, and experts that each row is given to by weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        kept = weights * (weights > weights.mean(-1, keepdim=True))
+        return x + scale * sum(
+            kept[..., place, None] * expert(x) for place, expert in enumerate(self.experts)
+        )
+
+
+class Windowed(nn.Module):
+    """Attention in which a query sees so many keys before it."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window, self.products = window, nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        query, key, value = self.products(x)[None, None].chunk(3, -1)
+        apart = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        seen = (apart >= 0) & (apart < self.window)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        return x + scale * found[0, 0]
+
+
+class Recomputing(nn.Module):
+    """A layer that computes its inner part again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return torch.tanh(self.inner(x))
+
+        return x + scale * self.outer(checkpoint(inner, x, use_reentrant=False))
+
+
+class Pair(nn.Module):
+    """Two layers, which are recomputed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Block(), Block(width=32)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.two(self.one(x, scale), scale)
+
+
+LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], str, int]] = {
+    "low rank": (lambda: [Adapted() for _ in range(BLOCKS)], "plain", 1),
+    "experts": (lambda: [Experts() for _ in range(BLOCKS)], "plain", 1),
+    "windows": (lambda: [Windowed(3 if n % 2 else 9) for n in range(8)], "plain", 2),
+    "a checkpoint inside": (lambda: [Recomputing() for _ in range(BLOCKS)], "plain", 1),
+    "a checkpoint around two": (lambda: [Pair() for _ in range(BLOCKS)], "checkpointed", 1),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_of_each_kind_of_layer_are_those_of_the_whole(
+    compilations: list[int], kind: str
+) -> None:
+    make, how, kinds = LAYERS[kind]
+    layers = make()
+    compare(Net(layers, how), torch.randn(9, WIDTH))
+    counted = "1 kind" if kinds == 1 else f"{kinds} kinds"
+    assert records()["repeated_layers"].startswith(f"{len(layers)} layers of {counted}")
+
+
+def test_layers_of_compressed_weights_train_as_without(compilations: list[int]) -> None:
+    model = Net([Adapted() for _ in range(BLOCKS)]).bfloat16()
+    x = torch.randn(9, WIDTH).bfloat16()
+    memeff_compile.compress_(model, layers=["Linear"], skip=("first", "last"))
+    whole = [each.clone() for each in gradients(model, x, "off")]
+    found = gradients(model, x, "on")
+    torch.testing.assert_close(found, whole, rtol=0.02, atol=1e-3)
+    assert records()["repeated_layers"].startswith(f"{BLOCKS} layers of 1 kind")
+
+
 class Stacks(nn.Module):
     """An encoder and a decoder, with a norm between them."""
 
