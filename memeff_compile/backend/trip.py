@@ -128,9 +128,8 @@ class Trip:
 
     def _generates(self, info: GraphInfo) -> bool:
         """Return whether the graph is a recorded step of generation, or the prompt before steps."""
-        is_on_gpu = any(v is not None and v.is_cuda for v in map(info.tensor, info.placeholders))
-        fills_caches = is_on_gpu and bool(info.writes) and not info.needs_grad
-        return self.choice.roles is not None or fills_caches
+        said = "" if self.choice.record is None else self.choice.record.code
+        return self.choice.roles is not None or (said == "prefill" and bool(info.writes))
 
     def _hand_over(self, info: GraphInfo) -> None:
         """Record the meaning of masks made here for later partitions of the model."""
