@@ -590,8 +590,8 @@ class Options:
         "auto on off",
         "Compiles each distinct layer of a model once: the graph is cut between layers, and equal "
         "layers share one compiled function (docs/use/start.md). First calls take a fraction of "
-        "the time. `auto` does so if layers are large enough that steps are as fast, and in "
-        "generation on a GPU; `on` does so for all.",
+        "the time. `auto` does so if layers are large enough that steps are as fast, `on` for all "
+        "models of four equal layers or more.",
     )
     mode: str | None = _option(
         None,

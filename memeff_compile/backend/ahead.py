@@ -130,8 +130,10 @@ def _compile_kernel(launch: Launch, device: torch.device) -> None:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    count = max(1, min(MOST_THREADS, (os.cpu_count() or 2) // 2))
-    return ThreadPoolExecutor(count, "memeff kernels")
+    """Return the threads; they leave processors to Inductor, which the first step waits for."""
+    known = hasattr(os, "sched_getaffinity")
+    processors = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    return ThreadPoolExecutor(max(1, min(MOST_THREADS, processors - 1)), "memeff kernels")
 
 
 def _call_of(node: Node) -> Call | None:

@@ -117,7 +117,7 @@ class Trip:
     def _find_layers(self, info: GraphInfo) -> report.Record | None:
         """Split the graph between repeated layers; return the record of it."""
         try:
-            repeated = layers.repeated_layers(info, is_generation=self._generates(info))
+            repeated = layers.repeated_layers(info)
             if repeated.starts and self.reuses_memory:
                 repeated = layers.Repeated(why_not="cuda_graphs_of_inductor")
             found = layers.said(repeated)
@@ -125,11 +125,6 @@ class Trip:
             return layers.undecided(error)
         self.cuts = repeated.starts
         return found
-
-    def _generates(self, info: GraphInfo) -> bool:
-        """Return whether the graph is a recorded step of generation, or the prompt before steps."""
-        said = "" if self.choice.record is None else self.choice.record.code
-        return self.choice.roles is not None or (said == "prefill" and bool(info.writes))
 
     def _hand_over(self, info: GraphInfo) -> None:
         """Record the meaning of masks made here for later partitions of the model."""

@@ -50,18 +50,15 @@ class Repeated:
     why_not: str = ""  # a code; empty for graphs with few layers
 
 
-def repeated_layers(info: GraphInfo, *, is_generation: bool = False) -> Repeated:
-    """Find the equal layers of a whole graph after the passes.
-
-    `is_generation` is for a step that is replayed as a CUDA graph, which needs no host.
-    """
+def repeated_layers(info: GraphInfo) -> Repeated:
+    """Find the equal layers of a whole graph after the passes."""
     options = info.options
     if options.regions == "off" or options.inner == "eager" or info.parent is not None:
         return Repeated()
     borders = _borders(info)
     if len({block_of(node) for node in borders} - {""}) < LEAST:
         return Repeated()
-    if options.regions == "auto" and not is_generation and _are_short(info, borders):
+    if options.regions == "auto" and _are_short(info, borders):
         return Repeated(why_not="layers_are_short")
     if compat.inputs_from_other_graphs(info.gm):
         return Repeated(why_not="graph_of_ddp")

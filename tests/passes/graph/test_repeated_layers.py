@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile import compat
-from memeff_compile.backend import cuda_graphs, trip
 from memeff_compile.backend.trip import Trip
 from memeff_compile.passes.graph import repeated_layers
 from memeff_compile.passes.graph.structure import structure
@@ -560,26 +559,6 @@ def test_a_llama_generates_as_without(compilations: list[int], cache: Any) -> No
         found.append(model.generate(ids, max_new_tokens=4, do_sample=False, **given))
     assert torch.equal(*found)
     assert records()["repeated_layers"] == "5 layers of 1 kind, each kind compiled once"
-
-
-def test_layers_of_generation_on_a_gpu_are_shared_without_asking(
-    compilations: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps are replayed without Python, and a prompt runs once for many of them."""
-    monkeypatch.setattr(cuda_graphs, "DEVICES", ("cpu",))
-    monkeypatch.setattr(cuda_graphs, "INNERS", ("aot_eager",))
-    monkeypatch.setattr("memeff_compile.backend.entry.WRAPPERS", trip.WRAPPERS[1:])  # no replay
-    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
-    model = memeff_compile.compile(_llama().eval(), kv_cache=4, inner="aot_eager")
-    given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    model.generate(ids, max_new_tokens=4, do_sample=False, **given)
-    codes = [{record.code for record in graph.records} for graph in memeff_compile.graphs()]
-    assert all("repeated_layers" in each for each in codes)
-    assert {code for each in codes for code in each} >= {"prefill", "cuda_graph"}
-    memeff_compile.reset()
-    with torch.no_grad():  # nothing is written
-        torch.compile(_llama().eval(), backend="memeff", options={"memeff.inner": "aot_eager"})(ids)
-    assert "layers_are_short" in records()
 
 
 def _key(function: Callable[..., Any], *inputs: Any) -> Any:
