@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
 from ...compat import is_fake
-from .compat import typed
+from .typed import typed
 
 gl, NVMMASharedLayout = language, language.NVMMASharedLayout
 async_copy, mma_v2 = ampere.async_copy, ampere.mma_v2

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...compat import current_gpu
 from . import compat
+from .typed import is_typed, typed
 
 Argument: TypeAlias = "Tensor | int | float | tuple[Argument, ...]"
 
@@ -98,7 +99,7 @@ def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> 
 def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Return arguments with the properties that Triton reads in place of tensors."""
     return tuple(
-        compat.typed(each)
+        typed(each)
         if isinstance(each, Tensor)
         else _typed_tuple(each)
         if isinstance(each, tuple)
@@ -115,7 +116,7 @@ def _kind(argument: Any) -> Hashable:
         return ("int", *_kinds((argument,)))
     if compat.is_described(argument):
         return compat.tiles_in(argument)
-    if compat.is_typed(argument):
+    if is_typed(argument):
         return argument.dtype, argument.data_ptr() % 16
     return type(argument), repr(argument)
 
