@@ -10,7 +10,7 @@ from .program import Names
 from .sketch import Sketch
 
 TITLE = "repeated layers"
-REUSE = 16
+REUSE = 8
 IMPORTS = "from torch.utils.checkpoint import checkpoint"
 
 _NORMS = (
