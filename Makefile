@@ -96,7 +96,7 @@ bench:  ## measure with the python it finds: make bench OP=models ARGS="--model 
 
 SECONDS ?= 600
 SEED ?= 0
-PART ?= a,b,c,d,e
+PART ?= a,b,c,d,e,f
 OUT ?=
 fuzz: $(INSTALLED)  ## random programs against eager PyTorch: make fuzz SECONDS=600 SEED=1 PART=a,b OUT=counts.jsonl
 	PYTHONPATH=$(CURDIR) $(PY) -m fuzz --seconds $(SECONDS) --seed $(SEED) --part $(PART) \

@@ -28,7 +28,8 @@ from .sketch import Sketch
 
 __all__ = ["PARTS", "load", "work"]
 
-PARTS = {"a": "logits", "b": "losses", "c": "attention", "d": "verbs", "e": "caches"}
+NAMES = ("logits", "losses", "attention", "verbs", "caches", "layers")
+PARTS = dict(zip("abcdef", NAMES, strict=True))
 
 _SHRUNK = 8
 """So many failures are shrunk, with the seconds that each may take; the others are counted."""

@@ -590,10 +590,11 @@ class Options:
         "or `triton.cudagraphs`, takes precedence (docs/use/serving.md).",
     )
     regions: str = _choice(
-        "off auto",
-        "`auto` compiles each distinct layer of a model once: the graph is cut between layers, and "
-        "equal layers share one compiled function (docs/use/start.md). First calls take a fraction "
-        "of the time; fusions across two layers are lost.",
+        "off auto on",
+        "Compiles each distinct layer of a model once: the graph is cut between layers, and equal "
+        "layers share one compiled function (docs/use/start.md). First calls take a fraction of "
+        "the time. `auto` does so if layers are large enough that steps are as fast, `on` for all "
+        "models of four equal layers or more.",
     )
     mode: str | None = _option(
         None,

@@ -5,7 +5,7 @@
     python benchmarks/models/start.py --device cuda --model gemma3-1b --layers 8 --together
 
 Each compilation runs in a process of its own with empty caches: Inductor alone, memeff, and memeff
-with `memeff.regions="auto"`. A row has the seconds of the first forward and backward pass (and
+with `memeff.regions="on"`. A row has the seconds of the first forward and backward pass (and
 those of the CPU, with child processes), how they divide, the median milliseconds of later ones, the
 peak of the allocator on a GPU, the largest relative difference of a gradient from eager PyTorch's,
 and what the report says of layers.
@@ -69,7 +69,8 @@ class Run:
         import memeff_compile
 
         self.model, self.ids, self.backend = model, ids, backend
-        options = {"memeff.regions": "auto"} if backend == "regions" else None
+        regions = {"memeff": "off", "regions": "on"}.get(backend)
+        options = {"memeff.regions": regions} if regions else None
         name = "inductor" if backend == "inductor" else "memeff"
         self.call = torch.compile(model, backend=name, options=options)
         self.samples: list[float] = []

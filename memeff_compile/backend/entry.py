@@ -24,6 +24,7 @@ from ..kernels.library import direct_in_inductor
 from ..options import Options, key_of, or_off
 from ..passes import PASSES, in_order
 from ..passes.graph.cuts import compiled_in_pieces
+from .ahead import compile_ahead, start_workers
 from .few_graphs import for_any_batch
 from .sharded_layers import compile_apart, compile_layers
 from .torch_loss import trace_torch_losses_whole
@@ -57,6 +58,8 @@ def memeff(
     chosen = or_off(Options.parse(mode, options))
     for hooks in system.hooks():
         hooks.refuse(chosen)
+    if chosen.inner == "inductor":
+        start_workers()
     trip = Trip(gm, example_inputs, chosen)
     if chosen.preset != "off" and compat.shards_by_fsdp2():
         trip.apart = compile_apart(chosen)
@@ -83,6 +86,8 @@ def _inner(trip: Trip) -> Callable[..., Any]:
         forward: Callable[..., Any] = gm.forward
         return forward
     tag = "".join(each.identity() for each in options.passes)
+    if options.inner == "inductor" and not torch.compiler.is_exporting():
+        compile_ahead(gm, trains=trip.outcome.report.training)
 
     def compile_one(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if options.inner == "aot_eager":
@@ -234,3 +239,4 @@ def reset() -> None:
 
 
 keep_transformers_losses_in_one_graph()
+start_workers()  # torch loads this module before it traces a model for it

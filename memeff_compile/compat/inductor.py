@@ -53,6 +53,16 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
     return bool(config.triton.cudagraphs)
 
 
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles kernels for a GPU, as its own backend does.
+
+    They take seconds to start. Until then Inductor compiles kernels one after the other.
+    """
+    from torch._inductor import async_compile
+
+    async_compile.maybe_warm_pool()
+
+
 def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
 ) -> Compiled:

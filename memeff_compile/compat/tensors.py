@@ -192,11 +192,11 @@ def is_traced(*tensors: torch.Tensor) -> bool:
     return stands_for_others or torch._C._len_torch_dispatch_stack() > 0
 
 
-def fake_mode(outside: Callable[..., Any]) -> Any:
+def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any:
     """Return a mode under which tensors have sizes but no memory.
 
     An op outside Dynamo's traces calls ``outside(op, args, kwargs, run)``, which returns the
-    result. ``run()`` runs the op on sizes.
+    result. ``run()`` runs the op on sizes. An address is 0, or raises without ``has_addresses``.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -213,7 +213,19 @@ def fake_mode(outside: Callable[..., Any]) -> Any:
             with shapes.ignore_fresh_unbacked_symbols():  # they are in no graph
                 return outside(func, args, kwargs, run)
 
-    return Told(shape_env=shapes, allow_non_fake_inputs=True)
+    mode = Told(shape_env=shapes, allow_non_fake_inputs=True)
+    if not has_addresses:
+        mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
+def is_aligned(tensor: torch.Tensor, to: int = 16) -> bool:
+    """Return whether a tensor starts at a multiple of 16 bytes; memory that a fake one will have
+    does.
+    """
+    if is_fake(tensor):
+        return tensor.storage_offset() * tensor.element_size() % to == 0
+    return tensor.data_ptr() % to == 0
 
 
 def is_view(op: Any) -> bool:

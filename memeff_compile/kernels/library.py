@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import DoubleBackwardError
+from ._triton.launch import Launch as Launch
+from ._triton.launch import noted as noted
 
 Function: TypeAlias = Callable[..., Any]
 T = TypeVar("T")
@@ -43,6 +45,7 @@ def op(
             f"memeff::{name}", backward, setup_context=setup_context, lib=_LIBRARY
         )
     found = getattr(torch.ops.memeff, name).default
+    found.compute = compute
     if direct is not None:
         found.direct = direct  # code from a cache calls it, even if this process compiled no graph
         _DIRECT.append(found)

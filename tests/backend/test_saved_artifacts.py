@@ -49,7 +49,7 @@ def run(name):
     expected = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
     model.zero_grad()
     # Inductor calls the operations: no loops for g++ to compile
-    options = {"memeff.regions": "auto", "fallback_by_default": True}
+    options = {"memeff.regions": "on", "fallback_by_default": True}
     compiled = torch.compile(model, backend="memeff", options=options)
     loss = compiled(ids)
     loss.backward()

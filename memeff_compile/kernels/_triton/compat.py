@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ...compat import is_fake
+from .typed import typed
+
 
 @lru_cache(maxsize=1)
 def _runtime() -> Any:
@@ -64,11 +67,23 @@ def launcher(
     return launch
 
 
+def compile_only(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
+    """Compile a kernel for the current GPU, and the code that launches it, without running it."""
+    from triton.runtime import driver
+
+    compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+    if compiled is not None:
+        # It is compiled too, and stored on disk. The kernel is not loaded: another thread may be
+        # recording a CUDA graph.
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
 def described(tensor: Tensor, block: Sequence[int]) -> Any:
     """Return a descriptor of a matrix, with which the GPU loads tiles of shape `block`."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+    base = typed(tensor) if is_fake(tensor) else tensor
+    return TensorDescriptor(base, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def is_described(argument: Any) -> bool:

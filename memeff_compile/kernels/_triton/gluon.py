@@ -11,6 +11,9 @@ from triton.experimental.gluon import language
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
+from ...compat import is_fake
+from .typed import typed
+
 gl, NVMMASharedLayout = language, language.NVMMASharedLayout
 async_copy, mma_v2 = ampere.async_copy, ampere.mma_v2
 fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
@@ -32,7 +35,8 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: int = 128) -> Any:
     """Return a descriptor of a matrix, with which the GPU loads tiles of one shape."""
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(swizzle, bits))
+    given: Any = typed(matrix) if is_fake(matrix) else matrix
+    return TensorDescriptor.from_tensor(given, [rows, columns], _layout(swizzle, bits))
 
 
 @lru_cache(maxsize=16)

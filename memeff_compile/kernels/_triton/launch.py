@@ -12,14 +12,17 @@ specialisation depends on, and the compiled kernel is called directly.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from ...compat import current_gpu
 from . import compat
+from .typed import is_typed, typed
 
 Argument: TypeAlias = "Tensor | int | float | tuple[Argument, ...]"
 
@@ -54,9 +57,73 @@ def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "C": _constants(constants, is_compiled=compat.is_compiled(kernel))}
 
 
+class Launch(NamedTuple):
+    """A launch that was noted instead of run."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]  # with the dtypes and alignments of tensors in place of tensors
+    constants: Mapping[str, Any]
+
+    def key(self) -> Hashable:
+        """Return a key that only launches of one compiled kernel share."""
+        constants = tuple(f"{name}={value}" for name, value in self.constants.items())
+        return (id(self.kernel), constants, *map(_kind, self.arguments))
+
+    def compile(self) -> None:
+        """Compile the kernel for the current GPU; a later launch finds it in Triton's cache."""
+        compat.compile_only(self.kernel, self.arguments, self.constants)
+
+
+_notes: ContextVar[list[Launch] | None] = ContextVar("launches to note", default=None)
+
+
+@contextmanager
+def noted(launches: list[Launch]) -> Iterator[None]:
+    """Add the launches of this thread to a list instead of running them."""
+    token = _notes.set(launches)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
+
+
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
     """Run a kernel as `kernel[grid](*arguments, **given)` does, with its constants packed."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.append(Launch(kernel, _typed(arguments), packed(kernel, given)))
+        return
     kernel[grid](*arguments, **packed(kernel, given))
+
+
+def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return arguments with the properties that Triton reads in place of tensors."""
+    return tuple(
+        typed(each)
+        if isinstance(each, Tensor)
+        else _typed_tuple(each)
+        if isinstance(each, tuple)
+        else each
+        for each in arguments
+    )
+
+
+def _kind(argument: Any) -> Hashable:
+    """Return the properties of a noted argument that the compiler specialises on."""
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        return ("int", *_kinds((argument,)))
+    if compat.is_described(argument):
+        return compat.tiles_in(argument)
+    if is_typed(argument):
+        return argument.dtype, argument.data_ptr() % 16
+    return type(argument), repr(argument)
+
+
+def _typed_tuple(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    fields = _typed(given)
+    return type(given)(*fields) if hasattr(given, "_fields") else fields
 
 
 def launch(
@@ -69,7 +136,7 @@ def launch(
     name: tuple[Any, ...],
 ) -> None:
     """Run a kernel as `start(kernel, grid, *arguments, **constants)` does."""
-    if not compat.is_compiled(kernel):
+    if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *arguments, **constants)
         return
     device = current_gpu()
@@ -103,7 +170,7 @@ class Launches:
     ) -> None:
         number, steps = self.number, self.steps
         self.number = number + 1
-        if not compat.is_compiled(kernel):
+        if not compat.is_compiled(kernel) or _notes.get() is not None:
             start(kernel, grid, *arguments, **constants)
             return
         seen, given, bits = _addresses(arguments)
@@ -169,7 +236,7 @@ def launch_plain(
     name: tuple[Any, ...],  # the values that determine `constants`, and the dtype of each tensor
 ) -> None:
     """Run a kernel as `launch` does, and check only the alignment of its tensors."""
-    if not compat.is_compiled(kernel):
+    if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *tensors, *numbers, **constants)
         return
     device, bits = current_gpu(), 0
@@ -197,7 +264,8 @@ def launch_aligned(
     name: Hashable,  # as for `launch_plain`
 ) -> None:
     """Run a kernel as `launch_plain` does, for tensors that are known to be aligned."""
-    if compat.is_compiled(kernel):
+    runs_compiled = compat.is_compiled(kernel) and _notes.get() is None
+    if runs_compiled:
         device = current_gpu()
         key = (id(kernel), device, name)
         found = _compiled.get(key)
@@ -207,7 +275,7 @@ def launch_aligned(
             found(grid, device, [*given, *numbers])
             return
     every = [*tensors, *[tensors[-1]] * (count - len(tensors)), *numbers]
-    if compat.is_compiled(kernel):
+    if runs_compiled:
         _compile(kernel, grid, every, constants, key)
     else:
         start(kernel, grid, *every, **constants)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._triton.launch import start
 from ..device import on_device
 
 
@@ -34,7 +35,9 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     border = kernels.block_for(depth, kernels.BORDER_BLOCK)
     sizes = (places, depth, vocab, padding_idx)
     with on_device(grad_weight):
-        kernels._embedding_runs_kernel[(chunks, -(-depth // block))](
+        start(
+            kernels._embedding_runs_kernel,
+            (chunks, -(-depth // block)),
             *(sorted_ids, order, grad_rows, *grad_rows.stride()),
             *(grad_weight, *grad_weight.stride(), partial, *sizes),
             CHUNK=kernels.CHUNK,
@@ -42,7 +45,9 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
             num_warps=kernels.WARPS,
         )
         if chunks > 1:
-            kernels._embedding_borders_kernel[(chunks - 1, -(-depth // border))](
+            start(
+                kernels._embedding_borders_kernel,
+                (chunks - 1, -(-depth // border)),
                 *(sorted_ids, grad_weight, *grad_weight.stride(), partial, *sizes),
                 CHUNK=kernels.CHUNK,
                 CHUNKS=kernels.BORDER_CHUNKS,

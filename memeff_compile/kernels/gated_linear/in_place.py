@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._triton.launch import start
 from ..device import on_device
 
 
@@ -32,6 +33,9 @@ def _launch(name: str, gate: Tensor, up: Tensor, third: Tensor, activation: str)
 
     count, block = gate.numel(), kernels.BLOCK
     with on_device(gate):
-        getattr(kernels, name)[(-(-count // block),)](
-            gate, up, third, count, ACTIVATION=activation, BLOCK=block, num_warps=kernels.WARPS
+        start(
+            *(getattr(kernels, name), (-(-count // block),), gate, up, third, count),
+            ACTIVATION=activation,
+            BLOCK=block,
+            num_warps=kernels.WARPS,
         )

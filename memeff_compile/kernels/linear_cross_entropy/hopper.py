@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...compat import is_aligned
 from .._triton import compat as triton_compat
 from .._triton.compat import described
 from .._triton.launch import Launches, run_kernel, start
@@ -333,7 +334,9 @@ class BackwardByClasses(Differentiating):
         if self.selection.place is None:
             self.grad_hidden = self.sums.to(self.hidden.dtype)
             return
-        kernels._linear_cross_entropy_hopper_scatter_kernel[(self.rows,)](
+        start(
+            kernels._linear_cross_entropy_hopper_scatter_kernel,
+            (self.rows,),
             *(self.sums, self.hidden, self.selection.place, self.depth),
             BLOCK=row_block(self.depth, self.shapes),
         )
@@ -372,7 +375,9 @@ class BackwardByClasses(Differentiating):
                 HAS_KEPT=selection.kept is not None,
             )
         if self.grad_bias is not None and self.writes_weight:
-            kernels._linear_cross_entropy_hopper_class_sums_kernel[(-(-width // 128),)](
+            start(
+                kernels._linear_cross_entropy_hopper_class_sums_kernel,
+                (-(-width // 128),),
                 *(g, self.grad_bias, selection.kept, first, width, stop, self.rows),
                 HAS_KEPT=selection.kept is not None,
                 BLOCK=128,
@@ -741,7 +746,9 @@ def _row_values(
     rows = saved.lse.numel()
     values = saved.lse.new_empty((5, rows))
     block = 512
-    kernels._linear_cross_entropy_hopper_cotangents_kernel[(-(-rows // block),)](
+    start(
+        kernels._linear_cross_entropy_hopper_cotangents_kernel,
+        (-(-rows // block),),
         *(selection.order, selection.kept, selection.target, saved.lse.contiguous()),
         *(grads.nll.contiguous(), grads.lse.contiguous()),
         grads.logit_sum.contiguous() if settings.with_logit_sum else None,
@@ -763,4 +770,4 @@ def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
 def _aligned(hidden: Tensor) -> Tensor:
     """Return hidden states that kernels can read tile by tile: a copy (N x D) if need be."""
     hidden = hidden.contiguous()
-    return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()
+    return hidden if is_aligned(hidden) else hidden.clone()

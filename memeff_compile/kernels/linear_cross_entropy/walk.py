@@ -201,7 +201,7 @@ def is_read_in_tiles(weight: Tensor) -> bool:
     """Return whether the GPU can load tiles of a weight through a descriptor."""
     return (
         weight.stride() == (weight.shape[1], 1)
-        and weight.data_ptr() % 16 == 0
+        and compat.is_aligned(weight)
         and weight.shape[0] < 2**30
     )
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -154,33 +154,56 @@ def compiled_in_pieces(
     pieces = split(gm, set(cuts))
     if not all(piece.gives for piece in pieces):  # a partition that runs only for its side effects
         return compile_one(gm, example_inputs)
-    steps: list[tuple[Callable[..., Any], Piece, list[Node]]] = []
     last_use = {node: place for place, piece in enumerate(pieces) for node in piece.takes}
     results: Any = gm.graph.output_node().args[0]
     kept = {node for node in results if isinstance(node, Node)}
     made: dict[Hashable, Callable[..., Any]] = {}
+    slots = {node: place for place, node in enumerate(placeholders)}
+    steps: list[_Step] = []
     for place, piece in enumerate(pieces):
         inputs = [known.get(node, compat.example_value(node)) for node in piece.takes]
         key = structure(piece.graph, inputs) if shares else place
         if key not in made:
             with compat.apart_in_tracing():
                 made[key] = compile_one(piece.graph, inputs)
-        compiled = made[key]
+        for node in piece.gives:
+            slots[node] = len(slots)
         done = [n for n in {*piece.takes, *piece.gives} if last_use.get(n, place) <= place]
-        steps.append((compiled, piece, [node for node in done if node not in kept]))
+        places = [
+            tuple(slots[node] for node in nodes)
+            for nodes in (piece.takes, piece.gives, [node for node in done if node not in kept])
+        ]
+        updated = sum(is_updated_in_backward(compat.example_input(node)) for node in piece.takes)
+        steps.append(_Step(made[key], places[0], places[1], places[2], updated))
+    created = [None] * (len(slots) - len(placeholders))
+    returned = [slots[each] if isinstance(each, Node) else None for each in results]
 
     def run(*args: Any) -> tuple[Any, ...]:
-        values = dict(zip(placeholders, args, strict=True))
-        for compiled, piece, done in steps:
-            given = [values[node] for node in piece.takes]
+        # A training step of many small partitions waits for this loop.
+        values: list[Any] = [*args, *created]
+        for compiled, takes, gives, done, updated in steps:
+            given = [values[slot] for slot in takes]
             found = compiled(*given)
-            values.update(zip(piece.gives, found, strict=True))
-            _announce(given, found)
-            for node in done:
-                del values[node]
-        return tuple(values[each] if isinstance(each, Node) else each for each in results)
+            for slot, value in zip(gives, found, strict=True):
+                values[slot] = value
+            if updated > 1:
+                _announce(given, found)
+            for slot in done:
+                values[slot] = None
+        pairs = zip(returned, results, strict=True)
+        return tuple(each if slot is None else values[slot] for slot, each in pairs)
 
     return run
+
+
+class _Step(NamedTuple):
+    """A call of a compiled partition; values are numbered in the order of their creation."""
+
+    compiled: Callable[..., Any]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    done: tuple[int, ...]  # the values that no later partition reads
+    updated: int  # weights that are updated in the backward
 
 
 def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
@@ -188,8 +211,7 @@ def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
     one launch can then update several weights.
     """
     updated = [each for each in given if is_updated_in_backward(each)]
-    if len(updated) > 1:
-        compat.after_gradients(found, lambda: announce(updated))
+    compat.after_gradients(found, lambda: announce(updated))
 
 
 def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:

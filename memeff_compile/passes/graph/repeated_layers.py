@@ -7,6 +7,7 @@ the forward and in the backward pass.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -17,14 +18,27 @@ import torch
 from torch.fx import Node
 
 from ... import compat
+from ...kernels.device import gpu
 from ...report import Record
 from .cuts import Piece, block_of, candidates, crossed_by_tensors, is_size, size_inputs, split
-from .graph_info import GraphInfo
+from .graph_info import GraphInfo, levels_of
 from .structure import structure, with_names
 
 LEAST = 4
 """The fewest equal layers for which the graph is cut; fewer are compiled with the rest of the
 graph."""
+
+FASTEST = {"cuda": 1e15, "blackwell": 2.5e15, "cpu": 1e11}
+"""Floating-point operations per second that a GPU, or a thread of a CPU, does not exceed."""
+
+SHORTEST = {"cuda": {True: 1.5e-3, False: 0.5e-3}, "cpu": {True: 20e-3, False: 10e-3}}
+"""Seconds of a layer from which a call for each layer costs less than 1 %, with and without
+gradients, if the layer ran at `FASTEST`.
+
+On a GPU the host has to stay ahead: a layer takes it up to 1.7 ms in both directions, of them
+0.36 ms for the calls (H200, `nvidia-h200/start.jsonl`), and layers run at less than half of
+`FASTEST`. On a CPU the calls add 0.1 to 0.2 ms.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,8 @@ def repeated_layers(info: GraphInfo) -> Repeated:
     borders = _borders(info)
     if len({block_of(node) for node in borders} - {""}) < LEAST:
         return Repeated()
+    if options.regions == "auto" and _are_short(info, borders):
+        return Repeated(why_not="layers_are_short")
     if compat.inputs_from_other_graphs(info.gm):
         return Repeated(why_not="graph_of_ddp")
     if compat.is_to_be_saved():
@@ -86,6 +102,57 @@ def _borders(info: GraphInfo) -> list[Node]:
             if place and node in allowed:
                 found.append(node)
     return found
+
+
+def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
+    """Return whether a call for each layer may slow down the graph by more than 1 %."""
+    layers = len({block_of(node) for node in borders} - {""})
+    values = [value for value in map(info.tensor, info.placeholders) if value is not None]
+    on_gpu = next((value.device for value in values if value.is_cuda), None)
+    device = "cpu" if on_gpu is None else "cuda"
+    speed = FASTEST[device] * (torch.get_num_threads() if on_gpu is None else 1)
+    if on_gpu is not None and gpu(on_gpu).kind == "blackwell":
+        speed = FASTEST["blackwell"]
+    return _operations(info) / layers / speed < SHORTEST[device][info.needs_grad]
+
+
+def _operations(info: GraphInfo) -> int:
+    """Return about how many floating-point operations the linears of layers do.
+
+    Other operations are left out: attention, convolutions, and experts in one tensor.
+    """
+    total = 0
+    for module in levels_of(info.gm):
+        for node in module.graph.nodes:
+            if node.op == "call_function" and (block_of(node) or module is not info.gm):
+                total += _operations_of(node, needs_grad=info.needs_grad)
+    return total
+
+
+def _operations_of(node: Node, *, needs_grad: bool) -> int:
+    """Return the operations of a linear: a matrix times an operand with its depth."""
+    result = _floating(node)
+    if result is None or result.dim() < 2:
+        return 0
+    given = [each for each in map(_floating, node.all_input_nodes) if each is not None]
+    width = compat.size_hint(result.shape[-1])
+    depths = {compat.size_hint(each.shape[-1]) for each in given if each.dim() > 1}
+    for weight in given:
+        sizes = [compat.size_hint(size) for size in weight.shape]
+        if len(sizes) != 2 or width not in sizes or not weight.is_leaf:
+            continue
+        depth = sizes[0] * sizes[1] // max(width, 1)
+        if depth in depths:
+            rows = math.prod(map(compat.size_hint, result.shape[:-1]))
+            times = 1 + (1 + weight.requires_grad if needs_grad else 0)
+            return 2 * rows * width * depth * times
+    return 0
+
+
+def _floating(node: Node) -> torch.Tensor | None:
+    value = compat.example_value(node)
+    is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value if is_floating else None
 
 
 def _stack(block: str) -> str:
@@ -188,6 +255,11 @@ WHY_NOT = {
         "Set torch._dynamo.config.optimize_ddp = False to compile each distinct layer once.",
     ),
     "graph_is_saved": ("aot_compile saves a graph as a whole.", ""),
+    "layers_are_short": (
+        "a call for each layer would slow down a step this short, in which the GPU may wait for "
+        "the host.",
+        'Set memeff.regions to "on" if the first call matters more than later ones.',
+    ),
     "layers_written_across": (
         "a layer writes in place to a tensor that another layer computes or that needs gradients.",
         "Use the out-of-place form in the layer: x = x + y instead of x += y.",

@@ -107,7 +107,7 @@ def compare(model: nn.Module, x: Tensor, **tolerance: float) -> None:
     """
     model, x = model.double(), x.double()
     whole = [each.clone() for each in gradients(model, x, "off")]
-    found = gradients(model, x, "auto")
+    found = gradients(model, x, "on")
     torch.testing.assert_close(found, whole, **(tolerance or {"rtol": 1e-12, "atol": 1e-14}))
 
 
@@ -192,7 +192,7 @@ def test_layers_that_all_differ_stay_in_one_graph(compilations: list[int]) -> No
 
 def test_another_batch_is_served_by_one_more_graph_at_most(compilations: list[int]) -> None:
     model = Net(alike())
-    options = {"memeff.inner": "aot_eager", "memeff.regions": "auto"}
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "on"}
     compiled = torch.compile(copy.deepcopy(model), backend="memeff", options=options)
     for batch in (3, 5, 7, 11):
         x = torch.randn(batch, WIDTH)
@@ -239,6 +239,104 @@ def test_a_tensor_written_where_it_is_made_crosses_a_border(compilations: list[i
     assert len(compilations) == 1 + 3
 
 
+class Adapted(nn.Module):
+    """A frozen linear with a trained low-rank part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.low, self.up = (nn.Parameter(torch.randn(*s)) for s in ((2, WIDTH), (WIDTH, 2)))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + scale * torch.tanh(self.base(x) + x @ self.low.T @ self.up.T)
+
+
+class Experts(nn.Module):
+    """A router, and experts that each row is given to by weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        kept = weights * (weights > weights.mean(-1, keepdim=True))
+        return x + scale * sum(
+            kept[..., place, None] * expert(x) for place, expert in enumerate(self.experts)
+        )
+
+
+class Windowed(nn.Module):
+    """Attention in which a query sees so many keys before it."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window, self.products = window, nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        query, key, value = self.products(x)[None, None].chunk(3, -1)
+        apart = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        seen = (apart >= 0) & (apart < self.window)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        return x + scale * found[0, 0]
+
+
+class Recomputing(nn.Module):
+    """A layer that computes its inner part again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return torch.tanh(self.inner(x))
+
+        return x + scale * self.outer(checkpoint(inner, x, use_reentrant=False))
+
+
+class Pair(nn.Module):
+    """Two layers, which are recomputed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Block(), Block(width=32)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.two(self.one(x, scale), scale)
+
+
+LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], str, int]] = {
+    "low rank": (lambda: [Adapted() for _ in range(BLOCKS)], "plain", 1),
+    "experts": (lambda: [Experts() for _ in range(BLOCKS)], "plain", 1),
+    "windows": (lambda: [Windowed(3 if n % 2 else 9) for n in range(8)], "plain", 2),
+    "a checkpoint inside": (lambda: [Recomputing() for _ in range(BLOCKS)], "plain", 1),
+    "a checkpoint around two": (lambda: [Pair() for _ in range(BLOCKS)], "checkpointed", 1),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_of_each_kind_of_layer_are_those_of_the_whole(
+    compilations: list[int], kind: str
+) -> None:
+    make, how, kinds = LAYERS[kind]
+    layers = make()
+    compare(Net(layers, how), torch.randn(9, WIDTH))
+    counted = "1 kind" if kinds == 1 else f"{kinds} kinds"
+    assert records()["repeated_layers"].startswith(f"{len(layers)} layers of {counted}")
+
+
+def test_layers_of_compressed_weights_train_as_without(compilations: list[int]) -> None:
+    model = Net([Adapted() for _ in range(BLOCKS)]).bfloat16()
+    x = torch.randn(9, WIDTH).bfloat16()
+    memeff_compile.compress_(model, layers=["Linear"], skip=("first", "last"))
+    whole = [each.clone() for each in gradients(model, x, "off")]
+    found = gradients(model, x, "on")
+    torch.testing.assert_close(found, whole, rtol=0.02, atol=1e-3)
+    assert records()["repeated_layers"].startswith(f"{BLOCKS} layers of 1 kind")
+
+
 class Stacks(nn.Module):
     """An encoder and a decoder, with a norm between them."""
 
@@ -279,7 +377,7 @@ def test_buffers_that_layers_write_are_written(compilations: list[int]) -> None:
     model = Net([Remembering() for _ in range(BLOCKS)])
     twin = copy.deepcopy(model)
     x = torch.randn(3, WIDTH)
-    found, expected = gradients(model, x, "auto"), gradients(twin, x, "off")
+    found, expected = gradients(model, x, "on"), gradients(twin, x, "off")
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(list(model.buffers()), list(twin.buffers()))
     assert len(compilations) == 3 + 1
@@ -322,7 +420,7 @@ class Storage(nn.Module):
 def test_layers_that_store_their_own_sizes_are_equal(compilations: list[int]) -> None:
     """Guards hold for later calls: lengths that differ are compiled again."""
     model = Storage().double()
-    options = {"memeff.inner": "aot_eager", "memeff.regions": "auto"}
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "on"}
     compiled = torch.compile(model, backend="memeff", options=options)
     x = torch.ones(1, WIDTH, dtype=torch.float64)
     said, counts = [], []
@@ -340,7 +438,7 @@ def test_layers_that_store_their_own_sizes_are_equal(compilations: list[int]) ->
 
 def test_verification_compares_the_whole(compilations: list[int]) -> None:
     model = Net(alike())
-    found = gradients(model, torch.randn(3, WIDTH), "auto", **{"memeff.verify": "raise"})
+    found = gradients(model, torch.randn(3, WIDTH), "on", **{"memeff.verify": "raise"})
     assert len(found) == 2 + 3 * BLOCKS + 4
 
 
@@ -353,17 +451,52 @@ def test_a_failing_search_leaves_the_graph_whole(
     model = Net(alike())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(repeated_layers, "_keys", fails)
-        gradients(model, torch.randn(3, WIDTH), "auto")
+        gradients(model, torch.randn(3, WIDTH), "on")
     assert "ZeroDivisionError: no layers" in records()["layers_failed"]
     assert len(compilations) == 1
 
 
-def test_layers_are_compiled_with_the_whole_unless_asked(compilations: list[int]) -> None:
-    torch.compile(Net(alike()), backend="memeff", options={"memeff.inner": "aot_eager"})(
-        torch.randn(3, WIDTH)
-    )
-    assert records() == {}
+def test_short_layers_are_compiled_with_the_whole(compilations: list[int]) -> None:
+    gradients(Net(alike()), torch.randn(3, WIDTH), "auto")
+    assert "a step this short" in records()["layers_are_short"]
     assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(("speed", "is_cut"), [(1e6, True), (1e9, False)])
+def test_long_layers_are_compiled_once_without_asking(
+    compilations: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    speed: float,
+    is_cut: bool,
+    checkpointed: bool,
+) -> None:
+    """A layer has 3 x 2 x 300 x 16^2 operations, and as many twice in the backward: 1.4e6."""
+    monkeypatch.setitem(repeated_layers.FASTEST, "cpu", speed / torch.get_num_threads())
+    gradients(
+        Net(alike(), "checkpointed" if checkpointed else "plain"), torch.randn(300, WIDTH), "auto"
+    )
+    assert ("repeated_layers" in records()) == is_cut
+    assert len(compilations) == (3 if is_cut else 1)
+
+
+def test_operations_of_frozen_weights_count_without_their_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+    count = repeated_layers._operations
+
+    def counted(info: Any) -> int:
+        counts.append(count(info))
+        return counts[-1]
+
+    monkeypatch.setattr(repeated_layers, "_operations", counted)
+    for frozen in (False, True):
+        net = Net(alike()).requires_grad_(not frozen)
+        gradients(net, torch.randn(8, WIDTH, requires_grad=True), "auto")
+    one = 2 * 8 * WIDTH**2 * 3 * BLOCKS
+    assert counts == [3 * one, 2 * one]
 
 
 def test_cuda_graphs_of_inductor_keep_layers_apart(
@@ -372,7 +505,7 @@ def test_cuda_graphs_of_inductor_keep_layers_apart(
     """Such a graph keeps the addresses of one layer's weights."""
     monkeypatch.setattr(Trip, "reuses_memory", True)
     x = torch.randn(3, WIDTH)
-    gradients(Net(alike()), x, "auto")
+    gradients(Net(alike()), x, "on")
     assert "a CUDA graph of its own" in records()["cuda_graphs_of_inductor"]
     assert len(compilations) == 1
     for reuses_memory, count in ((True, BLOCKS + 2), (False, 3)):
@@ -400,7 +533,7 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
         model.gradient_checkpointing_enable()
     ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     results = []
-    for regions in ("off", "auto"):
+    for regions in ("off", "on"):
         memeff_compile.reset()
         model.zero_grad()
         options = {"memeff.inner": "aot_eager", "memeff.regions": regions}
@@ -417,7 +550,7 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
 def test_a_llama_generates_as_without(compilations: list[int], cache: Any) -> None:
     ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     found = []
-    for regions in ("off", "auto"):
+    for regions in ("off", "on"):
         memeff_compile.reset()
         model = memeff_compile.compile(
             _llama().eval(), kv_cache=cache, inner="aot_eager", regions=regions
