@@ -116,6 +116,7 @@ def reference_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sy
 # relative to their maximum. A strip is the columns of one product in fp32: eight chunks, which are
 # 128 tiles of 128 x 256 at 512 rows, about a wave of 132 processors, and stay in the L2 cache.
 CHUNK = 2048
+TILE = 256
 STRIP = 8 * CHUNK
 # Slots of R rows of kept logits. The student's logits of one block go to slot k and become their
 # gradient there, the teacher's to slot k + 1, which is free again afterwards. So four blocks leave
@@ -128,10 +129,16 @@ AUTO_BYTES = 640 * MIB
 
 
 class Slots(NamedTuple):
-    """Rows of a slot, and the number of slots; at least one block fits."""
+    """Rows of a slot, the number of slots, and whether the weight's gradient lends the last."""
 
     rows: int
     number: int
+    is_lent: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Return the slots that are allocated."""
+        return self.number - self.is_lent
 
     @property
     def together(self) -> int:

@@ -22,13 +22,16 @@ is read and written three times, 1.5 ms.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._triton.compat import described
 from .._triton.launch import run_kernel
+from ..device import gpu, processors
 from . import kept_logits_kernels as kernels
-from .call import CHUNK, STRIP, Found, Request, Slots, slots_for, spans, wanted
+from .call import CHUNK, STRIP, TILE, Found, Request, Slots, slots_for, spans, wanted
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
@@ -61,20 +64,28 @@ class _Walk:
         self.grad_weight = weight.new_empty(weight.shape) if self.of_weight else None
         self.grad_bias = hidden.new_zeros(vocab, dtype=torch.float32) if self.of_bias else None
         kept = torch.float32 if itemsize == 4 else torch.float16
-        height = self.slots.rows
-        self.kept = hidden.new_empty((height * self.slots.number, vocab), dtype=kept)
-        self.gradient = self.kept.view(dtype)
-        self.strip = hidden.new_empty(height * min(STRIP, vocab), dtype=torch.float32)
-        chunks = -(-vocab // CHUNK)
-        # of each side, row and chunk: the maximum and the sum of exponentials relative to it
-        self.sums = hidden.new_empty((2, height, 2, chunks), dtype=torch.float32)
+        height, self.tiles = self.slots.rows, -(-vocab // TILE)
+        self.columns = self.tiles * TILE  # so that every row starts at a multiple of 16 bytes
+        self.kept = hidden.new_empty((height * self.slots.blocks, self.columns), dtype=kept)
+        self.gradient = self.kept.view(dtype)[:, :vocab]
+        self.teacher: Tensor | None = None
+        if self.slots.is_lent and self.grad_weight is not None:
+            lent = self.grad_weight.view(-1)[: height * self.columns]
+            self.teacher = lent.view(kept).view(height, self.columns)
+        self.shapes = shapes_for(hidden.device)
+        self.strip: Tensor | None = None
+        # of each side: the maximum of a row and tile, and the sum of exponentials relative to it
+        self.sums = hidden.new_empty((2, 2, height, self.tiles), dtype=torch.float32)
 
     def statistics(self, slot: int, first: int, stop: int) -> None:
         """Compute the logits of some rows, their results and their gradient, into a slot."""
         given, height = self.given, self.slots.rows
         here, rows = slice(first, stop), stop - first
         student = self.kept[slot * height : slot * height + rows]
-        teacher = self.kept[(slot + 1) * height : (slot + 1) * height + rows]
+        teacher = self.teacher
+        if teacher is None:
+            teacher = self.kept[(slot + 1) * height :]
+        teacher = teacher[:rows]
         self._keep(0, student, given.hidden[here], given.weight, given.bias, given.scale)
         self._keep(
             *(1, teacher, given.teacher[here], given.teacher_weight, given.teacher_bias),
@@ -85,15 +96,16 @@ class _Walk:
         run_kernel(
             kernels._linear_divergence_kept_logits_gradient_kernel,
             (rows,),
-            *(student, teacher, self.sums, gradient, given.vocab, self.sums.stride(0)),
+            *(student, teacher, self.sums[0], self.sums[1], gradient, given.vocab),
+            *(self.columns, self.columns, self.sums.stride(1), self.tiles),
             *(None if self.factors is None else self.factors[here], self.rows[here]),
             tuple(coefficients),
             HAS_MIXTURE=coefficients.has_mixture,
             HAS_CENTRE=coefficients.has_centre,
             HAS_GRADIENT=self.factors is not None,
             CHUNK=CHUNK,
-            CHUNKS=self.sums.shape[-1],
-            PADDED=_power_of_two(self.sums.shape[-1]),
+            TILE=TILE,
+            PADDED=_power_of_two(self.tiles),
             num_warps=8,
         )
 
@@ -106,22 +118,40 @@ class _Walk:
         bias: Tensor | None,
         scale: float,
     ) -> None:
-        vocab, width = self.given.vocab, STRIP if weight is not None else self.given.vocab
+        vocab, plane = self.given.vocab, self.sums.stride(1)
+        if weight is not None and bias is None and self._is_tiled(rows, weight):
+            run_tiled(self.shapes, rows, weight, bias, out, self.sums[side], scale)
+            return
+        width = STRIP if weight is not None else vocab
         for first, stop in spans(vocab, width):
             strip = rows
             if weight is not None:
+                if self.strip is None:
+                    height = self.slots.rows
+                    self.strip = rows.new_empty(height * min(STRIP, vocab), dtype=torch.float32)
                 strip = self.strip[: len(rows) * (stop - first)].view(len(rows), stop - first)
                 _product(rows, weight[first:stop].t(), strip)
             run_kernel(
                 kernels._linear_divergence_kept_logits_keep_kernel,
                 (len(rows), -(-(stop - first) // CHUNK)),
                 *(strip, strip.stride(0), bias, out, out.stride(0), self.sums[side]),
-                *(first, stop, scale),
+                *(plane, self.tiles, first, stop, scale),
                 CHUNK=CHUNK,
-                CHUNKS=self.sums.shape[-1],
+                TILE=TILE,
                 HAS_BIAS=bias is not None,
                 num_warps=4,
             )
+
+    def _is_tiled(self, rows: Tensor, weight: Tensor) -> bool:
+        return (
+            rows.dtype in (torch.bfloat16, torch.float16)
+            and rows.dtype == weight.dtype
+            and all(
+                each.is_contiguous() and each.data_ptr() % 16 == 0 and each.shape[1] % 8 == 0
+                for each in (rows, weight)
+            )
+            and (not rows.is_cuda or gpu(rows.device).is_hopper)
+        )
 
     def products(self, first: int, stop: int) -> None:
         """Multiply the gradients of some blocks of rows by the weight and by the hidden states."""
@@ -143,6 +173,49 @@ class _Walk:
         if self.grad_bias is not None and self.given.bias is not None:
             of_bias = self.grad_bias.to(self.given.bias.dtype)
         return Found(self.rows, self.grad_hidden, self.grad_weight, of_bias)
+
+
+class Shapes(NamedTuple):
+    rows: int
+    step: int
+    warps: int
+    stages: int
+    flatten: bool
+    programs: int
+    is_interpreted: bool = False
+
+
+def shapes_for(device: torch.device) -> Shapes:
+    if device.type != "cuda":
+        return Shapes(32, 16, 4, 1, False, 2, True)
+    return Shapes(128, 64, 8, 3, True, processors(device))
+
+
+def run_tiled(
+    shapes: Shapes,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    sums: Tensor,
+    scale: float,
+) -> None:
+    run_kernel(
+        kernels._linear_divergence_kept_logits_product_kernel,
+        (shapes.programs,),
+        described(rows, (shapes.rows, shapes.step)),
+        described(weight, (TILE, shapes.step)),
+        described(out, (shapes.rows, TILE // 4)),
+        *(bias, sums, sums.stride(0), len(rows), *weight.shape, scale),
+        BM=shapes.rows,
+        BK=shapes.step,
+        TILE=TILE,
+        HAS_BIAS=bias is not None,
+        FLATTEN=shapes.flatten,
+        UPCAST=shapes.is_interpreted,
+        num_warps=shapes.warps,
+        num_stages=shapes.stages,
+    )
 
 
 def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:

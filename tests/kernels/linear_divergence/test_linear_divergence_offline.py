@@ -12,12 +12,12 @@ from tests.support.offline import compile_for, gpus, within_limits
 pytestmark = pytest.mark.offline
 
 CONSTANTS: dict[str, dict[str, Any]] = {
-    "keep": {"CHUNK": 2048, "CHUNKS": 63, "HAS_BIAS": True},
-    "gradient": {"CHUNK": 2048, "CHUNKS": 63, "PADDED": 64, "HAS_GRADIENT": True},
+    "keep": {"CHUNK": 2048, "TILE": 256, "HAS_BIAS": True},
+    "gradient": {"CHUNK": 2048, "TILE": 256, "PADDED": 512, "HAS_GRADIENT": True},
     "scale": {"BLOCK": 4096},
 }
 HALVES = ("kept_ptr", "student_ptr", "teacher_ptr")
-SUMS = ("sums_ptr", "factor_ptr", "rows_ptr", "by_ptr", "s_ptr")
+SUMS = ("sums_ptr", "of_student_ptr", "of_teacher_ptr", "factor_ptr", "rows_ptr", "by_ptr", "s_ptr")
 
 
 def kind(argument: str) -> Any:
@@ -49,3 +49,31 @@ def test_kernel_compiles_without_spills(
         num_warps=4 if step == "keep" else 8,
     )
     within_limits(kernel, capability)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_products_compile_without_spills(dtype: str) -> None:
+    from memeff_compile.kernels.linear_divergence import kept_logits_kernels as kernels
+
+    blocks = {"hidden_desc": [128, 64], "weight_desc": [256, 64], "kept_desc": [128, 64]}
+
+    def type_of(argument: str) -> str | None:
+        if argument in blocks:
+            of = "fp16" if argument == "kept_desc" else dtype
+            return f"tensordesc<{of}[{', '.join(map(str, blocks[argument]))}]>"
+        if argument == "bias_ptr":
+            return None
+        return "*fp32" if argument == "sums_ptr" else "fp32" if argument == "scale" else "i32"
+
+    constants = {"BM": 128, "BK": 64, "TILE": 256, "HAS_BIAS": False, "FLATTEN": True}
+    kernel = compile_for(
+        90,
+        kernels._linear_divergence_kept_logits_product_kernel,
+        {**constants, "UPCAST": False},
+        type_of,
+        lambda argument: False,
+        {},
+        num_warps=8,
+        num_stages=3,
+    )
+    within_limits(kernel, 90)
