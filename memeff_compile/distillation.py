@@ -108,16 +108,22 @@ def linear_divergence(
         and any(trains)
         and op_folder.makes_gradients_in_forward(hidden.dtype)
     ):
+        # Multiplied before the sum, so that the gradients need not be multiplied again.
         row_weight = None if kept is None else kept.to(wide(hidden.dtype))
+        if reduction == "mean" and row_weight is not None:
+            row_weight = row_weight / row_weight.sum()
+        elif reduction == "mean":
+            by = coefficients_of(kind, beta).times(1 / max(hidden[..., 0].numel(), 1))
+            how["coefficients"] = list(by)
         total: Tensor = op_folder.linear_divergence_total(
             *operands, row_weight, output_mask=trains, **how
         )[0]
-    else:
-        rows: Tensor = op_folder.linear_divergence(*operands, **how)
-        rows = rows if kept is None else rows.masked_fill(~kept, 0)
-        if reduction == "none":
-            return rows
-        total = rows.sum()
+        return total
+    rows: Tensor = op_folder.linear_divergence(*operands, **how)
+    rows = rows if kept is None else rows.masked_fill(~kept, 0)
+    if reduction == "none":
+        return rows
+    total = rows.sum()
     if reduction == "sum":
         return total
     return total / (hidden[..., 0].numel() if kept is None else kept.sum())

@@ -156,6 +156,55 @@ TOTALS: dict[str, Function] = {
         reduction="batchmean",
     ),
 }
+
+
+def top_k(m: Pair, h: Tensor, g: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and indices of the teacher's k likeliest classes."""
+    with torch.no_grad():
+        found = m.of_teacher(g).log_softmax(-1).topk(k)
+    return found.values, found.indices
+
+
+def with_the_rest(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+    """Return the divergence of k classes, and of one more with the mass of all others."""
+    t, i = top_k(m, h, g)
+    s = m.head(h).log_softmax(-1).gather(-1, i)
+    rest = [torch.log1p(-x.exp().sum(-1, keepdim=True)) for x in (s, t)]
+    s, t = torch.cat([s, rest[0]], -1), torch.cat([t, rest[1]], -1)
+    return F.kl_div(s, t, reduction="none", log_target=True).sum(-1).mean()
+
+
+def picked(m: Pair, h: Tensor, g: Tensor, *, softmax: Any, pick: Any) -> Tensor:
+    t, i = top_k(m, h, g)
+    s = pick(softmax(m.head(h) / 2), i)
+    return -(t.exp() * s).sum(-1).mean()
+
+
+CLASSES: dict[str, Function] = {
+    "log-probabilities": lambda m, h, g, y: picked(
+        m, h, g, softmax=lambda z: F.log_softmax(z, -1), pick=lambda s, i: s.gather(-1, i)
+    ),
+    "log-probabilities in fp64": lambda m, h, g, y: picked(
+        *(m, h, g),
+        softmax=lambda z: F.log_softmax(z, -1, dtype=torch.float64),
+        pick=lambda s, i: torch.gather(s, -1, i),
+    ),
+    "take_along_dim": lambda m, h, g, y: picked(
+        *(m, h, g),
+        softmax=lambda z: z.log_softmax(-1),
+        pick=lambda s, i: torch.take_along_dim(s, i - V, dim=-1),
+    ),
+    "probabilities": lambda m, h, g, y: picked(
+        m, h, g, softmax=lambda z: z.softmax(-1), pick=lambda s, i: s.gather(-1, i).log()
+    ),
+    "renormalised": lambda m, h, g, y: picked(
+        m, h, g, softmax=lambda z: z, pick=lambda z, i: z.gather(-1, i).log_softmax(-1)
+    ),
+    "with the rest": with_the_rest,
+    "indices that repeat": lambda m, h, g, y: (
+        m.head(h).log_softmax(-1).gather(-1, torch.stack([y, y, y + 1], -1).clamp(0, V - 1)).sum()
+    ),
+}
 ROWS: dict[str, Function] = {
     "rows": lambda m, h, g, y: by_target(m, h, g, reduction="none").sum(-1),
     "mean of a row": lambda m, h, g, y: by_target(m, h, g, reduction="none").mean(-1),
@@ -201,6 +250,19 @@ def test_a_spelling_is_fused_and_equals_eager(name: str) -> None:
     for got, expected in pairs:
         if expected is not None:
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", CLASSES.values(), ids=CLASSES)
+def test_several_classes_of_each_row_are_fused_and_equal_eager(function: Function) -> None:
+    model, given = Pair(function), inputs()
+    found = compiled(model, fullgraph=True)(*given)
+    (record,) = [r for r in records() if r.action == "rewrote"]
+    assert "linear_divergence_classes" in record.sentence
+    wanted = model(*given)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    pairs = zip(gradients(model, found, given[0]), gradients(model, wanted, given[0]), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -22,12 +22,9 @@ def _quarter(tile, index: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def _scaled(part, columns, bias_ptr, vocab, scale, HAS_BIAS: tl.constexpr):
+def _scaled(part, columns, vocab, scale):
     """Return the logits of a part of a tile of products; columns that do not exist are at -inf."""
-    edge = tl.where(columns < vocab, 0.0, float("-inf"))
-    if HAS_BIAS:
-        edge += scale * tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
-    return part * scale + edge[None, :]
+    return part * scale + tl.where(columns < vocab, 0.0, float("-inf"))[None, :]
 
 
 @triton.jit
@@ -53,6 +50,10 @@ def _linear_divergence_kept_logits_product_kernel(
         row_block = tile % row_blocks
         column_block = tile // row_blocks
         acc = tl.zeros((C.BM, C.TILE), dtype=tl.float32)
+        if C.HAS_BIAS:  # before the sum, since the epilogue has no registers left
+            columns = column_block * C.TILE + tl.arange(0, C.TILE)
+            bias = tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+            acc += bias[None, :]
         for k in range(0, depth, C.BK):
             h = hidden_desc.load([row_block * C.BM, k])
             w = weight_desc.load([column_block * C.TILE, k])
@@ -64,7 +65,7 @@ def _linear_divergence_kept_logits_product_kernel(
         for quarter in tl.static_range(4):
             part = _quarter(acc, quarter, C.BM, C.TILE)
             columns = offs + quarter * (C.TILE // 4)
-            z = _scaled(part, columns, bias_ptr, vocab, scale, C.HAS_BIAS)
+            z = _scaled(part, columns, vocab, scale)
             largest = tl.maximum(largest, tl.max(z, axis=1))
         base = tl.where(largest == float("-inf"), 0.0, largest)
         # tl.max passes over nan; the sum keeps it.
@@ -72,7 +73,7 @@ def _linear_divergence_kept_logits_product_kernel(
         for quarter in tl.static_range(4):
             part = _quarter(acc, quarter, C.BM, C.TILE)
             columns = offs + quarter * (C.TILE // 4)
-            z = _scaled(part, columns, bias_ptr, vocab, scale, C.HAS_BIAS) - base[:, None]
+            z = _scaled(part, columns, vocab, scale) - base[:, None]
             mass += tl.sum(tl.exp(z), axis=1)
             first = column_block * C.TILE + quarter * (C.TILE // 4)
             kept_desc.store([row_block * C.BM, first], z.to(kept_desc.dtype))
@@ -176,7 +177,6 @@ def _linear_divergence_kept_logits_gradient_kernel(
     gradient_ptr,  # (R, V), over the student's
     vocab,
     stride_row,
-    stride_teacher_row,
     plane,
     tiles,
     factor_ptr,  # (R,) fp32 or None
@@ -192,7 +192,7 @@ def _linear_divergence_kept_logits_gradient_kernel(
     a1, a2, a3, a4, a5, a6, share = coefficients
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * stride_row
-    teacher_ptr += row * stride_teacher_row
+    teacher_ptr += row * stride_row
     gradient_ptr += row * stride_row
     of_student = of_student_ptr + row * tiles
     of_teacher = of_teacher_ptr + row * tiles
@@ -246,9 +246,126 @@ def _linear_divergence_kept_logits_gradient_kernel(
 
 
 @triton.jit
-def _linear_divergence_kept_logits_scale_kernel(x_ptr, by_ptr, out_ptr, count, BLOCK: tl.constexpr):
+def _linear_divergence_kept_logits_pick_kernel(
+    kept_ptr,  # (R, V) kept logits
+    sums_ptr,  # (2, R, tiles) fp32
+    index_ptr,  # (R, k) int64
+    found_ptr,  # (R, k) fp32 out
+    vocab,
+    stride_row,
+    plane,
+    tiles,
+    count,  # k
+    NORMALISED: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write the log-probabilities of some classes of a row; nan for a class that does not exist."""
+    row = tl.program_id(0).to(tl.int64)
+    sums_ptr += row * tiles
+    offs = tl.arange(0, WIDTH)
+    index = tl.load(index_ptr + row * count + offs, mask=offs < count, other=0)
+    exists = (index >= 0) & (index < vocab)
+    index = tl.where(exists, index, 0)
+    found = tl.load(kept_ptr + row * stride_row + index).to(tl.float32)
+    found += tl.load(sums_ptr + index // TILE)
+    if NORMALISED:
+        found -= _log_sum(sums_ptr, plane, tiles, PADDED)
+    found = tl.where(exists, found, float("nan"))
+    tl.store(found_ptr + row * count + offs, found, mask=offs < count)
+
+
+@triton.jit
+def _linear_divergence_kept_logits_spread_kernel(
+    kept_ptr,  # (R, V) kept logits
+    sums_ptr,  # (2, R, tiles) fp32
+    index_ptr,
+    found_ptr,
+    factor_ptr,  # (R, k) fp32: the gradient of `found`
+    gradient_ptr,  # (R, V), over the logits
+    vocab,
+    stride_row,
+    plane,
+    tiles,
+    count,
+    scale,
+    NORMALISED: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write the part of a row's gradient that comes from its log-sum-exp: zero without one."""
+    row = tl.program_id(0).to(tl.int64)
+    sums_ptr += row * tiles
+    kept_ptr += row * stride_row
+    gradient_ptr += row * stride_row
+    given = tl.arange(0, WIDTH)
+    factor = tl.load(factor_ptr + row * count + given, mask=given < count, other=0.0)
+    total = -scale * tl.sum(factor, axis=0)
+    lse = 0.0
+    if NORMALISED:
+        lse = _log_sum(sums_ptr, plane, tiles, PADDED)
+    of_chunk = tl.arange(0, CHUNK // TILE)
+    inside = of_chunk[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    for chunk in range(0, tl.cdiv(vocab, CHUNK)):
+        offs = chunk * CHUNK + inside
+        mask = offs < vocab
+        g = tl.zeros([CHUNK // TILE, TILE], tl.float32)
+        if NORMALISED:
+            tile = chunk * (CHUNK // TILE) + of_chunk
+            log_p = _chunk_of(kept_ptr, sums_ptr, lse, tile, tiles, offs, mask)
+            g = tl.where(total == 0.0, 0.0, total * tl.exp(log_p))
+        tl.store(gradient_ptr + offs, g.to(gradient_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _linear_divergence_kept_logits_place_kernel(
+    sums_ptr,
+    index_ptr,  # (R, k) int64
+    found_ptr,  # (R, k) fp32
+    factor_ptr,  # (R, k) fp32
+    gradient_ptr,  # (R, V)
+    vocab,
+    stride_row,
+    plane,
+    tiles,
+    count,
+    scale,
+    NORMALISED: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write a row's gradient at its classes; a class that comes twice gets both numbers."""
+    row = tl.program_id(0).to(tl.int64)
+    index_ptr += row * count
+    factor_ptr += row * count
+    offs = tl.arange(0, WIDTH)
+    mask = offs < count
+    index = tl.load(index_ptr + offs, mask=mask, other=-1)
+    total = tl.sum(tl.load(factor_ptr + offs, mask=mask, other=0.0), axis=0)
+    here = tl.zeros([WIDTH], tl.float32)
+    for other in range(0, count):
+        same = index == tl.load(index_ptr + other)
+        here += tl.where(same, tl.load(factor_ptr + other), 0.0)
+    if NORMALISED:
+        log_p = tl.load(found_ptr + row * count + offs, mask=mask, other=0.0)
+        here -= tl.where(total == 0.0, 0.0, total * tl.exp(log_p))
+    mask = mask & (index >= 0) & (index < vocab)
+    g = (scale * here).to(gradient_ptr.dtype.element_ty)
+    tl.store(gradient_ptr + row * stride_row + index, g, mask=mask)
+
+
+@triton.jit
+def _linear_divergence_kept_logits_scale_kernel(
+    x_ptr, by_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+):
+    by = tl.load(by_ptr).to(tl.float32)
+    if IN_PLACE:  # a loss that is the op's number has 1 here
+        count = tl.where(by == 1.0, 0, count)
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < count
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    scaled = x * tl.load(by_ptr).to(tl.float32)
-    tl.store(out_ptr + offs, scaled.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offs, (x * by).to(out_ptr.dtype.element_ty), mask=mask)

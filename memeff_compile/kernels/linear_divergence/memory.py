@@ -10,11 +10,14 @@ import torch
 
 from ..sizes import Size
 from .call import (
-    CHUNK,
     REFERENCE_BLOCKS,
     ROW_STEP,
+    TILE,
+    TILE_WITH_BIAS,
     Slots,
+    columns_of,
     kept_bytes,
+    lent_rows,
     reference_rows,
     slots_for,
     strip_bytes,
@@ -51,6 +54,7 @@ def temporary_bytes(
     engine: str,
     workspace: int,
     training: bool = True,
+    depth: int = 0,  # of a weight whose gradient is computed, and may lend its memory; 0 for none
 ) -> sympy.Expr:
     """Return the bytes of the blocks that exist at one time; for symbolic rows an upper bound."""
     itemsize = dtype.itemsize
@@ -58,18 +62,28 @@ def temporary_bytes(
         height = reference_rows(rows, vocab, workspace, itemsize)
         return REFERENCE_BLOCKS * max(itemsize, 4) * vocab * height
     sums = 4 * vocab if training else 0
+    how = {"training": training, "depth": depth}
     if isinstance(rows, int):
-        return sympy.Integer(_slot_bytes(rows, vocab, workspace, itemsize) + sums)
-    most = _slot_bytes(2**40, vocab, workspace, itemsize)
-    per_row = vocab * kept_bytes(itemsize) + strip_bytes(1, vocab) + 16 * -(-vocab // CHUNK)
+        return sympy.Integer(_slot_bytes(rows, vocab, workspace, itemsize, **how) + sums)
+    most = _slot_bytes(2**40, vocab, workspace, itemsize, **how)
+    columns = columns_of(vocab, TILE)
+    per_row = (
+        columns * kept_bytes(itemsize) + strip_bytes(1, vocab) + 16 * columns // TILE_WITH_BIAS
+    )
     # a slot more than blocks, of whole tiles
     return sympy.Min(most, per_row * (sympy.Rational(5, 4) * rows + 5 * ROW_STEP)) + sums
 
 
-def _slot_bytes(rows: int, vocab: int, workspace: int, itemsize: int) -> int:
-    slots: Slots = slots_for(rows, vocab, workspace, itemsize)
-    kept = slots.number * slots.rows * vocab * kept_bytes(itemsize)
-    return kept + strip_bytes(slots.rows, vocab) + 16 * slots.rows * -(-vocab // CHUNK)
+def _slot_bytes(
+    rows: int, vocab: int, workspace: int, itemsize: int, *, training: bool, depth: int
+) -> int:
+    columns = columns_of(vocab, TILE)
+    lent = lent_rows((vocab, depth), columns, TILE, itemsize)
+    slots: Slots = slots_for(rows, columns, workspace, itemsize, trains=training, lent=lent)
+    kept = slots.allocated * columns * kept_bytes(itemsize)
+    if slots.is_lent:
+        return kept
+    return kept + strip_bytes(slots.rows, vocab) + 16 * slots.rows * columns // TILE
 
 
 def bytes_after(rows: Size, held: Size) -> sympy.Expr:

@@ -89,6 +89,11 @@ class Divergence:
     covered: list[Node] = field(default_factory=list)
     name: str = ""
 
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Return student and teacher."""
+        return self.student, self.teacher
+
 
 class DivergenceReader:
     """Reads the divergences of one graph."""
@@ -180,7 +185,7 @@ class DivergenceReader:
         probabilities = self.expression(a["target"])
         if isinstance(chain, Decline) or chain.moved or probabilities is None:
             return None
-        side = self._side(Soft(chain, ()), a["self"])
+        side = self.side(Soft(chain, ()), a["self"])
         terms = _product(probabilities.terms, {(("log p", side.key),): -1.0})
         if terms is None:
             return None
@@ -337,10 +342,11 @@ class DivergenceReader:
                 if soft.chain.moved:
                     return None
                 self.visited += [*soft.through, *(step.node for step in soft.chain.steps)]
-                return kind, self._side(soft, node).key
+                return kind, self.side(soft, node).key
         return self._headless(node)
 
-    def _side(self, soft: Soft, node: Node) -> Side:
+    def side(self, soft: Soft, node: Node) -> Side:
+        """Return the side of a softmax, the same for equal ones."""
         chain, trains = soft.chain, self.info.value(node).requires_grad
         rows = tuple(step.effect for step in chain.row_steps)
         points = [(s.kind, s.value) for s in chain.steps if s.kind in ("mul", "div", "tanh")]
