@@ -302,8 +302,10 @@ def _check_op(info: GraphInfo, match: Divergence | Classes) -> Decline | None:
         hint = "mark only batch and length dynamic"
         return Decline("dynamic_vocabulary", said, hint, match.node)
     if isinstance(match, Classes):
+        hidden, weight, bias = given
         index = info.value(match.index)
-        sentence = op_folder.supports_classes(*given, index, scale=_scale(match.student))
+        how: dict[str, Any] = {"scale": _scale(match.student)}
+        sentence = op_folder.supports_classes(hidden, weight, bias, index, **how)
     else:
         sentence = op_folder.supports(*given, coefficients=match.coefficients, **_scales(match))
     return None if sentence is None else Decline("unsupported", sentence, node=match.node)

@@ -132,6 +132,20 @@ TOTALS: dict[str, Function] = {
     "two sums": lambda m, h, g, y: (
         lambda s, t: ((t.exp() * (t - s)).sum(-1) - 0.25 * (s.exp() * (t - s)).sum(-1)).mean()
     )(*logs(m, h, g)),
+    "two totals": lambda m, h, g, y: (
+        lambda s, t: (
+            F.kl_div(s, t, reduction="batchmean", log_target=True)
+            - 0.25 * F.kl_div(t, s, reduction="batchmean", log_target=True)
+        )
+    )(*logs(m, h, g)),
+    "Liger": lambda m, h, g, y: (
+        lambda s, t: (
+            lambda mixed: (
+                0.3 * F.kl_div(mixed, t, reduction="sum", log_target=True)
+                + 0.7 * F.kl_div(mixed, s, reduction="sum", log_target=True)
+            )
+        )(torch.lerp(s.exp(), t.exp(), 0.3).log())
+    )(*logs(m, h, g)),
     "TRL": gkd,
     "torchtune": forward_kl,
     "torchtune, finite logits": without_bias,
@@ -410,6 +424,12 @@ def test_logits_scaled_by_a_tensor_are_declined() -> None:
 
 
 NEAR_MISSES: dict[str, Function] = {
+    "classes of each row over the rows": lambda m, h, g, y: (
+        m.head(h).log_softmax(-1).gather(1, torch.zeros(B, 2, V, dtype=torch.int64)).sum()
+    ),
+    "classes of some rows": lambda m, h, g, y: (
+        m.head(h).log_softmax(-1).gather(-1, torch.ones(B, 2, 3, dtype=torch.int64)).sum()
+    ),
     "an entropy": lambda m, h, g, y: (lambda s: -(s.exp() * s).sum(-1).mean())(
         m.head(h).log_softmax(-1)
     ),

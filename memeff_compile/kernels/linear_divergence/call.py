@@ -33,7 +33,7 @@ class Coefficients(NamedTuple):
 
     def times(self, factor: float) -> Coefficients:
         """Return the sums multiplied by a number."""
-        return Coefficients(*(factor * each for each in self[:-1]), self.share)
+        return Coefficients(*(factor * each for each in self))._replace(share=self.share)
 
     @property
     def has_mixture(self) -> bool:
@@ -91,7 +91,7 @@ class ClassRequest(NamedTuple):
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
-    index: Tensor  # (N, k) int64
+    chosen: Tensor  # (N, k) int64
     is_normalised: bool  # log-probabilities, else logits
     scale: float
     workspace: int  # in bytes; 0 is automatic

@@ -278,12 +278,12 @@ class _Classes(_Walk):
     ) -> None:
         super().__init__(given, trains)
         self.factors = None if factors is None else factors.to(torch.float32).contiguous()
-        self.index = given.index.contiguous()
-        self.found = given.hidden.new_empty(given.index.shape, dtype=torch.float32)
+        self.index = given.chosen.contiguous()
+        self.found = given.hidden.new_empty(given.chosen.shape, dtype=torch.float32)
 
     def block(self, slot: int, here: slice) -> None:
         given, height, rows = self.given, self.slots.rows, here.stop - here.start
-        student, count = self.student(slot, here), given.index.shape[1]
+        student, count = self.student(slot, here), given.chosen.shape[1]
         shared = (self.sums[0], self.index[here], self.found[here])
         sizes = (given.vocab, self.columns, self.sums.stride(1), self.tiles, count)
         how = {

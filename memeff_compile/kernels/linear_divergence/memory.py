@@ -5,6 +5,8 @@ They count the dominant buffers in addition to the inputs and the returned gradi
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 import torch
 
@@ -62,7 +64,7 @@ def temporary_bytes(
         height = reference_rows(rows, vocab, workspace, itemsize)
         return REFERENCE_BLOCKS * max(itemsize, 4) * vocab * height
     sums = 4 * vocab if training else 0
-    how = {"training": training, "depth": depth}
+    how: dict[str, Any] = {"training": training, "depth": depth}
     if isinstance(rows, int):
         return sympy.Integer(_slot_bytes(rows, vocab, workspace, itemsize, **how) + sums)
     most = _slot_bytes(2**40, vocab, workspace, itemsize, **how)

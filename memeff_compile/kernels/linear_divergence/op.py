@@ -379,7 +379,7 @@ class _Classes(NamedTuple):
     hidden: Tensor  # (..., D)
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
-    index: Tensor  # (..., k)
+    chosen: Tensor  # (..., k), the index
     is_normalised: bool
     scale: float
     workspace: int
@@ -420,7 +420,7 @@ def _classes_fault(given: _Classes) -> str | None:
 
 
 def _run_classes(given: _Classes, grad: Tensor | None, mask: Sequence[bool]) -> Found:
-    hidden, index, rows = given.hidden, given.index, math.prod(given.hidden.shape[:-1])
+    hidden, index, rows = given.hidden, given.chosen, math.prod(given.hidden.shape[:-1])
     flat = hidden.reshape(rows, hidden.shape[-1])
     request = ClassRequest(
         *(flat, given.weight, given.bias, index.reshape(rows, index.shape[-1])),
@@ -429,10 +429,10 @@ def _run_classes(given: _Classes, grad: Tensor | None, mask: Sequence[bool]) -> 
     if rows == 0:
         parts = zip(request[:3], mask, strict=True)
         zeros = (torch.zeros_like(x) if each and x is not None else None for x, each in parts)
-        return Found(hidden.new_zeros(request.index.shape, dtype=request.wide), *zeros)
+        return Found(hidden.new_zeros(request.chosen.shape, dtype=request.wide), *zeros)
     engine = engine_for(hidden.device, hidden.dtype)
     module = importlib.import_module(f".{engine}", __package__)
-    factors = None if grad is None else grad.reshape(request.index.shape)
+    factors = None if grad is None else grad.reshape(request.chosen.shape)
     with without_autocast(hidden.device.type), on_device(hidden):
         found: Found = module.run_classes(request, factors, mask)
     return found
@@ -440,12 +440,12 @@ def _run_classes(given: _Classes, grad: Tensor | None, mask: Sequence[bool]) -> 
 
 def _classes(given: _Classes) -> Tensor:
     require("linear_divergence_classes", _classes_fault(given))
-    return _run_classes(given, None, (False,) * 3).rows.view(given.index.shape)
+    return _run_classes(given, None, (False,) * 3).rows.view(given.chosen.shape)
 
 
 def _fake_classes(given: _Classes) -> Tensor:
     require("linear_divergence_classes", _classes_fault(given))
-    return given.hidden.new_empty(given.index.shape, dtype=wide(given.hidden.dtype))
+    return given.hidden.new_empty(given.chosen.shape, dtype=wide(given.hidden.dtype))
 
 
 class _ClassesBackward(NamedTuple):

@@ -33,18 +33,18 @@ def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool
     those of the operands.
     """
     sums = _Gradients(given, wanted(given, factors, mask))
-    found = given.hidden.new_empty(given.index.shape, dtype=given.wide)
+    found = given.hidden.new_empty(given.chosen.shape, dtype=given.wide)
     for here in sums.blocks():
         values = _logits(given.hidden[here], given.weight, given.bias, given.scale, given.wide)
         values = values.log_softmax(1) if given.is_normalised else values
-        found[here] = values.gather(1, given.index[here])
+        found[here] = values.gather(1, given.chosen[here])
         if factors is not None:
             by = factors[here].to(given.wide)
             gradient = torch.zeros_like(values)
             if given.is_normalised:
                 total = by.sum(1, keepdim=True)
                 gradient = (-total * values.exp()).masked_fill_(total == 0, 0)
-            sums.add(here, gradient.scatter_add_(1, given.index[here], by))
+            sums.add(here, gradient.scatter_add_(1, given.chosen[here], by))
     return Found(found, *sums.results())
 
 

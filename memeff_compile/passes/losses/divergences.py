@@ -134,9 +134,61 @@ class DivergenceReader:
             match.over_first = self.info.value(source).shape[0]
         if reduction == "row average":
             match.over_rows = True
-        if not match.is_total:
+        if match.is_total:
+            self._add_totals(match, reduction)
+        else:
             self._follow(match, rows)
         yield match
+
+    def _add_totals(self, match: Divergence, reduction: str) -> None:
+        """Join later totals of the same two sides, reduced alike, that are added to this one."""
+        node, factor, steps = match.node, 1.0, list[Node]()
+        while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
+            (user,) = node.users
+            call = read_one(user)
+            number = None if call is None else _multiplier(call, node)
+            if number is not None:
+                factor *= number
+            elif call is None or call.op not in (aten.add.Tensor, aten.sub.Tensor):
+                return
+            else:
+                a, self.visited = call.args, []
+                is_first = a["self"] is node
+                found = self._total(a["other"] if is_first else a["self"], reduction)
+                terms = {} if found is None else found.terms
+                terms = {atoms: each for atoms, each in terms.items() if abs(each) > _NOTHING}
+                added = _coefficients(terms, match.student.key, match.teacher.key)
+                if found is None or added is None or a["alpha"] != 1:
+                    return
+                signs = [1.0, 1.0 if call.op is aten.add.Tensor else -1.0]
+                mine, theirs = signs if is_first else signs[::-1]
+                joined = _joined(match.coefficients, mine * factor, added, theirs)
+                if joined is None:
+                    return
+                match.coefficients, match.node, factor = joined, user, 1.0
+                match.covered += [*self.visited, *steps, user]
+                steps.clear()
+                node = user
+                continue
+            steps.append(user)
+            node = user
+
+    def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
+        """Read a total of this reduction, multiplied by numbers."""
+        if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
+            return None
+        call, reduced = read_one(node), self._reduced(node)
+        if reduced is not None:
+            expression, of_this, _ = reduced
+            self.visited.append(node)
+            return None if of_this != reduction or expression.masks else expression
+        for inner in () if call is None else (call.args.get("self"), call.args.get("other")):
+            number = _multiplier(call, inner) if isinstance(inner, Node) else None
+            if number is not None:
+                found = self._total(inner, reduction, depth + 1)
+                self.visited.append(node)
+                return None if found is None else found.times(number)
+        return None
 
     def _reduced(self, node: Node) -> tuple[Expression, str, Node] | None:
         """Read a sum over the classes, and over the rows if all numbers are summed."""
@@ -229,6 +281,11 @@ class DivergenceReader:
         if name == "kl_div":
             given = kl_arguments(node)
             return None if given is None or given["reduction"] != "none" else self._kl(given, depth)
+        if name == "lerp" and len(node.args) == 3 and not node.kwargs:
+            share = constant(node.args[2])
+            left = None if share is None else self.expression(node.args[0], depth)
+            right = None if left is None else self.expression(node.args[1], depth)
+            return None if share is None else _added(left, right, 1.0 - share, share)
         if name in ("logaddexp", "xlogy"):
             pair = [self.expression(each, depth) for each in node.args[:2]]
             return _READ_PAIRS[name](pair[0], pair[1])
@@ -541,6 +598,19 @@ _PRODUCTS = named("mul.Tensor mul.Scalar")
 _QUOTIENTS = named("div.Tensor div.Scalar")
 _FILLS = named("masked_fill.Scalar masked_fill.Tensor")
 _SAME = named("to.dtype detach.default contiguous.default clone.default alias.default")
+
+
+def _multiplier(call: Any, node: Any) -> float | None:
+    """Return the number by which a step multiplies `node`; None for other steps."""
+    a = call.args
+    if call.op is aten.neg.default:
+        return -1.0
+    if call.op not in _PRODUCTS | _QUOTIENTS or (call.op in _QUOTIENTS and a["self"] is not node):
+        return None
+    number = constant(a["other"] if a["self"] is node else a["self"])
+    if not number:
+        return None
+    return number if call.op in _PRODUCTS else 1.0 / number
 
 
 def kl_arguments(node: Node) -> dict[str, Any] | None:
