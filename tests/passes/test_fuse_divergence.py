@@ -357,6 +357,28 @@ def test_a_step_without_gradients_is_fused() -> None:
     assert record.action == "rewrote"
 
 
+@pytest.mark.parametrize("is_size", [False, True], ids=["TRL", "the number of rows"])
+def test_rows_that_a_mask_selects_are_summed_where_dynamo_captures_them(is_size: bool) -> None:
+    """As TRL's generalised divergence selects the rows with a label."""
+
+    def selected(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+        s, t = logs(m, h, g)
+        every, mask = F.kl_div(s, t, reduction="none", log_target=True), y != -100
+        every = every[mask]
+        return every.sum() / (every.size(0) if is_size else mask.sum())
+
+    model, given = Pair(selected), inputs()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = compiled(model, fullgraph=True)(*given)
+    actions = [record.action for record in records()]
+    assert actions == (["declined"] if is_size else ["rewrote"])
+    wanted = model(*given)
+    torch.testing.assert_close(found, wanted)
+    pairs = zip(gradients(model, found, given[0]), gradients(model, wanted, given[0]), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected)
+
+
 def written(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
     s = m.head(h).log_softmax(-1)
     t = m.teach(g)

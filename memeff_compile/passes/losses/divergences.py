@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ... import compat
@@ -303,6 +304,8 @@ class DivergenceReader:
             return self.expression(a["self"], depth) if is_floating else None
         if op in _FILLS:
             return self._filled(a, depth)
+        if op is aten.index.Tensor:
+            return self._selected(node, a, depth)
         if op in _ADDS:
             alpha = compat.known_number(a["alpha"])
             left = self.expression(a["self"], depth)
@@ -347,6 +350,30 @@ class DivergenceReader:
             return None
         self.visited += [mask, *(step.node for step in chain.steps)]
         return found
+
+    def _selected(self, node: Node, a: Mapping[str, Any], depth: int) -> Expression | None:
+        """Read the rows of a mask: in the sum over all of them, the others are zero.
+
+        Dynamo captures it if `torch._dynamo.config.capture_dynamic_output_shape_ops` is set.
+        """
+        value, indices = self.info.tensor(a["self"]), a["indices"]
+        mask = indices[0] if len(indices) == 1 and isinstance(indices[0], Node) else None
+        given = self.info.tensor(mask)
+        if value is None or given is None or given.dtype != torch.bool:
+            return None
+        if not same_shape(given.shape, value.shape[:-1]):
+            return None
+        found = self.expression(a["self"], depth)
+        asserted = list[Node]()
+        for user in node.users:
+            call = read_one(user)
+            is_sum = call is not None and call.op in _SUMS - _MEANS
+            if not (call and is_sum and call.args.get("dim") is None or _asserts(user, asserted)):
+                return None
+        self.visited += asserted
+        if found is None or mask is None:
+            return None
+        return replace(found, masks=(*found.masks, Mask(mask)))
 
     def _is_row_mask(self, mask: Any, whole: Any) -> bool:
         given, value = self.info.tensor(mask), self.info.tensor(whole)
@@ -598,6 +625,20 @@ _PRODUCTS = named("mul.Tensor mul.Scalar")
 _QUOTIENTS = named("div.Tensor div.Scalar")
 _FILLS = named("masked_fill.Scalar masked_fill.Tensor")
 _SAME = named("to.dtype detach.default contiguous.default clone.default alias.default")
+
+
+def _asserts(node: Node, seen: list[Node]) -> bool:
+    """Return whether a size and what is computed from it only serve assertions; note its nodes."""
+    name = node_name(node)
+    seen.append(node)
+    if name in _ASSERTIONS:
+        return not node.users
+    value = compat.example_value(node)
+    is_number = not isinstance(value, torch.Tensor)
+    return is_number and bool(node.users) and all(_asserts(user, seen) for user in node.users)
+
+
+_ASSERTIONS = ("_assert_scalar", "_check", "sym_constrain_range_for_size", "_check_is_size")
 
 
 def _multiplier(call: Any, node: Any) -> float | None:
