@@ -368,7 +368,7 @@ class DivergenceReader:
         for user in node.users:
             call = read_one(user)
             is_sum = call is not None and call.op in _SUMS - _MEANS
-            if not (call and is_sum and call.args.get("dim") is None or _asserts(user, asserted)):
+            if not ((call and is_sum and call.args.get("dim") is None) or _asserts(user, asserted)):
                 return None
         self.visited += asserted
         if found is None or mask is None:
