@@ -109,6 +109,7 @@ class FuseDivergence(GraphPass):
             engine=_engine(info, match),
             workspace=info.options.linear_cross_entropy_workspace,
             training=match.student.trains,
+            depth=_lending_depth(info, match),
         )
         return Gain(before, op_folder.bytes_after(n, b), {"N": rows, "V": vocab, "B": int(held)})
 
@@ -138,6 +139,10 @@ class FuseDivergence(GraphPass):
         if _is_total(info, match):
             how = "the gradients are made in the forward, in four products, and held to the "
             how += "backward"
+            rows = info.value(_head(match.student).hidden).shape[:-1]
+            known = [compat.known_size(size) for size in rows]
+            if engine == "kept_logits" and None not in known:
+                how += op_folder.cost_of_few_rows(math.prod(size or 0 for size in known))
         sentence = f"the divergence of a head and {teacher} ({match.name}) -> "
         sentence += f"memeff::linear_divergence; engine {engine}: {op_folder.ENGINES[engine]}"
         sentence += f"; {speed}" if speed else ""
@@ -146,6 +151,14 @@ class FuseDivergence(GraphPass):
     def dead(self, match: Divergence | Classes) -> Sequence[Node]:
         heads = [side.chain.head for side in match.sides if side.chain is not None]
         return [*match.covered, *(cast for head in heads for cast in head.casts)]
+
+
+def _lending_depth(info: GraphInfo, match: Divergence | Classes) -> int:
+    """Return the width of a weight whose gradient the op computes together with its results."""
+    weight = info.value(_head(match.student).weight)
+    is_total = isinstance(match, Divergence) and _is_total(info, match)
+    size = compat.known_size(info.value(_head(match.student).hidden).shape[-1])
+    return size or 0 if is_total and weight.requires_grad else 0
 
 
 def _head(side: Side) -> Any:

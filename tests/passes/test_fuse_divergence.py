@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
+from memeff_compile.kernels import linear_divergence as op_folder
+from memeff_compile.passes import fuse_divergence
 from memeff_compile.report import Record
 
 D, K, V, B, L = 8, 12, 64, 2, 5
@@ -506,6 +508,14 @@ def test_logits_that_are_returned_too_are_deferred() -> None:
     assert {r.action for r in memeff_compile.last_report().records} == {"rewrote", "deferred"}
     torch.testing.assert_close(loss, wanted[0])
     torch.testing.assert_close(logits + 0, wanted[1])
+
+
+def test_the_report_says_that_few_rows_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_divergence, "_engine", lambda info, match: "kept_logits")
+    compiled(Pair(TOTALS["batchmean"]))(*inputs())
+    (record,) = records()
+    assert "2048 rows or fewer take 1.03 to 1.09 times Inductor's time" in record.sentence
+    assert op_folder.cost_of_few_rows(2049) == ""
 
 
 def test_the_switch_leaves_the_graph_alone() -> None:

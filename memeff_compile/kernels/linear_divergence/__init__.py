@@ -21,6 +21,7 @@ from __future__ import annotations
 from .call import Coefficients as Coefficients
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
+from .memory import cost_of_few_rows as cost_of_few_rows
 from .memory import temporary_bytes as temporary_bytes
 from .op import ENGINES as ENGINES
 from .op import engine_for as engine_for
