@@ -69,8 +69,21 @@ def read_classes(
     if not isinstance(soft, Soft):
         chain = reader.chain(source)
         soft, kind = (None if isinstance(chain, Decline) else Soft(chain, ())), "z"
-    if soft is None or soft.chain.moved:
+    if soft is None or soft.chain.moved or _comes_from(info, index, soft.chain.head.node):
         return None
     side = side_of(soft, source)
     covered = [*side.nodes, *soft.through, *(step.node for step in soft.chain.steps), node]
     return Classes(node, side, index, kind, from_end, [*dict.fromkeys(covered)])
+
+
+def _comes_from(info: GraphInfo, index: Node, head: Node) -> bool:
+    """Return whether classes are chosen by these logits themselves, as a router chooses experts."""
+    seen, queue, first = set[Node](), [index], info.positions[head]
+    while queue:
+        node = queue.pop()
+        if node is head:
+            return True
+        if node not in seen and info.positions[node] > first:
+            seen.add(node)
+            queue += node.all_input_nodes
+    return False
