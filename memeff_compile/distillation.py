@@ -97,8 +97,12 @@ def linear_divergence(
     kept = None if mask is None else (mask != 0)
     if classes is not None:
         _require_classes(classes, teacher, teacher_weight, teacher_bias)
-        how = {"is_normalised": True, "scale": 1 / temperature, "workspace": 0}
-        logs = op_folder.linear_divergence_classes(hidden, weight, bias, classes, **how)
+        logs = op_folder.linear_divergence_classes(
+            *(hidden, weight, bias, classes),
+            is_normalised=True,
+            scale=1 / temperature,
+            workspace=0,
+        )
         of_teacher = teacher.detach().to(logs.dtype)
         if with_rest:
             logs, of_teacher = _with_rest(logs), _with_rest(of_teacher)
@@ -114,7 +118,7 @@ def linear_divergence(
     teacher, teacher_weight = teacher.detach(), _detached(teacher_weight)
     teacher_bias = _detached(teacher_bias)
     operands = hidden, weight, bias, teacher, teacher_weight, teacher_bias
-    how = {"coefficients": list(coefficients_of(kind, beta)), "workspace": 0}
+    how: dict[str, Any] = {"coefficients": list(coefficients_of(kind, beta)), "workspace": 0}
     how |= {"scale": 1 / temperature, "teacher_scale": scale / temperature}
     trains = [part is not None and part.requires_grad for part in operands[:3]]
     if (
