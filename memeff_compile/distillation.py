@@ -5,7 +5,7 @@ The result is that of F.kl_div of both softmaxes, but the logits of neither are 
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ def linear_divergence(
     reduction: Reduction = "mean",
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    classes: Tensor | None = None,
+    with_rest: bool = False,
 ) -> Tensor:
     """Compute a divergence between the softmaxes of two heads, without building their logits.
 
@@ -78,6 +80,10 @@ def linear_divergence(
             other rows. "mean" is F.kl_div's "batchmean" of (N, V) logits.
         bias: (V,) or None.
         teacher_bias: (V,) or None.
+        classes: (..., k) int64, if k classes of each row are known of the teacher, who is then
+            (..., k): their log-probabilities, at the temperature, which are taken as they are. The
+            sums above are over these classes.
+        with_rest: whether all other classes count as one more, of student and of teacher.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), a scalar or one number per row.
@@ -91,6 +97,20 @@ def linear_divergence(
     """
     _require(kind, beta, temperature, reduction, mask, hidden)
     hidden, weight, bias = as_autocast_would(hidden, weight, bias)
+    kept = None if mask is None else (mask != 0)
+    if classes is not None:
+        _require_classes(classes, teacher, teacher_weight, teacher_bias)
+        logs = op_folder.linear_divergence_classes(
+            *(hidden, weight, bias, classes),
+            is_normalised=True,
+            scale=1 / temperature,
+            workspace=0,
+        )
+        of_teacher = teacher.detach().to(logs.dtype)
+        if with_rest:
+            logs, of_teacher = _with_rest(logs), _with_rest(of_teacher)
+        rows = _of_classes(logs, of_teacher, coefficients_of(kind, beta))
+        return _reduced(rows, kept, reduction)
     scale, factors = 1.0, _factors_of(teacher) if teacher_weight is None else None
     if factors is not None:
         teacher, teacher_weight, teacher_bias, scale = factors
@@ -103,7 +123,6 @@ def linear_divergence(
     operands = hidden, weight, bias, teacher, teacher_weight, teacher_bias
     how: dict[str, Any] = {"coefficients": list(coefficients_of(kind, beta)), "workspace": 0}
     how |= {"scale": 1 / temperature, "teacher_scale": scale / temperature}
-    kept = None if mask is None else (mask != 0)
     trains = [part is not None and part.requires_grad for part in operands[:3]]
     if (
         reduction != "none"
@@ -111,19 +130,49 @@ def linear_divergence(
         and any(trains)
         and op_folder.makes_gradients_in_forward(hidden.dtype)
     ):
+        # Multiplied before the sum, so that the gradients need not be multiplied again.
         row_weight = None if kept is None else kept.to(wide(hidden.dtype))
+        if reduction == "mean" and row_weight is not None:
+            row_weight = row_weight / row_weight.sum()
+        elif reduction == "mean":
+            by = coefficients_of(kind, beta).times(1 / max(hidden[..., 0].numel(), 1))
+            how["coefficients"] = list(by)
         total: Tensor = op_folder.linear_divergence_total(
             *operands, row_weight, output_mask=trains, **how
         )[0]
-    else:
-        rows: Tensor = op_folder.linear_divergence(*operands, **how)
-        rows = rows if kept is None else rows.masked_fill(~kept, 0)
-        if reduction == "none":
-            return rows
-        total = rows.sum()
-    if reduction == "sum":
         return total
-    return total / (hidden[..., 0].numel() if kept is None else kept.sum())
+    return _reduced(op_folder.linear_divergence(*operands, **how), kept, reduction)
+
+
+def _reduced(rows: Tensor, kept: Tensor | None, reduction: str) -> Tensor:
+    rows = rows if kept is None else rows.masked_fill(~kept, 0)
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    return rows.sum() / (rows.numel() if kept is None else kept.sum())
+
+
+def _of_classes(log_p: Tensor, log_q: Tensor, coefficients: Coefficients) -> Tensor:
+    """Return a number per row from the log-probabilities of some classes; with autograd."""
+    a1, a2, a3, a4, a5, a6, share = coefficients.settled()
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (share * q + (1 - share) * p).log() if a5 or a6 else None
+    rows = torch.zeros_like(log_p[..., 0])
+    terms: list[tuple[float, Tensor, Tensor | None]]
+    terms = [(a1, q, log_q), (a2, q, log_p), (a3, p, log_p), (a4, p, log_q)]
+    for factor, probability, logarithm in (*terms, (a5, q, log_m), (a6, p, log_m)):
+        if factor and logarithm is not None:
+            safe = logarithm.masked_fill(probability == 0, 0)
+            rows = rows + factor * (probability * safe).sum(-1)
+    return rows
+
+
+def _with_rest(logs: Tensor) -> Tensor:
+    """Append the logarithm of the mass that all other classes have."""
+    smallest = torch.finfo(logs.dtype).eps
+    mass = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=smallest)
+    return torch.cat([logs, mass.log()], dim=-1)
 
 
 def _factors_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
@@ -147,6 +196,18 @@ def _factors_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, float] |
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
+
+
+def _require_classes(
+    classes: Tensor, teacher: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
+    if weight is not None or bias is not None:
+        sentence = "classes are given with a teacher's head; pass the teacher's log-probabilities "
+        raise UnsupportedInputError(f"linear_divergence: {sentence}of these classes as teacher.")
+    if teacher.shape != classes.shape or not teacher.is_floating_point():
+        sentence = f"teacher has shape {tuple(teacher.shape)} and dtype {str(teacher.dtype)[6:]}; "
+        sentence += f"{tuple(classes.shape)} log-probabilities are needed, one of each class."
+        raise UnsupportedInputError(f"linear_divergence: {sentence}")
 
 
 def _require(

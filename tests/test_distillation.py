@@ -63,6 +63,36 @@ def test_values_and_gradients_equal_eager(kind: Any, is_masked: bool, reduction:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("with_rest", [False, True], ids=["k classes", "the rest as one"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_of_whom_some_classes_are_known(kind: Any, with_rest: bool) -> None:
+    given = draw()
+    student = given["hidden"], given["weight"]
+    logits = given["teacher"] @ given["teacher_weight"].t()
+    t, classes = (logits / 2).log_softmax(-1).topk(6)
+    s = (F.linear(*student) / 2).log_softmax(-1).gather(-1, classes)
+    if with_rest:
+        s, t_all = (torch.cat([x, (1 - x.exp().sum(-1, True)).log()], -1) for x in (s, t))
+    else:
+        t_all = t
+    p, q = s.exp(), t_all.exp()
+    mixed = (0.3 * q + 0.7 * p).log()
+    rows = {
+        "forward_kl": q * (t_all - s),
+        "reverse_kl": p * (s - t_all),
+        "jsd": 0.3 * q * (t_all - mixed) + 0.7 * p * (s - mixed),
+        "cross_entropy": -q * s,
+    }[kind].sum(-1)
+    mask = torch.arange(B * L).view(B, L) % 3 > 0
+    wanted = (rows * mask).sum() / mask.sum()
+    how: dict[str, Any] = {"kind": kind, "beta": 0.3, "temperature": 2.0, "mask": mask}
+    found = linear_divergence(*student, t, classes=classes, with_rest=with_rest, **how)
+    torch.testing.assert_close(found, wanted)
+    pairs = (torch.autograd.grad(loss, student) for loss in (found, wanted))
+    for got, expected in zip(*pairs, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize(("beta", "kind"), [(0.0, "forward_kl"), (1.0, "reverse_kl")])
 def test_a_jsd_of_one_side_alone_is_that_kl(beta: float, kind: str) -> None:
     given = draw()
@@ -127,6 +157,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a share": ({"beta": 1.5}, "beta is 1.5; it must be between 0 and 1"),
     "a temperature": ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
     "a mask of other rows": ({"mask": torch.ones(B)}, "mask has shape"),
+    "classes and a head": (
+        {"classes": torch.zeros(B, L, 3, dtype=torch.int64)},
+        "classes are given with a teacher's head",
+    ),
+    "classes without numbers": (
+        {"classes": torch.zeros(B, L, 3, dtype=torch.int64), "teacher_weight": None},
+        "log-probabilities are needed",
+    ),
     "other classes": ({"teacher_weight": torch.ones(9, K, dtype=torch.float64)}, "has 9 classes"),
 }
 

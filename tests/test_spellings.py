@@ -28,6 +28,7 @@ PAIRS = [(name, text) for name, subject in SUBJECTS.items() for text in subject.
 
 WORDS = {
     ("fuse_linear_cross_entropy", "rewrote"): "fused",
+    ("fuse_divergence", "rewrote"): "fused",
     ("defer_logits", "deferred"): "deferred",
     ("recover_attention", "rewrote"): "recovered",
 }

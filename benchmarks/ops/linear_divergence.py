@@ -63,16 +63,32 @@ def jsd(*given: Tensor) -> Tensor:
     return every.sum() / every.size(0)
 
 
-KINDS = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jsd}
+def top_k(h: Tensor, w: Tensor, index: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(teacher || student) over the classes of which the teacher's numbers are known."""
+    student = (F.linear(h, w) / 2).float() if h.dtype != torch.float64 else F.linear(h, w) / 2
+    student = student.log_softmax(-1).gather(-1, index)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
-def drawn(given: argparse.Namespace, shape: list[int], count: int) -> list[Tensor]:
-    """Return operands of so many rows: hidden states and weight of student and of teacher."""
+KINDS = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jsd, "top_k": top_k}
+KNOWN = 64
+"""Classes of a row in `top_k`."""
+
+
+def drawn(given: argparse.Namespace, shape: list[int], count: int, kind: str) -> list[Tensor]:
+    """Return operands of so many rows: hidden states and weight of student and of teacher, or
+    indices and log-probabilities of the teacher's classes.
+    """
     _, depth, of_teacher, vocab = shape
     torch.manual_seed(0)
     make = partial(torch.randn, device=given.device, dtype=getattr(torch, given.dtype))
-    h, g = make(count, depth), make(count, of_teacher)
-    w, u = 3 / depth**0.5 * make(vocab, depth), 3 / of_teacher**0.5 * make(vocab, of_teacher)
+    h, w = make(count, depth), 3 / depth**0.5 * make(vocab, depth)
+    if kind == "top_k":
+        wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+        index = torch.rand(count, vocab, device=given.device).topk(KNOWN).indices
+        logs = torch.randn(count, KNOWN, device=given.device, dtype=wide).log_softmax(-1) - 0.1
+        return [h.requires_grad_(), w.requires_grad_(), index, logs]
+    g, u = make(count, of_teacher), 3 / of_teacher**0.5 * make(vocab, of_teacher)
     return [h.requires_grad_(), w.requires_grad_(), g, u]
 
 
@@ -83,8 +99,13 @@ def gradients(run: Any, operands: list[Tensor]) -> list[Tensor]:
 
 def errors(run: Any, given: argparse.Namespace, shape: list[int], kind: str) -> list[float]:
     """Return the relative error of each gradient against fp64."""
-    few = drawn(given, shape, min(CHECKED_ROWS, shape[0]))
-    exact = [each.detach().double().requires_grad_(each.requires_grad) for each in few]
+    few = drawn(given, shape, min(CHECKED_ROWS, shape[0]), kind)
+    exact = [
+        each.detach().double().requires_grad_(each.requires_grad)
+        if each.is_floating_point()
+        else each
+        for each in few
+    ]
     both = zip(gradients(run, few), gradients(KINDS[kind], exact), strict=True)
     return [float((one - other).norm() / other.norm()) for one, other in both]
 
@@ -111,7 +132,7 @@ def measure(given: argparse.Namespace, shape: list[int], kind: str) -> None:
             codes = [(r.pass_name, r.code) for r in memeff_compile.last_report().records]
             found[method]["codes"] = codes
         runs[method] = run
-    operands = drawn(given, shape, shape[0])
+    operands = drawn(given, shape, shape[0], kind)
     kept = sum(each.nbytes for each in operands[:2])
     runs = {method: partial(gradients, run, operands) for method, run in runs.items()}
     is_cuda = given.device == "cuda"

@@ -734,6 +734,13 @@ def _mean(
     return torch.ops.aten.div.Scalar(total, input.dims[-1]).to(dtype or input.dtype)
 
 
+def _divergence(input: Any, target: Any, *rest: Any, **how: Any) -> Any:
+    _need(_is_deferred(input) or _is_deferred(target), "")
+    raise Declined(
+        "a divergence; compute it in the compiled function, or by memeff_compile.linear_divergence"
+    )
+
+
 # Argument names that PyTorch also accepts, from NumPy.
 _RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input"}
 _RENAMED["x2"] = "other"
@@ -771,6 +778,7 @@ SERVED: dict[Any, Callable[..., Any]] = {
         _logsumexp: (torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp),
         _exp: (torch.exp, torch.Tensor.exp),
         _mul: (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.multiply),
+        _divergence: (F.kl_div,),
         _sum: (torch.sum, torch.Tensor.sum),
         _mean: (torch.mean, torch.Tensor.mean),
     }.items()

@@ -5,10 +5,15 @@
             loss = kl_div(s, t, reduction="sum")
     after:  loss, *_ = memeff.linear_divergence_total(h, W, None, g, U, None, None)
 
-A match is one number per row that compares the softmax of a student's head with that of a teacher,
-which is a head of this graph or a tensor of logits. `losses/divergences.py` reads the spellings. If
-the rows are only masked, scaled and summed afterwards, the op returns that one number and its
-gradients, in four products; otherwise the backward pass computes the logits again.
+    before: s = log_softmax(linear(h, W)).gather(-1, i)
+    after:  s = memeff.linear_divergence_classes(h, W, None, i)
+
+A match of the first kind is one number per row that compares the softmax of a student's head with
+that of a teacher, which is a head of this graph or a tensor of logits. `losses/divergences.py`
+reads the spellings. If the rows are only masked, scaled and summed afterwards, the op returns that
+one number and its gradients, in four products; else the backward computes the logits again. A match
+of the second kind reads k classes of each row (`losses/classes.py`): a teacher often names only
+those. The rest of the loss, on these k numbers, stays in the graph.
 
 The pass declines teachers that train, other readers of the logits, softcaps and vectors over the
 vocabulary, in-place writes before the divergence, and tensor subclasses. The docs page lists every
@@ -33,21 +38,23 @@ from .graph.base import Decline, Done, Gain, GraphPass, mutated
 from .graph.canonical import aten
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
+from .losses.classes import GATHERS, Classes, read_classes
 from .losses.divergences import Divergence, DivergenceReader, Mask, Side, kl_arguments
 from .losses.head import Chain, HeadReader, fold, replay_rows
 from .losses.softmax import Soft
 from .losses.tails import Tail, TailReader, reads_a_size
 
 _NAMES = ("kl_div", "sum", "mean", "cross_entropy")
-_SOFTMAXES = ("log_softmax", "softmax", "kl_div")
+_SOFTMAXES = ("log_softmax", "softmax", "kl_div", *GATHERS)
 
 
 class FuseDivergence(GraphPass):
     name = "fuse_divergence"
 
-    def find(self, info: GraphInfo) -> Iterable[Divergence | Decline]:
-        """Yield every divergence of a head, and a Decline for each `kl_div` of a head that cannot
-        be read."""
+    def find(self, info: GraphInfo) -> Iterable[Divergence | Classes | Decline]:
+        """Yield every divergence of a head, a Decline per `kl_div` of one that is not read, and
+        every read of several classes of each row.
+        """
         nodes = list(info.gm.graph.nodes)
         if not any(node_name(node) in _SOFTMAXES for node in nodes):
             return
@@ -69,21 +76,27 @@ class FuseDivergence(GraphPass):
         for node in info.visit(nodes):
             if node_name(node) == "kl_div" and node not in known:
                 yield from _unread(info, reader, node)
+        for node in info.visit(nodes):
+            if node_name(node) in GATHERS and node not in known:
+                read = (info, reader.reader, reader.softmax, node, reader.side)
+                found = read_classes(*read)
+                if found is not None:
+                    yield found
 
-    def check(self, info: GraphInfo, match: Divergence) -> Decline | None:
+    def check(self, info: GraphInfo, match: Divergence | Classes) -> Decline | None:
         for judge in (_check_sides, _check_readers, _check_writes, _check_op):
             refusal = judge(info, match)
             if refusal is not None:
                 return refusal
         return None
 
-    def gain(self, info: GraphInfo, match: Divergence) -> Gain | None:
+    def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
         """Return the bytes of both logits, and of the blocks that replace them."""
         hidden, weight, *_ = _values(info, match.student)
         rows = math.prod(compat.size_hint(size) for size in hidden.shape[:-1])
         vocab = compat.size_hint(weight.shape[0])
         n, v, b = sympy.symbols("N V B", integer=True, positive=True)
-        teacher = match.teacher.chain
+        teacher = None if isinstance(match, Classes) else match.teacher.chain
         before = op_folder.bytes_before(
             *(n, v),
             dtype=hidden.dtype,
@@ -97,39 +110,56 @@ class FuseDivergence(GraphPass):
             engine=_engine(info, match),
             workspace=info.options.linear_cross_entropy_workspace,
             training=match.student.trains,
+            depth=_lending_depth(info, match),
         )
         return Gain(before, op_folder.bytes_after(n, b), {"N": rows, "V": vocab, "B": int(held)})
 
-    def anchor(self, match: Divergence) -> Node:
+    def anchor(self, match: Divergence | Classes) -> Node:
         return match.node
 
-    def places(self, match: Divergence) -> Sequence[Node]:
-        sides = (match.student, match.teacher)
-        return [*(side.chain.head.node for side in sides if side.chain is not None), match.node]
+    def places(self, match: Divergence | Classes) -> Sequence[Node]:
+        heads = (side.chain.head.node for side in match.sides if side.chain is not None)
+        return [*heads, match.node]
 
-    def rewrite(self, info: GraphInfo, match: Divergence, editor: Editor) -> Done:
-        """Insert the op before the divergence, and compute the divergence's result from it."""
-        for side in (match.student, match.teacher):
+    def rewrite(self, info: GraphInfo, match: Divergence | Classes, editor: Editor) -> Done:
+        """Emit the op before the match, and restore its result."""
+        for side in match.sides:
             for step in () if side.chain is None else side.chain.steps:
                 compat.hold_constant(step.symbol)
-        with editor.at(match.node):
-            editor.replace(match.node, _emit(info, match, editor))
         engine = _engine(info, match)
         speed = speed_note(info.value(_head(match.student).hidden).device)
+        with editor.at(match.node):
+            emit: Any = _emit_classes if isinstance(match, Classes) else _emit
+            editor.replace(match.node, emit(info, match, editor))
+        if isinstance(match, Classes):
+            sentence = "several classes of each row of a head -> memeff::linear_divergence_classes"
+            sentence += f"; engine {engine}: {op_folder.ENGINES[engine]}"
+            return Done(match.node, f"{sentence}; {speed}" if speed else sentence)
         teacher = "the teacher's logits" if match.teacher.chain is None else "a teacher's head"
         how = "the backward computes the logits again"
         if _is_total(info, match):
             how = "the gradients are made in the forward, in four products, and held to the "
             how += "backward"
+            rows = info.value(_head(match.student).hidden).shape[:-1]
+            known = [compat.known_size(size) for size in rows]
+            if engine == "kept_logits" and None not in known:
+                how += op_folder.cost_of_few_rows(math.prod(size or 0 for size in known))
         sentence = f"the divergence of a head and {teacher} ({match.name}) -> "
         sentence += f"memeff::linear_divergence; engine {engine}: {op_folder.ENGINES[engine]}"
         sentence += f"; {speed}" if speed else ""
         return Done(match.node, f"{sentence}; {how}" if match.student.trains else sentence)
 
-    def dead(self, match: Divergence) -> Sequence[Node]:
-        casts = [] if match.student.chain is None else [*match.student.chain.head.casts]
-        casts += [] if match.teacher.chain is None else match.teacher.chain.head.casts
-        return [*match.covered, *casts]
+    def dead(self, match: Divergence | Classes) -> Sequence[Node]:
+        heads = [side.chain.head for side in match.sides if side.chain is not None]
+        return [*match.covered, *(cast for head in heads for cast in head.casts)]
+
+
+def _lending_depth(info: GraphInfo, match: Divergence | Classes) -> int:
+    """Return the width of a weight whose gradient the op computes together with its results."""
+    weight = info.value(_head(match.student).weight)
+    is_total = isinstance(match, Divergence) and _is_total(info, match)
+    size = compat.known_size(info.value(_head(match.student).hidden).shape[-1])
+    return size or 0 if is_total and weight.requires_grad else 0
 
 
 def _head(side: Side) -> Any:
@@ -153,8 +183,8 @@ def _modifiers(side: Side) -> Modifiers | Decline:
     return fold(side.chain)
 
 
-def _check_sides(info: GraphInfo, match: Divergence) -> Decline | None:
-    for side, name in ((match.student, "student"), (match.teacher, "teacher")):
+def _check_sides(info: GraphInfo, match: Divergence | Classes) -> Decline | None:
+    for side, name in zip(match.sides, ("student", "teacher"), strict=False):
         operands: list[Node | None] = [side.logits]
         if side.chain is not None:
             head, folded = side.chain.head, fold(side.chain)
@@ -180,18 +210,18 @@ def _check_sides(info: GraphInfo, match: Divergence) -> Decline | None:
             said = f"an operand of the {name} comes as a {kind}, which this op does not take"
             hint = "gather or dequantise the head, or leave the loss to the model's own code"
             return Decline(f"subclass_weight({kind})", said, hint, match.node)
-    rows = [info.value(side.node).shape for side in (match.student, match.teacher)]
-    if not same_shape(rows[0], rows[1]):
+    rows = [info.value(side.node).shape for side in match.sides]
+    if not same_shape(rows[0], rows[-1]):
         said = "student and teacher may have other rows or classes"
         return Decline("rows_differ", said, "slice the hidden states of both alike", match.node)
     return None
 
 
-def _check_readers(info: GraphInfo, match: Divergence) -> Decline | None:
-    """Return a decline if a node needs the logits that is neither a loss nor an output."""
+def _check_readers(info: GraphInfo, match: Divergence | Classes) -> Decline | None:
+    """Return a decline if anything else needs the logits, except a loss or an output."""
     covered, reader = set(match.covered), HeadReader(info)
     tails = TailReader(info, reader)
-    for side in (match.student, match.teacher):
+    for side in match.sides:
         queue = [] if side.chain is None else [side.chain.head.node]
         seen = set(queue)
         while queue:
@@ -221,10 +251,15 @@ def _check_readers(info: GraphInfo, match: Divergence) -> Decline | None:
     return None
 
 
-def _is_of_side(match: Divergence, node: Node) -> bool:
+def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
     """Return whether a node comes before a side's softmax, or is a mask."""
-    masks = (mask.node for mask in match.masks)
-    return node in (*match.student.nodes, *match.teacher.nodes, *masks)
+    before = (node for side in match.sides for node in side.nodes)
+    return node in (*before, *_row_tensors(match))
+
+
+def _row_tensors(match: Divergence | Classes) -> list[Node]:
+    """Return the operands that are no side: masks, or the index."""
+    return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 
 def _is_of_a_loss(tails: TailReader, user: Node) -> bool:
@@ -236,9 +271,9 @@ def _is_of_a_loss(tails: TailReader, user: Node) -> bool:
     return is_log and bool(after) and all(after)
 
 
-def _check_writes(info: GraphInfo, match: Divergence) -> Decline | None:
-    read = [each for side in (match.student, match.teacher) for each in _operands(side)]
-    read += [*match.covered, *(mask.node for mask in match.masks)]
+def _check_writes(info: GraphInfo, match: Divergence | Classes) -> Decline | None:
+    read = [each for side in match.sides for each in _operands(side)]
+    read += [*match.covered, *_row_tensors(match)]
     read = [node for node in read if node is not match.node]
     first = min(match.covered, key=info.positions.__getitem__)
     writer = info.written_between(read, first, match.node)
@@ -273,29 +308,35 @@ def _values(info: GraphInfo, side: Side) -> tuple[Any, Any, Any]:
     )
 
 
-def _check_op(info: GraphInfo, match: Divergence) -> Decline | None:
-    given = (*_values(info, match.student), *_values(info, match.teacher))
+def _check_op(info: GraphInfo, match: Divergence | Classes) -> Decline | None:
+    given = tuple(each for side in match.sides for each in _values(info, side))
     vocab = compat.known_size(given[1].shape[0])
     if vocab is None or compat.known_size(given[0].shape[-1]) is None:
         said = "the hidden or vocabulary size is dynamic"
         hint = "mark only batch and length dynamic"
         return Decline("dynamic_vocabulary", said, hint, match.node)
-    sentence = op_folder.supports(*given, coefficients=match.coefficients, **_scales(match))
+    if isinstance(match, Classes):
+        hidden, weight, bias = given
+        index = info.value(match.index)
+        how: dict[str, Any] = {"scale": _scale(match.student)}
+        sentence = op_folder.supports_classes(hidden, weight, bias, index, **how)
+    else:
+        sentence = op_folder.supports(*given, coefficients=match.coefficients, **_scales(match))
     return None if sentence is None else Decline("unsupported", sentence, node=match.node)
 
 
 def _scales(match: Divergence) -> dict[str, Any]:
-    found = []
-    for side in (match.student, match.teacher):
-        folded = None if side.chain is None else fold(side.chain)
-        found.append(float(folded.scale) if isinstance(folded, Modifiers) else side.scale)
-    return {"scale": found[0], "teacher_scale": found[1]}
+    return {"scale": _scale(match.student), "teacher_scale": _scale(match.teacher)}
 
 
-def _engine(info: GraphInfo, match: Divergence) -> str:
-    hidden, *_ = _values(info, match.student)
-    teacher, *_ = _values(info, match.teacher)
-    return op_folder.engine_for(hidden.device, hidden.dtype, teacher.dtype)
+def _scale(side: Side) -> float:
+    folded = None if side.chain is None else fold(side.chain)
+    return float(folded.scale) if isinstance(folded, Modifiers) else side.scale
+
+
+def _engine(info: GraphInfo, match: Divergence | Classes) -> str:
+    rows = [_values(info, side)[0] for side in match.sides]
+    return op_folder.engine_for(rows[0].device, rows[0].dtype, rows[-1].dtype)
 
 
 def _is_total(info: GraphInfo, match: Divergence) -> bool:
@@ -313,8 +354,15 @@ def _emit(info: GraphInfo, match: Divergence, e: Editor) -> Node:
     student, teacher = (_emit_side(info, side, e) for side in (match.student, match.teacher))
     teacher = [n and _detached(info, e, n) for n in teacher]
     operands = [*student, *teacher]
+    # Multiplied before the sum, so that the op's gradients need not be multiplied again.
+    factor, over_rows, over_first = match.factor, match.over_rows, match.over_first
+    rows = [compat.known_size(size) for size in info.value(student[0]).shape[:-1]]
+    if over_rows and None not in rows and 0 not in rows:
+        factor, over_rows = factor / math.prod(size or 1 for size in rows), False
+    if over_first is not None and compat.known_size(over_first):
+        factor, over_first = factor / over_first, None
     settings: dict[str, Any] = {
-        "coefficients": list(match.coefficients),
+        "coefficients": list(match.coefficients.times(factor)),
         **_scales(match),
         "workspace": info.options.linear_cross_entropy_workspace,
     }
@@ -332,14 +380,29 @@ def _emit(info: GraphInfo, match: Divergence, e: Editor) -> Node:
             found = e.call(aten.sum.default, found)
         elif not same_shape(info.value(found).shape, before.shape):
             found = e.call(aten.reshape.default, found, list(before.shape))
-    if match.factor != 1.0:
-        found = e.call(aten.mul.Scalar, found, match.factor)
-    if match.over_rows:
+    if over_rows:
         one = e.call(aten.select.int, student[0], -1, 0)
         count = e.call(aten.sum.default, e.call(aten.ones_like.default, one, dtype=before.dtype))
         found = e.call(aten.div.Tensor, found, _detached(info, e, count))
-    if match.over_first is not None:
-        found = e.call(aten.div.Scalar, found, e.size(match.over_first))
+    if over_first is not None:
+        found = e.call(aten.div.Scalar, found, e.size(over_first))
+    return e.cast(found, before.dtype)
+
+
+def _emit_classes(info: GraphInfo, match: Classes, e: Editor) -> Node:
+    index, before = match.index, info.value(match.node)
+    if match.counts_from_end:
+        vocab = compat.known_size(info.value(match.student.node).shape[-1])
+        index = e.call(aten.remainder.Scalar, index, vocab)
+    found = e.call(
+        op_folder.linear_divergence_classes,
+        *_emit_side(info, match.student, e),
+        index,
+        is_normalised=match.kind != "z",
+        scale=_scale(match.student),
+        workspace=info.options.linear_cross_entropy_workspace,
+    )
+    found = e.call(aten.exp.default, found) if match.kind == "p" else found
     return e.cast(found, before.dtype)
 
 

@@ -540,14 +540,16 @@ def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sym
         how |= {"device_type": device, "training": name.endswith("backward")}
         return op_folder.bytes_after(rows, depth, vocab, **how)
     if name.startswith("linear_divergence"):
-        hidden, teacher = value("hidden"), value("teacher")
+        hidden = value("hidden")
+        of_classes = name.startswith("linear_divergence_classes")
+        teacher = hidden.dtype if of_classes else value("teacher").dtype
         held = divergence_folder.temporary_bytes(
             scale.rows(hidden),
             int(value("weight").shape[0]),
             dtype=hidden.dtype,
-            engine=divergence_folder.engine_for(hidden.device, hidden.dtype, teacher.dtype),
+            engine=divergence_folder.engine_for(hidden.device, hidden.dtype, teacher),
             workspace=given["workspace"],
-            training=not name.endswith("divergence"),
+            training=not name.endswith(("divergence", "classes")),
         )
         return divergence_folder.bytes_after(scale.rows(hidden), held)
     if name in ("embedding_backward", "embedding_accumulate"):

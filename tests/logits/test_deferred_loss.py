@@ -931,7 +931,8 @@ DECLINED: dict[str, tuple[Form, str]] = {
     ),
     "divergence": (
         lambda z: F.kl_div(flat(z.log_softmax(-1)), SOFT, reduction="batchmean"),
-        "xlogy|mul|kl_div",
+        "kl_div: a divergence; compute it in the compiled function, or by "
+        "memeff_compile.linear_divergence",
     ),
     "written log-probabilities": (
         lambda z: F.nll_loss(flat(z.log_softmax(-1)).masked_fill(SOFT > 0.01, -2.0), IDS.view(-1)),

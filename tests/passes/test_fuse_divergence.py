@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
+from memeff_compile.kernels import linear_divergence as op_folder
+from memeff_compile.passes import fuse_divergence
 from memeff_compile.report import Record
 
 D, K, V, B, L = 8, 12, 64, 2, 5
@@ -132,6 +134,20 @@ TOTALS: dict[str, Function] = {
     "two sums": lambda m, h, g, y: (
         lambda s, t: ((t.exp() * (t - s)).sum(-1) - 0.25 * (s.exp() * (t - s)).sum(-1)).mean()
     )(*logs(m, h, g)),
+    "two totals": lambda m, h, g, y: (
+        lambda s, t: (
+            F.kl_div(s, t, reduction="batchmean", log_target=True)
+            - 0.25 * F.kl_div(t, s, reduction="batchmean", log_target=True)
+        )
+    )(*logs(m, h, g)),
+    "Liger": lambda m, h, g, y: (
+        lambda s, t: (
+            lambda mixed: (
+                0.3 * F.kl_div(mixed, t, reduction="sum", log_target=True)
+                + 0.7 * F.kl_div(mixed, s, reduction="sum", log_target=True)
+            )
+        )(torch.lerp(s.exp(), t.exp(), 0.3).log())
+    )(*logs(m, h, g)),
     "TRL": gkd,
     "torchtune": forward_kl,
     "torchtune, finite logits": without_bias,
@@ -154,6 +170,55 @@ TOTALS: dict[str, Function] = {
         F.linear(h, m.head.weight[:40]).log_softmax(-1),
         m.teach(g)[..., :40].softmax(-1),
         reduction="batchmean",
+    ),
+}
+
+
+def top_k(m: Pair, h: Tensor, g: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and indices of the teacher's k likeliest classes."""
+    with torch.no_grad():
+        found = m.of_teacher(g).log_softmax(-1).topk(k)
+    return found.values, found.indices
+
+
+def with_the_rest(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+    """Return the divergence of k classes, and of one more with the mass of all others."""
+    t, i = top_k(m, h, g)
+    s = m.head(h).log_softmax(-1).gather(-1, i)
+    rest = [torch.log1p(-x.exp().sum(-1, keepdim=True)) for x in (s, t)]
+    s, t = torch.cat([s, rest[0]], -1), torch.cat([t, rest[1]], -1)
+    return F.kl_div(s, t, reduction="none", log_target=True).sum(-1).mean()
+
+
+def picked(m: Pair, h: Tensor, g: Tensor, *, softmax: Any, pick: Any) -> Tensor:
+    t, i = top_k(m, h, g)
+    s = pick(softmax(m.head(h) / 2), i)
+    return -(t.exp() * s).sum(-1).mean()
+
+
+CLASSES: dict[str, Function] = {
+    "log-probabilities": lambda m, h, g, y: picked(
+        m, h, g, softmax=lambda z: F.log_softmax(z, -1), pick=lambda s, i: s.gather(-1, i)
+    ),
+    "log-probabilities in fp64": lambda m, h, g, y: picked(
+        *(m, h, g),
+        softmax=lambda z: F.log_softmax(z, -1, dtype=torch.float64),
+        pick=lambda s, i: torch.gather(s, -1, i),
+    ),
+    "take_along_dim": lambda m, h, g, y: picked(
+        *(m, h, g),
+        softmax=lambda z: z.log_softmax(-1),
+        pick=lambda s, i: torch.take_along_dim(s, i - V, dim=-1),
+    ),
+    "probabilities": lambda m, h, g, y: picked(
+        m, h, g, softmax=lambda z: z.softmax(-1), pick=lambda s, i: s.gather(-1, i).log()
+    ),
+    "renormalised": lambda m, h, g, y: picked(
+        m, h, g, softmax=lambda z: z, pick=lambda z, i: z.gather(-1, i).log_softmax(-1)
+    ),
+    "with the rest": with_the_rest,
+    "indices that repeat": lambda m, h, g, y: (
+        m.head(h).log_softmax(-1).gather(-1, torch.stack([y, y, y + 1], -1).clamp(0, V - 1)).sum()
     ),
 }
 ROWS: dict[str, Function] = {
@@ -201,6 +266,19 @@ def test_a_spelling_is_fused_and_equals_eager(name: str) -> None:
     for got, expected in pairs:
         if expected is not None:
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", CLASSES.values(), ids=CLASSES)
+def test_several_classes_of_each_row_are_fused_and_equal_eager(function: Function) -> None:
+    model, given = Pair(function), inputs()
+    found = compiled(model, fullgraph=True)(*given)
+    (record,) = [r for r in records() if r.action == "rewrote"]
+    assert "linear_divergence_classes" in record.sentence
+    wanted = model(*given)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    pairs = zip(gradients(model, found, given[0]), gradients(model, wanted, given[0]), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -281,6 +359,28 @@ def test_a_step_without_gradients_is_fused() -> None:
     assert record.action == "rewrote"
 
 
+@pytest.mark.parametrize("is_size", [False, True], ids=["TRL", "the number of rows"])
+def test_rows_that_a_mask_selects_are_summed_where_dynamo_captures_them(is_size: bool) -> None:
+    """As TRL's generalised divergence selects the rows with a label."""
+
+    def selected(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+        s, t = logs(m, h, g)
+        every, mask = F.kl_div(s, t, reduction="none", log_target=True), y != -100
+        every = every[mask]
+        return every.sum() / (every.size(0) if is_size else mask.sum())
+
+    model, given = Pair(selected), inputs()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = compiled(model, fullgraph=True)(*given)
+    actions = [record.action for record in records()]
+    assert actions == (["declined"] if is_size else ["rewrote"])
+    wanted = model(*given)
+    torch.testing.assert_close(found, wanted)
+    pairs = zip(gradients(model, found, given[0]), gradients(model, wanted, given[0]), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected)
+
+
 def written(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
     s = m.head(h).log_softmax(-1)
     t = m.teach(g)
@@ -348,6 +448,15 @@ def test_logits_scaled_by_a_tensor_are_declined() -> None:
 
 
 NEAR_MISSES: dict[str, Function] = {
+    "classes of each row over the rows": lambda m, h, g, y: (
+        m.head(h).log_softmax(-1).gather(1, torch.zeros(B, 2, V, dtype=torch.int64)).sum()
+    ),
+    "a router's own choice": lambda m, h, g, y: (
+        lambda z: z.softmax(-1).gather(-1, z.topk(4).indices).square().sum()
+    )(m.head(h)),
+    "classes of some rows": lambda m, h, g, y: (
+        m.head(h).log_softmax(-1).gather(-1, torch.ones(B, 2, 3, dtype=torch.int64)).sum()
+    ),
     "an entropy": lambda m, h, g, y: (lambda s: -(s.exp() * s).sum(-1).mean())(
         m.head(h).log_softmax(-1)
     ),
@@ -377,6 +486,7 @@ def test_what_only_looks_like_a_divergence_is_left_alone(function: Function) -> 
     model, given = Pair(function), inputs()
     found = compiled(model)(*given)
     assert all(record.action != "rewrote" for record in records())
+    assert not [record for record in records() if record.code.startswith("logits_reused")]
     torch.testing.assert_close(found, model(*given))
 
 
@@ -402,6 +512,14 @@ def test_logits_that_are_returned_too_are_deferred() -> None:
     assert {r.action for r in memeff_compile.last_report().records} == {"rewrote", "deferred"}
     torch.testing.assert_close(loss, wanted[0])
     torch.testing.assert_close(logits + 0, wanted[1])
+
+
+def test_the_report_says_that_few_rows_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_divergence, "_engine", lambda info, match: "kept_logits")
+    compiled(Pair(TOTALS["batchmean"]))(*inputs())
+    (record,) = records()
+    assert "2048 rows or fewer take 1.03 to 1.09 times Inductor's time" in record.sentence
+    assert op_folder.cost_of_few_rows(2049) == ""
 
 
 def test_the_switch_leaves_the_graph_alone() -> None:

@@ -79,6 +79,41 @@ HEADS_OF_LOGITS = (
 )
 """Of hidden states h (N, D) and a weight W (V, D)."""
 
+_LOGS = "s, t = F.log_softmax(z / 2, -1), F.log_softmax(t / 2, -1); "
+DIVERGENCES = (
+    "F.kl_div(F.log_softmax(z / 2, -1), F.softmax(t / 2, -1), reduction='batchmean') * 4",
+    "nn.KLDivLoss(reduction='batchmean', log_target=True)(z.log_softmax(-1), t.log_softmax(-1))",
+    "F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction='sum') / keep.sum()",
+    "F.kl_div(t.log_softmax(-1), z.log_softmax(-1), reduction='batchmean', log_target=True)",
+    "d = F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction='none').sum(-1);"
+    " (d * keep).sum() / keep.sum()",
+    "d = F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction='none').sum(-1);"
+    " torch.where(keep, d, 0.0).sum() / keep.sum()",
+    "d = F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction='none').sum(-1); (d, d.mean())",
+    _LOGS + "(t.exp() * (t - s)).sum(-1).mean()",
+    _LOGS + "((t.exp() - s.exp()) * (t - s)).sum(-1).mean()",
+    _LOGS + "m = torch.logsumexp(torch.stack([s + math.log(0.7), t + math.log(0.3)]), 0);"
+    " d = F.kl_div(m, t, reduction='none', log_target=True) * 0.3;"
+    " d = d + F.kl_div(m, s, reduction='none', log_target=True) * 0.7; d.sum() / d.size(0)",
+    _LOGS + "m = torch.lerp(s.exp(), t.exp(), 0.3).log();"
+    " d = 0.3 * F.kl_div(m, t, reduction='sum', log_target=True);"
+    " (d + 0.7 * F.kl_div(m, s, reduction='sum', log_target=True)) / N",
+    "p, q = z.softmax(-1), t.softmax(-1); m = 0.1 * q + 0.9 * p;"
+    " x = torch.masked_fill(q * m.log(), torch.isinf(z), 0).sum(-1); -(x * keep).sum() / keep.sum()",
+    "F.cross_entropy(z, t.softmax(-1))",
+    "0.5 * F.cross_entropy(z, y) + 0.5 * F.kl_div(z.log_softmax(-1), t.softmax(-1), reduction='sum')",
+    "s = z.log_softmax(-1).gather(-1, i); (l.exp() * (l - s)).sum(-1).mean()",
+    "s = torch.take_along_dim(z.log_softmax(-1), i, -1); (l.exp() * (l - s)).sum(-1).mean()",
+    "s = z.softmax(-1).gather(-1, i); r = [1 - x.sum(-1, True) for x in (s, l.exp())];"
+    " q = torch.cat([l.exp(), r[1]], -1); -(q * torch.cat([s, r[0]], -1).log()).sum(-1).mean()",
+    "F.kl_div(z.gather(-1, i).log_softmax(-1), l.log_softmax(-1), reduction='sum', log_target=True)",
+    "F.kl_div(z.log_softmax(-1).gather(-1, i), l, reduction='batchmean', log_target=True)",
+    "F.mse_loss(z, t)",
+    "0.5 * (z.softmax(-1) - t.softmax(-1)).abs().sum(-1).mean()",
+)
+"""Of a student's logits z and a teacher's t (N, V), a mask of rows keep (N), and of a teacher's k
+classes of each row the indices i and the log-probabilities l (N, k)."""
+
 ATTENTION = (
     "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
     "F.scaled_dot_product_attention(q, k, v, causal)",
@@ -142,6 +177,13 @@ def _of_heads() -> tuple[Any, ...]:
     return hidden, weight, labels, *more, _random(PADDED, 1, seed=6), _random(seed=7), keep
 
 
+def _of_divergences() -> tuple[Any, ...]:
+    hidden, weight, labels, *_ = _of_heads()
+    teacher = _random(ROWS, 24, seed=8).detach(), _random(PADDED, 24, seed=9).detach()
+    logs = _random(ROWS, PADDED, seed=10).detach().log_softmax(-1).topk(8)
+    return hidden, weight, labels, *teacher, torch.arange(ROWS) % 4 > 0, logs.indices, logs.values
+
+
 def _of_attention() -> tuple[Any, ...]:
     q, k, v = (_random(BATCH, HEADS, LENGTH, WIDTH, seed=seed) for seed in range(3))
     table = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -167,6 +209,13 @@ SUBJECTS = {
         _of_heads,
         ("with its loss", "logits that are returned"),
         ("{text}; F.cross_entropy({value}, y)", "{text}"),
+    ),
+    "divergences": Subject(
+        DIVERGENCES,
+        "h, W, y, g, U, keep, i, l",
+        _of_divergences,
+        ("outcome",),
+        ("z, t = F.linear(h, W), F.linear(g, U); {text}",),
     ),
     "attention": Subject(
         ATTENTION,

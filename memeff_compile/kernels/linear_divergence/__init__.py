@@ -22,11 +22,15 @@ from __future__ import annotations
 from .call import Coefficients as Coefficients
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
+from .memory import cost_of_few_rows as cost_of_few_rows
 from .memory import temporary_bytes as temporary_bytes
 from .op import ENGINES as ENGINES
 from .op import engine_for as engine_for
 from .op import linear_divergence as linear_divergence
 from .op import linear_divergence_backward as linear_divergence_backward
+from .op import linear_divergence_classes as linear_divergence_classes
+from .op import linear_divergence_classes_backward as linear_divergence_classes_backward
 from .op import linear_divergence_total as linear_divergence_total
 from .op import makes_gradients_in_forward as makes_gradients_in_forward
 from .op import supports as supports
+from .op import supports_classes as supports_classes

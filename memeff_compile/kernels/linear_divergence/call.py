@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import wide
+from ..device import processors
 from ..sizes import Size
 
 MIB = 2**20
@@ -29,6 +30,10 @@ class Coefficients(NamedTuple):
     q_log_m: float = 0.0
     p_log_m: float = 0.0
     share: float = 0.0
+
+    def times(self, factor: float) -> Coefficients:
+        """Return the sums multiplied by a number."""
+        return Coefficients(*(factor * each for each in self))._replace(share=self.share)
 
     @property
     def has_mixture(self) -> bool:
@@ -80,17 +85,46 @@ class Request(NamedTuple):
         return wide(self.hidden.dtype)
 
 
-class Found(NamedTuple):
-    """A number per row, and the requested gradients."""
+class ClassRequest(NamedTuple):
+    """The tensors and settings of a call for some classes of each row."""
 
-    rows: Tensor  # (N,) fp32 or fp64
+    hidden: Tensor  # (N, D)
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+    chosen: Tensor  # (N, k) int64
+    is_normalised: bool  # log-probabilities, else logits
+    scale: float
+    workspace: int  # in bytes; 0 is automatic
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return self.hidden.shape[0]
+
+    @property
+    def vocab(self) -> int:
+        """Return the number of classes."""
+        return self.weight.shape[0]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of the results."""
+        return wide(self.hidden.dtype)
+
+
+class Found(NamedTuple):
+    """The results of the rows, and the gradients that were asked for."""
+
+    rows: Tensor  # (N,) or (N, k), fp32 or fp64
     hidden: Tensor | None = None  # (N, D)
     weight: Tensor | None = None  # (V, D)
     bias: Tensor | None = None  # (V,)
 
 
-def wanted(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> tuple[bool, ...]:
-    """Return which gradients are computed: none of them if the rows have no factors."""
+def wanted(
+    given: Request | ClassRequest, factors: Tensor | None, mask: Sequence[bool]
+) -> tuple[bool, ...]:
+    """Return which gradients are computed: none without factors of the rows."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)
@@ -112,9 +146,12 @@ def reference_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sy
     return sympy.Min(fitting, sympy.Max(sympy.sympify(rows), 1))
 
 
-# The engine `kept_logits`. A chunk is the columns whose logits one program reads, and keeps
-# relative to their maximum. A strip is the columns of one product in fp32: eight chunks, which are
-# 128 tiles of 128 x 256 at 512 rows, about a wave of 132 processors, and stay in the L2 cache.
+# The engine `kept_logits`. A tile is the columns of a row whose logits are kept relative to their
+# maximum: those of an output tile of the product, whose epilogue has no registers left for a bias
+# of 256 columns. A chunk is the columns that a program of the other passes reads at once. A strip
+# is the columns of one product of cuBLAS in fp32: eight chunks, which are 128 tiles of 128 x 256 at
+# 512 rows, about a wave of 132 processors, and stay in the L2 cache.
+TILE, TILE_WITH_BIAS = 256, 128
 CHUNK = 2048
 STRIP = 8 * CHUNK
 # Slots of R rows of kept logits. The student's logits of one block go to slot k and become their
@@ -124,39 +161,101 @@ STRIP = 8 * CHUNK
 SLOTS = 5
 ROW_STEP = 128  # rows of a tile of cuBLAS
 HEIGHT = 512  # rows of a block at which its products are fast, and multiples of it
+LENT_HEIGHT = 1024  # likewise if all gradients are multiplied together
 AUTO_BYTES = 640 * MIB
 
 
-class Slots(NamedTuple):
-    """The number of rows of a slot, and the number of slots.
-
-    A slot has room for at least one block.
-    """
+class Shapes(NamedTuple):
+    """Rows, step along the sum, warps and stages of a product, and programs at a time."""
 
     rows: int
-    number: int
+    step: int
+    warps: int
+    stages: int
+    flatten: bool
+    programs: int
+    is_interpreted: bool = False
+
+
+def shapes_for(device: torch.device) -> Shapes:
+    """Return the shapes measured on compute capability 9.0, or small ones off CUDA."""
+    if device.type != "cuda":
+        return Shapes(32, 16, 4, 1, False, 2, is_interpreted=True)
+    return Shapes(128, 64, 8, 3, True, processors(device))
+
+
+def tile_of(given: Request | ClassRequest) -> int:
+    """Return the columns of a tile."""
+    biases = (given.bias, getattr(given, "teacher_bias", None))
+    return TILE if biases == (None, None) else TILE_WITH_BIAS
+
+
+def columns_of(vocab: int, tile: int) -> int:
+    """Return the columns of a slot: whole tiles."""
+    return -(-vocab // tile) * tile
+
+
+class Slots(NamedTuple):
+    """Rows of a slot, and the blocks whose gradients are multiplied together."""
+
+    rows: int
+    blocks: int
+    # further slots: the teacher's, if the weight's gradient does not lend its memory
+    others: int
+    is_lent: bool = False
 
     @property
     def together(self) -> int:
         """Return the rows whose gradients are multiplied together."""
-        return self.rows * (self.number - 1)
+        return self.rows * self.blocks
+
+    @property
+    def allocated(self) -> int:
+        """Return the rows of all slots."""
+        return self.rows * (self.blocks + self.others)
 
 
-def slots_for(rows: int, vocab: int, workspace: int, itemsize: int) -> Slots:
+def slots_for(
+    rows: int,
+    columns: int,
+    workspace: int,
+    itemsize: int,
+    *,
+    sides: int = 2,
+    trains: bool = True,
+    lent: int = 0,
+) -> Slots:
     """Choose the slots within the workspace, and no more than the rows need.
 
-    Memory goes first into blocks of up to 512 rows, then into more slots. For a large vocabulary it
-    was not measured which is faster.
+    Args:
+        rows: of the call.
+        columns: of a slot.
+        workspace: in bytes; 0 is automatic.
+        itemsize: bytes of an input's element.
+        sides: 1 if there is no teacher.
+        trains: whether there are gradients; otherwise no block waits for another.
+        lent: rows of a teacher for which the weight's gradient has room.
     """
     rows = max(rows, 1)
-    fitting = (workspace or AUTO_BYTES) // (vocab * kept_bytes(itemsize))  # rows of all slots
-    height = max(fitting // SLOTS // HEIGHT * HEIGHT, HEIGHT)
-    if fitting < 2 * HEIGHT:
-        height = max(fitting // 2 // ROW_STEP * ROW_STEP, min(fitting // 2, ROW_STEP), 1)
-    if rows < height:
-        height = min(height, -(-rows // ROW_STEP) * ROW_STEP)
-    number = min(SLOTS, fitting // height, -(-rows // height) + 1)
-    return Slots(height, max(number, 2))
+    tiles = -(-rows // ROW_STEP) * ROW_STEP
+    fitting = (workspace or AUTO_BYTES) // (columns * kept_bytes(itemsize))  # rows of all slots
+    if trains and (lent >= ROW_STEP or sides == 1) and tiles <= fitting:
+        height = tiles if sides == 1 else min(tiles, lent // ROW_STEP * ROW_STEP, LENT_HEIGHT)
+        return Slots(height, -(-rows // height), 0, is_lent=sides == 2)
+    most = SLOTS if trains else sides
+    height = max(fitting // most // HEIGHT * HEIGHT, HEIGHT)
+    if fitting < sides * HEIGHT:
+        height = max(fitting // sides // ROW_STEP * ROW_STEP, min(fitting // sides, ROW_STEP), 1)
+    height = min(height, tiles) if trains else min(height, tiles, HEIGHT)
+    blocks = min(most - sides + 1, fitting // height - sides + 1, -(-rows // height))
+    return Slots(height, max(blocks, 1), sides - 1)
+
+
+def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
+    """Return the rows of a teacher's logits, and of all sums, that a weight's gradient can hold."""
+    return (
+        weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)
+    )
 
 
 def kept_bytes(itemsize: int) -> int:

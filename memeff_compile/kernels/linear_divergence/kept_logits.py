@@ -1,103 +1,139 @@
-"""The engine `kept_logits`: products by cuBLAS, and two Triton passes over the logits.
+"""The engine `kept_logits`: products whose logits are kept in 16 bits, and Triton passes over them.
 
-For a block of rows, each side's products come strip by strip in fp32. The first pass keeps them as
-fp16 relative to the maximum of 2048 columns, with that maximum and the sum of exponentials in fp32.
-So the error of a kept logit is at most 2^-12 of its distance from the maximum, and that of a likely
-class is negligible. In bf16, as a model computes them, logits have an error of 2^-9 of their size.
-The second pass reads both sides of a row, computes its sums in fp32, and writes the gradient over
-the student's logits. Inputs of 32 bits are kept in 32 bits.
+For a block of rows, each side's logits are kept as fp16 relative to the maximum of a tile of 256
+columns (128 with a bias), with that maximum and the sum of exponentials in fp32. So a kept logit is
+exact to 2^-12 of its distance from the maximum: a likely class has no visible error, where bf16
+logits, as a model computes them, have one of 2^-9 of their size. On compute capability 9.0 the
+product's epilogue does this, so fp32 products never leave the multiprocessor. Elsewhere cuBLAS
+writes strips of them, and a pass reads these from the L2 cache. The next pass reads both sides of a
+row, computes its sums in fp32, and writes the gradient over the student's logits. Inputs of 32 bits
+are kept in 32 bits.
 
-The teacher's logits need memory only until the gradient is computed. `call.SLOTS` says how the
-gradients of four blocks get into adjacent memory, so that the weight's gradient is summed in few
-steps. Each step rounds it once, as in `linear_cross_entropy`.
+The teacher's logits need room only until the gradient is made. `call.Slots` says how the gradients
+of several blocks come to lie next to each other, so that the weight's gradient is summed in few
+steps; each step rounds it once, as the op of the loss does. If all rows are one step, the weight's
+gradient, which is written last, lends its memory to the teacher's logits.
 
 No call waits for the GPU or reads a value on the host, and no sum uses atomics.
 
 Expected time on an H200 at 8192 x 4096 x 128256, one number with gradients: four products at 790e12
-take 43.6 ms; 6 bytes per logit of each side go through the L2 cache, 2 are written and read, and
-the gradient is written and read twice: 14 NV bytes at 4.28e12 are 3.4 ms, and the weight's gradient
-is read and written three times, 1.5 ms.
+take 43.6 ms; a kept logit is written and read once, the gradient written once and read twice:
+14 NV bytes at 4.28e12 are 3.4 ms, and the weight's gradient is read and written three times,
+1.5 ms.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._triton.compat import described
 from .._triton.launch import run_kernel
+from ..device import gpu
 from . import kept_logits_kernels as kernels
-from .call import CHUNK, STRIP, Found, Request, Slots, slots_for, spans, wanted
+from .call import (
+    CHUNK,
+    STRIP,
+    ClassRequest,
+    Found,
+    Request,
+    Slots,
+    columns_of,
+    lent_rows,
+    shapes_for,
+    slots_for,
+    spans,
+    tile_of,
+    wanted,
+)
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
     """Compute a number per row, and the gradients of the rows' sum weighted by `factors`."""
-    walk = _Walk(given, factors, mask)
-    slots, rows = walk.slots, given.rows
-    for first in range(0, rows, slots.together):
-        stop = min(first + slots.together, rows)
-        for slot, (begin, end) in enumerate(spans(stop - first, slots.rows)):
-            walk.statistics(slot, first + begin, first + end)
-        walk.products(first, stop)
-    return walk.found()
+    given = _readable(given)
+    walk = _Divergence(given, factors, wanted(given, factors, mask))
+    walk.all_rows()
+    return Found(walk.rows, *walk.gradients())
+
+
+def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool]) -> Found:
+    """Compute log-probabilities of some classes of each row, (N, k), or of their gradient `factors`
+    those of the operands.
+    """
+    given = _readable(given)
+    walk = _Classes(given, factors, wanted(given, factors, mask))
+    walk.all_rows()
+    return Found(walk.found, *walk.gradients())
 
 
 class _Walk:
     """The buffers of a call, and the computation of its blocks of rows."""
 
-    def __init__(self, given: Request, factors: Tensor | None, mask: Sequence[bool]) -> None:
-        self.given = given = _readable(given)
+    sides = 1
+
+    def __init__(self, given: Request | ClassRequest, trains: tuple[bool, ...]) -> None:
+        self.given = given
         hidden, weight = given.hidden, given.weight
-        dtype, vocab = hidden.dtype, given.vocab
-        itemsize = hidden.itemsize
-        self.slots: Slots = slots_for(given.rows, vocab, given.workspace, itemsize)
-        self.factors = None
-        if factors is not None:
-            self.factors = (factors.to(torch.float32) * given.scale).contiguous()
-        self.of_hidden, self.of_weight, self.of_bias = wanted(given, factors, mask)
-        self.rows = hidden.new_empty(given.rows, dtype=torch.float32)
+        dtype, vocab, itemsize = hidden.dtype, given.vocab, hidden.itemsize
+        self.of_hidden, self.of_weight, self.of_bias = trains
+        self.tile = tile_of(given)
+        # Whole tiles, so that every row starts at a multiple of 16 bytes.
+        self.columns = columns_of(vocab, self.tile)
+        self.tiles = self.columns // self.tile
+        self.slots: Slots = slots_for(
+            *(given.rows, self.columns, given.workspace, itemsize),
+            sides=self.sides,
+            trains=any(trains),
+            lent=lent_rows(weight.shape, self.columns, self.tile, itemsize)
+            if self.of_weight
+            else 0,
+        )
         self.grad_hidden = hidden.new_empty(hidden.shape) if self.of_hidden else None
         self.grad_weight = weight.new_empty(weight.shape) if self.of_weight else None
         self.grad_bias = hidden.new_zeros(vocab, dtype=torch.float32) if self.of_bias else None
         kept = torch.float32 if itemsize == 4 else torch.float16
         height = self.slots.rows
-        self.kept = hidden.new_empty((height * self.slots.number, vocab), dtype=kept)
-        self.gradient = self.kept.view(dtype)
-        self.strip = hidden.new_empty(height * min(STRIP, vocab), dtype=torch.float32)
-        chunks = -(-vocab // CHUNK)
-        # of each side, row and chunk: the maximum and the sum of exponentials relative to it
-        self.sums = hidden.new_empty((2, height, 2, chunks), dtype=torch.float32)
+        self.kept = hidden.new_empty((self.slots.allocated, self.columns), dtype=kept)
+        self.gradient = self.kept.view(dtype)[:, :vocab]
+        self.shapes = shapes_for(hidden.device)
+        self.strip: Tensor | None = None
+        # of each side, the maximum of a row and tile, and the sum of exponentials relative to it
+        sums = (self.sides, 2, height, self.tiles)
+        self.lent: Tensor | None = None
+        if self.slots.is_lent and self.grad_weight is not None:
+            flat, size = self.grad_weight.view(-1).view(kept), height * self.columns
+            self.lent, rest = flat[:size].view(height, self.columns), flat[size:]
+            rest = rest[: math.prod(sums) * 4 // rest.itemsize]
+            self.sums = rest.view(torch.float32).view(sums)
+        else:
+            self.sums = hidden.new_empty(sums, dtype=torch.float32)
 
-    def statistics(self, slot: int, first: int, stop: int) -> None:
+    def all_rows(self) -> None:
+        """Walk over all rows: some blocks, then the products of their gradients."""
+        slots, rows = self.slots, self.given.rows
+        for first in range(0, rows, slots.together):
+            stop = min(first + slots.together, rows)
+            for slot, (begin, end) in enumerate(spans(stop - first, slots.rows)):
+                self.block(slot, slice(first + begin, first + end))
+            if self.of_hidden or self.of_weight or self.of_bias:
+                self.products(first, stop)
+
+    def block(self, slot: int, here: slice) -> None:
         """Compute the logits of some rows, their results and their gradient, into a slot."""
-        given, height = self.given, self.slots.rows
-        here, rows = slice(first, stop), stop - first
-        student = self.kept[slot * height : slot * height + rows]
-        teacher = self.kept[(slot + 1) * height : (slot + 1) * height + rows]
-        self._keep(0, student, given.hidden[here], given.weight, given.bias, given.scale)
-        self._keep(
-            *(1, teacher, given.teacher[here], given.teacher_weight, given.teacher_bias),
-            given.teacher_scale,
-        )
-        coefficients = given.coefficients
-        gradient = self.gradient[slot * height : slot * height + rows]
-        run_kernel(
-            kernels._linear_divergence_kept_logits_gradient_kernel,
-            (rows,),
-            *(student, teacher, self.sums, gradient, given.vocab, self.sums.stride(0)),
-            *(None if self.factors is None else self.factors[here], self.rows[here]),
-            tuple(coefficients),
-            HAS_MIXTURE=coefficients.has_mixture,
-            HAS_CENTRE=coefficients.has_centre,
-            HAS_GRADIENT=self.factors is not None,
-            CHUNK=CHUNK,
-            CHUNKS=self.sums.shape[-1],
-            PADDED=_power_of_two(self.sums.shape[-1]),
-            num_warps=8,
-        )
+        raise NotImplementedError
 
-    def _keep(
+    def student(self, slot: int, here: slice) -> Tensor:
+        """Keep the student's logits of some rows in a slot, and return them."""
+        height, given = self.slots.rows, self.given
+        kept = self.kept[slot * height : slot * height + here.stop - here.start]
+        self.keep(0, kept, given.hidden[here], given.weight, given.bias, given.scale)
+        return kept
+
+    def keep(
         self,
         side: int,
         out: Tensor,
@@ -106,22 +142,67 @@ class _Walk:
         bias: Tensor | None,
         scale: float,
     ) -> None:
-        vocab, width = self.given.vocab, STRIP if weight is not None else self.given.vocab
-        for first, stop in spans(vocab, width):
+        """Keep the logits of some rows: a head's products, or logits that are there."""
+        vocab, plane = self.given.vocab, self.sums.stride(1)
+        if weight is not None and self._is_tiled(rows, weight):
+            self._keep_tiles(side, out, rows, weight, bias, scale)
+            return
+        for first, stop in spans(vocab, STRIP if weight is not None else vocab):
             strip = rows
             if weight is not None:
+                if self.strip is None:
+                    most = self.slots.rows * min(STRIP, vocab)
+                    self.strip = rows.new_empty(most, dtype=torch.float32)
                 strip = self.strip[: len(rows) * (stop - first)].view(len(rows), stop - first)
                 _product(rows, weight[first:stop].t(), strip)
             run_kernel(
                 kernels._linear_divergence_kept_logits_keep_kernel,
                 (len(rows), -(-(stop - first) // CHUNK)),
                 *(strip, strip.stride(0), bias, out, out.stride(0), self.sums[side]),
-                *(first, stop, scale),
+                *(plane, self.tiles, first, stop, scale),
                 CHUNK=CHUNK,
-                CHUNKS=self.sums.shape[-1],
+                TILE=self.tile,
                 HAS_BIAS=bias is not None,
                 num_warps=4,
             )
+
+    def _keep_tiles(
+        self,
+        side: int,
+        out: Tensor,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: float,
+    ) -> None:
+        shapes = self.shapes
+        run_kernel(
+            kernels._linear_divergence_kept_logits_product_kernel,
+            (shapes.programs,),
+            described(rows, (shapes.rows, shapes.step)),
+            described(weight, (self.tile, shapes.step)),
+            described(out, (shapes.rows, self.tile // 4)),
+            *(bias, self.sums[side], self.sums.stride(1), len(rows), *weight.shape, scale),
+            BM=shapes.rows,
+            BK=shapes.step,
+            TILE=self.tile,
+            HAS_BIAS=bias is not None,
+            FLATTEN=shapes.flatten,
+            UPCAST=shapes.is_interpreted,
+            num_warps=shapes.warps,
+            num_stages=shapes.stages,
+        )
+
+    def _is_tiled(self, rows: Tensor, weight: Tensor) -> bool:
+        """Return whether the GPU can load tiles of both, and was measured to be faster so."""
+        are_read = all(
+            each.dtype in (torch.bfloat16, torch.float16)
+            and each.is_contiguous()
+            and each.data_ptr() % 16 == 0
+            and each.shape[1] % 8 == 0
+            for each in (rows, weight)
+        )
+        return are_read and (not rows.is_cuda or gpu(rows.device).is_hopper)
 
     def products(self, first: int, stop: int) -> None:
         """Multiply the gradients of some blocks of rows by the weight and by the hidden states."""
@@ -137,12 +218,105 @@ class _Walk:
         if self.grad_bias is not None:
             self.grad_bias += gradient.sum(0, dtype=torch.float32)
 
-    def found(self) -> Found:
-        """Return the results."""
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of hidden states, weight and bias."""
         of_bias = None
         if self.grad_bias is not None and self.given.bias is not None:
             of_bias = self.grad_bias.to(self.given.bias.dtype)
-        return Found(self.rows, self.grad_hidden, self.grad_weight, of_bias)
+        return self.grad_hidden, self.grad_weight, of_bias
+
+
+class _Divergence(_Walk):
+    """A number per row, from the logits of two sides."""
+
+    given: Request
+    sides = 2
+
+    def __init__(self, given: Request, factors: Tensor | None, trains: tuple[bool, ...]) -> None:
+        super().__init__(given, trains)
+        self.factors = None
+        if factors is not None:
+            self.factors = (factors.to(torch.float32) * given.scale).contiguous()
+        self.rows = given.hidden.new_empty(given.rows, dtype=torch.float32)
+
+    def block(self, slot: int, here: slice) -> None:
+        given, height, rows = self.given, self.slots.rows, here.stop - here.start
+        student = self.student(slot, here)
+        # If the slot is not lent, the one after the student's, which is free again afterwards.
+        lent = self.kept[(slot + 1) * height :] if self.lent is None else self.lent
+        teacher = lent[:rows]
+        self.keep(
+            *(1, teacher, given.teacher[here], given.teacher_weight, given.teacher_bias),
+            given.teacher_scale,
+        )
+        coefficients = given.coefficients
+        run_kernel(
+            kernels._linear_divergence_kept_logits_gradient_kernel,
+            (rows,),
+            *(student, teacher, self.sums[0], self.sums[1]),
+            *(self.gradient[slot * height :], given.vocab, self.columns),
+            *(self.sums.stride(1), self.tiles),
+            *(None if self.factors is None else self.factors[here], self.rows[here]),
+            tuple(coefficients),
+            HAS_MIXTURE=coefficients.has_mixture,
+            HAS_CENTRE=coefficients.has_centre,
+            HAS_GRADIENT=self.factors is not None,
+            CHUNK=CHUNK,
+            TILE=self.tile,
+            PADDED=_power_of_two(self.tiles),
+            num_warps=8,
+        )
+
+
+class _Classes(_Walk):
+    """Log-probabilities of some classes of each row, or logits."""
+
+    given: ClassRequest
+
+    def __init__(
+        self, given: ClassRequest, factors: Tensor | None, trains: tuple[bool, ...]
+    ) -> None:
+        super().__init__(given, trains)
+        self.factors = None if factors is None else factors.to(torch.float32).contiguous()
+        self.index = given.chosen.contiguous()
+        self.found = given.hidden.new_empty(given.chosen.shape, dtype=torch.float32)
+
+    def block(self, slot: int, here: slice) -> None:
+        given, height, rows = self.given, self.slots.rows, here.stop - here.start
+        student, count = self.student(slot, here), given.chosen.shape[1]
+        shared = (self.sums[0], self.index[here], self.found[here])
+        sizes = (given.vocab, self.columns, self.sums.stride(1), self.tiles, count)
+        how = {
+            "NORMALISED": given.is_normalised,
+            "TILE": self.tile,
+            "PADDED": _power_of_two(self.tiles),
+            "WIDTH": max(16, _power_of_two(count)),
+        }
+        run_kernel(
+            kernels._linear_divergence_kept_logits_pick_kernel,
+            (rows,),
+            *(student, *shared, *sizes),
+            **how,
+            num_warps=4,
+        )
+        if self.factors is None:
+            return
+        gradient = self.gradient[slot * height :]
+        run_kernel(
+            kernels._linear_divergence_kept_logits_spread_kernel,
+            (rows,),
+            *(student, *shared, self.factors[here], gradient, *sizes, given.scale),
+            **how,
+            CHUNK=CHUNK,
+            num_warps=8,
+        )
+        run_kernel(
+            kernels._linear_divergence_kept_logits_place_kernel,
+            (rows,),
+            *(*shared, self.factors[here], gradient, *sizes, given.scale),
+            **how,
+            num_warps=4,
+        )
 
 
 def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
@@ -153,6 +327,7 @@ def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
         kernels._linear_divergence_kept_logits_scale_kernel,
         (-(-count // block),),
         *(gradient, by, out, count),
+        IN_PLACE=out is gradient,
         BLOCK=block,
         num_warps=8,
     )
@@ -174,13 +349,17 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _readable(given: Request) -> Request:
+def _readable(given: Any) -> Any:
     """Return operands that kernels and cuBLAS can read; copies are made here, once per call."""
-    hidden, teacher = given.hidden, given.teacher
-    bias, teacher_bias = given.bias, given.teacher_bias
-    return given._replace(
+    hidden, bias = given.hidden, given.bias
+    given = given._replace(
         hidden=hidden if 1 in hidden.stride() else hidden.contiguous(),
-        teacher=teacher if teacher.stride(1) == 1 else teacher.contiguous(),
         bias=None if bias is None else bias.contiguous(),
+    )
+    if not isinstance(given, Request):
+        return given
+    teacher, teacher_bias = given.teacher, given.teacher_bias
+    return given._replace(
+        teacher=teacher if teacher.stride(1) == 1 else teacher.contiguous(),
         teacher_bias=None if teacher_bias is None else teacher_bias.contiguous(),
     )

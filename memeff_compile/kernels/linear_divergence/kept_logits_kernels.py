@@ -10,6 +10,77 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._triton.products_kernels import dot
+
+
+@triton.jit
+def _quarter(tile, index: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return a quarter of the columns of a tile without moving them between threads."""
+    halves = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+    half = tl.reshape(halves[index // 2], (ROWS, 2, COLUMNS // 4))
+    return tl.split(tl.permute(half, (0, 2, 1)))[index % 2]
+
+
+@triton.jit
+def _scaled(part, columns, vocab, scale):
+    """Return the logits of a part of a tile of products; columns that do not exist are at -inf."""
+    return part * scale + tl.where(columns < vocab, 0.0, float("-inf"))[None, :]
+
+
+@triton.jit
+def _linear_divergence_kept_logits_product_kernel(
+    hidden_desc,  # (R, D), block BM x BK
+    weight_desc,  # (V, D), block TILE x BK
+    kept_desc,  # (R, W) fp16 out, block BM x TILE / 4
+    bias_ptr,  # (V,) or None
+    sums_ptr,  # (2, R, tiles) fp32 out: each tile's maximum, and its sum of exponentials
+    plane,
+    rows,
+    vocab,
+    depth,
+    scale,
+    C: tl.constexpr,
+):
+    """Keep the logits of tiles of products, which never leave the multiprocessor in fp32."""
+    row_blocks = tl.cdiv(rows, C.BM)
+    tiles = tl.cdiv(vocab, C.TILE)
+    for tile in tl.range(
+        tl.program_id(0), row_blocks * tiles, tl.num_programs(0), flatten=C.FLATTEN
+    ):
+        row_block = tile % row_blocks
+        column_block = tile // row_blocks
+        acc = tl.zeros((C.BM, C.TILE), dtype=tl.float32)
+        if C.HAS_BIAS:  # before the sum, since the epilogue has no registers left
+            columns = column_block * C.TILE + tl.arange(0, C.TILE)
+            bias = tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+            acc += bias[None, :]
+        for k in range(0, depth, C.BK):
+            h = hidden_desc.load([row_block * C.BM, k])
+            w = weight_desc.load([column_block * C.TILE, k])
+            acc = dot(h, w.T, acc, C.UPCAST)
+        here = row_block * C.BM + tl.arange(0, C.BM)
+        is_row = here < rows
+        offs = column_block * C.TILE + tl.arange(0, C.TILE // 4)
+        largest = tl.full((C.BM,), float("-inf"), tl.float32)
+        for quarter in tl.static_range(4):
+            part = _quarter(acc, quarter, C.BM, C.TILE)
+            columns = offs + quarter * (C.TILE // 4)
+            z = _scaled(part, columns, vocab, scale)
+            largest = tl.maximum(largest, tl.max(z, axis=1))
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        # tl.max passes over nan; the sum keeps it.
+        mass = tl.zeros((C.BM,), tl.float32)
+        for quarter in tl.static_range(4):
+            part = _quarter(acc, quarter, C.BM, C.TILE)
+            columns = offs + quarter * (C.TILE // 4)
+            z = _scaled(part, columns, vocab, scale) - base[:, None]
+            mass += tl.sum(tl.exp(z), axis=1)
+            first = column_block * C.TILE + quarter * (C.TILE // 4)
+            kept_desc.store([row_block * C.BM, first], z.to(kept_desc.dtype))
+        at = here.to(tl.int64) * tiles + column_block
+        tl.store(sums_ptr + at, base, mask=is_row)
+        tl.store(sums_ptr + plane + at, mass, mask=is_row)
+
 
 @triton.jit
 def _linear_divergence_kept_logits_keep_kernel(
@@ -18,42 +89,45 @@ def _linear_divergence_kept_logits_keep_kernel(
     bias_ptr,  # (V,) or None
     kept_ptr,  # (R, V) fp16 or fp32
     stride_kept_row,
-    sums_ptr,  # (R, 2, chunks) fp32: each chunk's maximum, and its sum of exponentials
+    sums_ptr,  # (2, R, tiles) fp32: each tile's maximum, and its sum of exponentials
+    plane,
+    tiles,
     first_column,
     stop_column,
     scale,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    TILE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * CHUNK
-    offs = start + tl.arange(0, CHUNK)
+    of_chunk = tl.arange(0, CHUNK // TILE)
+    offs = start + of_chunk[:, None] * TILE + tl.arange(0, TILE)[None, :]
     mask = first_column + offs < stop_column
     s = tl.load(s_ptr + row * stride_s_row + offs, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         s += tl.load(bias_ptr + first_column + offs, mask=mask, other=0.0).to(tl.float32)
     z = tl.where(mask, s * scale, float("-inf"))
-    largest = tl.max(z, axis=0)
+    largest = tl.max(z, axis=1)
     base = tl.where(largest == float("-inf"), 0.0, largest)
-    z -= base
+    z -= base[:, None]
     # tl.max passes over nan; the sum keeps it.
-    mass = tl.sum(tl.exp(z), axis=0)
+    mass = tl.sum(tl.exp(z), axis=1)
     kept_ptr += row * stride_kept_row + first_column
     tl.store(kept_ptr + offs, z.to(kept_ptr.dtype.element_ty), mask=mask)
-    chunk = (first_column + start) // CHUNK
-    tl.store(sums_ptr + row * (2 * CHUNKS) + chunk, base)
-    tl.store(sums_ptr + row * (2 * CHUNKS) + CHUNKS + chunk, mass)
+    tile = (first_column + start) // TILE + of_chunk
+    tl.store(sums_ptr + row * tiles + tile, base, mask=tile < tiles)
+    tl.store(sums_ptr + plane + row * tiles + tile, mass, mask=tile < tiles)
 
 
 @triton.jit
-def _log_sum(sums_ptr, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
-    """Return the log-sum-exp of a row from its chunks' maxima and sums."""
+def _log_sum(sums_ptr, plane, tiles, PADDED: tl.constexpr):
+    """Return the log-sum-exp of a row from its tiles' maxima and sums."""
     offs = tl.arange(0, PADDED)
-    mask = offs < CHUNKS
+    mask = offs < tiles
     base = tl.load(sums_ptr + offs, mask=mask, other=float("-inf"))
-    mass = tl.load(sums_ptr + CHUNKS + offs, mask=mask, other=0.0)
-    base = tl.where(mass == 0.0, float("-inf"), base)  # a chunk of -inf
+    mass = tl.load(sums_ptr + plane + offs, mask=mask, other=0.0)
+    base = tl.where(mass == 0.0, float("-inf"), base)  # a tile of -inf
     peak = tl.max(base, axis=0)
     total = tl.sum(tl.where(mass == 0.0, 0.0, mass * tl.exp(base - peak)), axis=0)
     return peak + tl.log(total)
@@ -77,10 +151,11 @@ def _mixed(log_p, log_q, share):
 
 
 @triton.jit
-def _chunk_of(ptr, sums_ptr, lse, chunk, offs, mask):
-    """Return the log-probabilities of a chunk."""
+def _chunk_of(ptr, sums_ptr, lse, tile, tiles, offs, mask):
+    """Return the log-probabilities of a chunk: a tile of columns in each row of the block."""
     kept = tl.load(ptr + offs, mask=mask, other=float("-inf")).to(tl.float32)
-    return kept + (tl.load(sums_ptr + chunk) - lse)
+    base = tl.load(sums_ptr + tile, mask=tile < tiles, other=0.0)
+    return kept + (base - lse)[:, None]
 
 
 @triton.jit
@@ -98,10 +173,13 @@ def _slope(p, q, log_p, log_q, log_m, a3, a4, a5, a6, share, HAS_MIXTURE: tl.con
 def _linear_divergence_kept_logits_gradient_kernel(
     student_ptr,  # (R, V) kept logits
     teacher_ptr,  # (R, V) kept logits
-    sums_ptr,  # (2, R, 2, chunks) fp32
+    of_student_ptr,  # (2, R, tiles) fp32
+    of_teacher_ptr,  # (2, R, tiles) fp32
     gradient_ptr,  # (R, V), over the student's
     vocab,
-    stride_side,
+    stride_row,
+    plane,
+    tiles,
     factor_ptr,  # (R,) fp32 or None
     rows_ptr,  # (R,) fp32
     coefficients,
@@ -109,29 +187,32 @@ def _linear_divergence_kept_logits_gradient_kernel(
     HAS_CENTRE: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    TILE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     a1, a2, a3, a4, a5, a6, share = coefficients
     row = tl.program_id(0).to(tl.int64)
-    student_ptr += row * vocab
-    teacher_ptr += row * vocab
-    gradient_ptr += row * vocab
-    of_student = sums_ptr + row * (2 * CHUNKS)
-    of_teacher = of_student + stride_side
-    lse_p = _log_sum(of_student, CHUNKS, PADDED)
-    lse_q = _log_sum(of_teacher, CHUNKS, PADDED)
+    student_ptr += row * stride_row
+    teacher_ptr += row * stride_row
+    gradient_ptr += row * stride_row
+    of_student = of_student_ptr + row * tiles
+    of_teacher = of_teacher_ptr + row * tiles
+    lse_p = _log_sum(of_student, plane, tiles, PADDED)
+    lse_q = _log_sum(of_teacher, plane, tiles, PADDED)
     factor = 1.0
     if HAS_GRADIENT:
         factor = tl.load(factor_ptr + row)
 
-    value = tl.zeros([CHUNK], tl.float32)
-    centre = tl.zeros([CHUNK], tl.float32)
-    for chunk in range(0, CHUNKS):
-        offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    of_chunk = tl.arange(0, CHUNK // TILE)
+    inside = of_chunk[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    value = tl.zeros([CHUNK // TILE, TILE], tl.float32)
+    centre = tl.zeros([CHUNK // TILE, TILE], tl.float32)
+    for chunk in range(0, tl.cdiv(vocab, CHUNK)):
+        offs = chunk * CHUNK + inside
+        tile = chunk * (CHUNK // TILE) + of_chunk
         mask = offs < vocab
-        log_p = _chunk_of(student_ptr, of_student, lse_p, chunk, offs, mask)
-        log_q = _chunk_of(teacher_ptr, of_teacher, lse_q, chunk, offs, mask)
+        log_p = _chunk_of(student_ptr, of_student, lse_p, tile, tiles, offs, mask)
+        log_q = _chunk_of(teacher_ptr, of_teacher, lse_q, tile, tiles, offs, mask)
         p, q = tl.exp(log_p), tl.exp(log_q)
         log_m = log_p
         value += a1 * _times(q, log_q) + a2 * _times(q, log_p)
@@ -145,15 +226,16 @@ def _linear_divergence_kept_logits_gradient_kernel(
         elif HAS_GRADIENT:
             g = tl.where(factor == 0.0, 0.0, factor * a2 * (q - p))
             tl.store(gradient_ptr + offs, g.to(gradient_ptr.dtype.element_ty), mask=mask)
-    tl.store(rows_ptr + row, tl.sum(value, axis=0))
+    tl.store(rows_ptr + row, tl.sum(tl.sum(value, axis=1), axis=0))
 
     if HAS_GRADIENT and HAS_CENTRE:
-        middle = tl.sum(centre, axis=0)
-        for chunk in range(0, CHUNKS):
-            offs = chunk * CHUNK + tl.arange(0, CHUNK)
+        middle = tl.sum(tl.sum(centre, axis=1), axis=0)
+        for chunk in range(0, tl.cdiv(vocab, CHUNK)):
+            offs = chunk * CHUNK + inside
+            tile = chunk * (CHUNK // TILE) + of_chunk
             mask = offs < vocab
-            log_p = _chunk_of(student_ptr, of_student, lse_p, chunk, offs, mask)
-            log_q = _chunk_of(teacher_ptr, of_teacher, lse_q, chunk, offs, mask)
+            log_p = _chunk_of(student_ptr, of_student, lse_p, tile, tiles, offs, mask)
+            log_q = _chunk_of(teacher_ptr, of_teacher, lse_q, tile, tiles, offs, mask)
             p, q = tl.exp(log_p), tl.exp(log_q)
             log_m = log_p
             if HAS_MIXTURE:
@@ -165,9 +247,126 @@ def _linear_divergence_kept_logits_gradient_kernel(
 
 
 @triton.jit
-def _linear_divergence_kept_logits_scale_kernel(x_ptr, by_ptr, out_ptr, count, BLOCK: tl.constexpr):
+def _linear_divergence_kept_logits_pick_kernel(
+    kept_ptr,  # (R, V) kept logits
+    sums_ptr,  # (2, R, tiles) fp32
+    index_ptr,  # (R, k) int64
+    found_ptr,  # (R, k) fp32 out
+    vocab,
+    stride_row,
+    plane,
+    tiles,
+    count,  # k
+    NORMALISED: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write the log-probabilities of some classes of a row; nan for a class that does not exist."""
+    row = tl.program_id(0).to(tl.int64)
+    sums_ptr += row * tiles
+    offs = tl.arange(0, WIDTH)
+    index = tl.load(index_ptr + row * count + offs, mask=offs < count, other=0)
+    exists = (index >= 0) & (index < vocab)
+    index = tl.where(exists, index, 0)
+    found = tl.load(kept_ptr + row * stride_row + index).to(tl.float32)
+    found += tl.load(sums_ptr + index // TILE)
+    if NORMALISED:
+        found -= _log_sum(sums_ptr, plane, tiles, PADDED)
+    found = tl.where(exists, found, float("nan"))
+    tl.store(found_ptr + row * count + offs, found, mask=offs < count)
+
+
+@triton.jit
+def _linear_divergence_kept_logits_spread_kernel(
+    kept_ptr,  # (R, V) kept logits
+    sums_ptr,  # (2, R, tiles) fp32
+    index_ptr,
+    found_ptr,
+    factor_ptr,  # (R, k) fp32: the gradient of `found`
+    gradient_ptr,  # (R, V), over the logits
+    vocab,
+    stride_row,
+    plane,
+    tiles,
+    count,
+    scale,
+    NORMALISED: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write the part of a row's gradient that comes from its log-sum-exp: zero without one."""
+    row = tl.program_id(0).to(tl.int64)
+    sums_ptr += row * tiles
+    kept_ptr += row * stride_row
+    gradient_ptr += row * stride_row
+    given = tl.arange(0, WIDTH)
+    factor = tl.load(factor_ptr + row * count + given, mask=given < count, other=0.0)
+    total = -scale * tl.sum(factor, axis=0)
+    lse = 0.0
+    if NORMALISED:
+        lse = _log_sum(sums_ptr, plane, tiles, PADDED)
+    of_chunk = tl.arange(0, CHUNK // TILE)
+    inside = of_chunk[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    for chunk in range(0, tl.cdiv(vocab, CHUNK)):
+        offs = chunk * CHUNK + inside
+        mask = offs < vocab
+        g = tl.zeros([CHUNK // TILE, TILE], tl.float32)
+        if NORMALISED:
+            tile = chunk * (CHUNK // TILE) + of_chunk
+            log_p = _chunk_of(kept_ptr, sums_ptr, lse, tile, tiles, offs, mask)
+            g = tl.where(total == 0.0, 0.0, total * tl.exp(log_p))
+        tl.store(gradient_ptr + offs, g.to(gradient_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _linear_divergence_kept_logits_place_kernel(
+    sums_ptr,
+    index_ptr,  # (R, k) int64
+    found_ptr,  # (R, k) fp32
+    factor_ptr,  # (R, k) fp32
+    gradient_ptr,  # (R, V)
+    vocab,
+    stride_row,
+    plane,
+    tiles,
+    count,
+    scale,
+    NORMALISED: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write a row's gradient at its classes; a class that comes twice gets both numbers."""
+    row = tl.program_id(0).to(tl.int64)
+    index_ptr += row * count
+    factor_ptr += row * count
+    offs = tl.arange(0, WIDTH)
+    mask = offs < count
+    index = tl.load(index_ptr + offs, mask=mask, other=-1)
+    total = tl.sum(tl.load(factor_ptr + offs, mask=mask, other=0.0), axis=0)
+    here = tl.zeros([WIDTH], tl.float32)
+    for other in range(0, count):
+        same = index == tl.load(index_ptr + other)
+        here += tl.where(same, tl.load(factor_ptr + other), 0.0)
+    if NORMALISED:
+        log_p = tl.load(found_ptr + row * count + offs, mask=mask, other=0.0)
+        here -= tl.where(total == 0.0, 0.0, total * tl.exp(log_p))
+    mask = mask & (index >= 0) & (index < vocab)
+    g = (scale * here).to(gradient_ptr.dtype.element_ty)
+    tl.store(gradient_ptr + row * stride_row + index, g, mask=mask)
+
+
+@triton.jit
+def _linear_divergence_kept_logits_scale_kernel(
+    x_ptr, by_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+):
+    by = tl.load(by_ptr).to(tl.float32)
+    if IN_PLACE:  # a loss that is the op's number has 1 here
+        count = tl.where(by == 1.0, 0, count)
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < count
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    scaled = x * tl.load(by_ptr).to(tl.float32)
-    tl.store(out_ptr + offs, scaled.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offs, (x * by).to(out_ptr.dtype.element_ty), mask=mask)

@@ -2,6 +2,8 @@
 
     linear_divergence        a number per row; its backward computes the logits again
     linear_divergence_total  the weighted sum of the rows, and its gradients
+    linear_divergence_classes  log-probabilities (or logits) of some classes of each row, (..., k),
+                             for a teacher who names k classes; its backward as the first op's
 
 The forward of the second also computes its gradients, and its backward multiplies them by the
 gradient of the loss, in place if no one can read them again. The teacher has no gradient. Ops are
@@ -23,7 +25,7 @@ from ...errors import DoubleBackwardError
 from .. import library
 from ..checks import require, two_devices, two_dtypes, unfloating, unplain, wide
 from ..device import kernels_serve, on_device, without_autocast
-from .call import Coefficients, Found, Request, spans
+from .call import ClassRequest, Coefficients, Found, Request, spans
 
 ENGINES = {
     "kept_logits": (
@@ -33,6 +35,8 @@ ENGINES = {
     "reference": "plain PyTorch, by blocks of rows (any device, also fp64)",
 }
 _COUNT = len(Coefficients._fields)
+MOST_CLASSES = 1024
+"""Classes of a row that `linear_divergence_classes` serves: a program has all of them at once."""
 
 
 class _Call(NamedTuple):
@@ -216,7 +220,7 @@ def _backward(given: _Backward) -> tuple[Tensor, ...]:
     return _as_results(_run(call, factors, given.output_mask), call)
 
 
-def _as_results(found: Found, call: _Call) -> tuple[Tensor, ...]:
+def _as_results(found: Found, call: _Call | _Classes) -> tuple[Tensor, ...]:
     """Return gradients in the shapes of their operands, and (0,) for those not computed."""
     parts = zip(found[1:], call[:3], strict=True)
     return tuple(
@@ -225,7 +229,7 @@ def _as_results(found: Found, call: _Call) -> tuple[Tensor, ...]:
     )
 
 
-def _fake_gradients(call: _Call, mask: Sequence[bool]) -> tuple[Tensor, ...]:
+def _fake_gradients(call: _Call | _Classes, mask: Sequence[bool]) -> tuple[Tensor, ...]:
     return tuple(
         call.hidden.new_empty(part.shape if each and part is not None else (0,), dtype=part.dtype)
         if part is not None
@@ -368,6 +372,113 @@ class _Refused(torch.autograd.Function):
 
 _refused: Any = _Refused.apply
 
+
+class _Classes(NamedTuple):
+    """The arguments of `linear_divergence_classes`."""
+
+    hidden: Tensor  # (..., D)
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+    chosen: Tensor  # (..., k), the index
+    is_normalised: bool
+    scale: float
+    workspace: int
+
+
+def supports_classes(
+    hidden: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,) or None
+    index: Tensor,  # (..., k) int64
+    *,
+    scale: float = 1.0,
+    workspace: int = 0,
+) -> str | None:
+    """Return the reason why `linear_divergence_classes` does not support these inputs, or None."""
+    return _classes_fault(_Classes(hidden, weight, bias, index, True, scale, workspace))
+
+
+def _classes_fault(given: _Classes) -> str | None:
+    hidden, weight, bias, index, _, scale, workspace = given
+    head = _Call(
+        *(hidden, weight, bias, hidden, weight, None),
+        *((0.0,) * _COUNT, scale, 1.0, workspace),
+    )
+    sentence = supports(*head[:6], scale=scale, workspace=workspace)
+    sentence = sentence or unplain("index", index) or two_devices("index", index, "hidden", hidden)
+    if sentence is not None:
+        return sentence
+    if index.dtype != torch.int64:
+        return f"index has dtype {str(index.dtype)[6:]}; int64 is needed."
+    rows = hidden.shape[:-1]
+    if index.dim() != hidden.dim() or any(map(_differ, index.shape[:-1], rows)):
+        return f"index has shape {tuple(index.shape)}; {(*rows, 'k')} is needed, k classes per row."
+    count = index.shape[-1]
+    if isinstance(count, int) and not 0 < count <= MOST_CLASSES:
+        return f"index names {count} classes per row; 1 to {MOST_CLASSES} are supported."
+    return None
+
+
+def _run_classes(given: _Classes, grad: Tensor | None, mask: Sequence[bool]) -> Found:
+    hidden, index, rows = given.hidden, given.chosen, math.prod(given.hidden.shape[:-1])
+    flat = hidden.reshape(rows, hidden.shape[-1])
+    request = ClassRequest(
+        *(flat, given.weight, given.bias, index.reshape(rows, index.shape[-1])),
+        *(given.is_normalised, given.scale, given.workspace),
+    )
+    if rows == 0:
+        parts = zip(request[:3], mask, strict=True)
+        zeros = (torch.zeros_like(x) if each and x is not None else None for x, each in parts)
+        return Found(hidden.new_zeros(request.chosen.shape, dtype=request.wide), *zeros)
+    engine = engine_for(hidden.device, hidden.dtype)
+    module = importlib.import_module(f".{engine}", __package__)
+    factors = None if grad is None else grad.reshape(request.chosen.shape)
+    with without_autocast(hidden.device.type), on_device(hidden):
+        found: Found = module.run_classes(request, factors, mask)
+    return found
+
+
+def _classes(given: _Classes) -> Tensor:
+    require("linear_divergence_classes", _classes_fault(given))
+    return _run_classes(given, None, (False,) * 3).rows.view(given.chosen.shape)
+
+
+def _fake_classes(given: _Classes) -> Tensor:
+    require("linear_divergence_classes", _classes_fault(given))
+    return given.hidden.new_empty(given.chosen.shape, dtype=wide(given.hidden.dtype))
+
+
+class _ClassesBackward(NamedTuple):
+    """The arguments of `linear_divergence_classes_backward`."""
+
+    grad: Tensor
+    call: _Classes
+    output_mask: Sequence[bool]
+
+
+def _classes_backward(given: _ClassesBackward) -> tuple[Tensor, ...]:
+    return _as_results(_run_classes(given.call, given.grad, given.output_mask), given.call)
+
+
+def _fake_classes_backward(given: _ClassesBackward) -> tuple[Tensor, ...]:
+    return _fake_gradients(given.call, given.output_mask)
+
+
+def _setup_classes(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.settings = keyword_only_inputs
+
+
+def _link_classes(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    mask = list(ctx.needs_input_grad[:3])
+    found = linear_divergence_classes_backward(
+        grad, *ctx.saved_tensors, **ctx.settings, output_mask=mask
+    )
+    return (*(each if wanted else None for each, wanted in zip(found, mask, strict=True)), None)
+
+
 _OPERANDS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher, Tensor? teacher_weight, "
     "Tensor? teacher_bias"
@@ -407,4 +518,31 @@ linear_divergence_total: Any = library.op(
     *library.taking(_called_total, _total, _fake_total),
     backward=_link_total,
     setup_context=_setup_total,
+)
+
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor index"
+_HOW = "bool is_normalised, float scale, int workspace"
+
+
+def _called_classes(*operands: Any, **settings: Any) -> _Classes:
+    return _Classes(*operands, **settings)
+
+
+def _called_classes_back(
+    grad: Tensor, *operands: Any, output_mask: Any, **settings: Any
+) -> _ClassesBackward:
+    return _ClassesBackward(grad, _Classes(*operands, **settings), output_mask)
+
+
+linear_divergence_classes: Any = library.op(
+    f"linear_divergence_classes({_HEAD}, *, {_HOW}) -> Tensor",
+    *library.taking(_called_classes, _classes, _fake_classes),
+    backward=_link_classes,
+    setup_context=_setup_classes,
+)
+linear_divergence_classes_backward: Any = library.op(
+    f"linear_divergence_classes_backward(Tensor grad, {_HEAD}, *, {_HOW}, bool[3] output_mask) "
+    f"-> ({_GRADIENTS})",
+    *library.taking(_called_classes_back, _classes_backward, _fake_classes_backward),
+    backward=_refuse,
 )

@@ -2,59 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .call import Found, Request, reference_rows, spans, wanted
+from .call import ClassRequest, Found, Request, reference_rows, spans, wanted
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
     """Compute a number per row, and the gradients of the rows' sum weighted by `factors`."""
-    dtype, hidden, weight = given.wide, given.hidden, given.weight
-    of_hidden, of_weight, of_bias = wanted(given, factors, mask)
-    rows = hidden.new_empty(given.rows, dtype=dtype)
-    grad_hidden = torch.empty_like(hidden) if of_hidden else None
-    grad_weight = weight.new_zeros(weight.shape, dtype=dtype) if of_weight else None
-    grad_bias = weight.new_zeros(given.vocab, dtype=dtype) if of_bias else None
-    step = int(reference_rows(given.rows, given.vocab, given.workspace, hidden.itemsize))
-    wide_weight = weight.to(dtype)
-    for first, stop in spans(given.rows, step):
-        here = slice(first, stop)
-        student = _logits(hidden[here], weight, given.bias, given.scale, dtype)
+    sums = _Gradients(given, wanted(given, factors, mask))
+    rows = given.hidden.new_empty(given.rows, dtype=given.wide)
+    for here in sums.blocks():
+        student = _logits(given.hidden[here], given.weight, given.bias, given.scale, given.wide)
         teacher = _logits(
             *(given.teacher[here], given.teacher_weight, given.teacher_bias, given.teacher_scale),
-            dtype,
+            given.wide,
         )
-        rows[here], gradient = _divergence(given, student, teacher, factors is not None)
-        if gradient is None or factors is None:
-            continue
-        by = (factors[here].to(dtype) * given.scale).unsqueeze(1)
-        gradient = (gradient * by).masked_fill_(by == 0, 0)
-        if grad_hidden is not None:
-            grad_hidden[here] = gradient @ wide_weight
-        if grad_weight is not None:
-            grad_weight.addmm_(gradient.t(), hidden[here].to(dtype))
-        if grad_bias is not None:
-            grad_bias += gradient.sum(0)
-    of_weight_ = None if grad_weight is None else grad_weight.to(weight.dtype)
-    of_bias_ = None
-    if grad_bias is not None and given.bias is not None:
-        of_bias_ = grad_bias.to(given.bias.dtype)
-    return Found(rows, grad_hidden, of_weight_, of_bias_)
+        logs = student.log_softmax(1), teacher.log_softmax(1)
+        rows[here], gradient = _divergence(given, *logs, factors is not None)
+        if gradient is not None and factors is not None:
+            by = factors[here].to(given.wide).unsqueeze(1)
+            sums.add(here, (gradient * by).masked_fill_(by == 0, 0))
+    return Found(rows, *sums.results())
+
+
+def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool]) -> Found:
+    """Compute log-probabilities of some classes of each row, (N, k), or of their gradient `factors`
+    those of the operands.
+    """
+    sums = _Gradients(given, wanted(given, factors, mask))
+    found = given.hidden.new_empty(given.chosen.shape, dtype=given.wide)
+    for here in sums.blocks():
+        values = _logits(given.hidden[here], given.weight, given.bias, given.scale, given.wide)
+        values = values.log_softmax(1) if given.is_normalised else values
+        found[here] = values.gather(1, given.chosen[here])
+        if factors is not None:
+            by = factors[here].to(given.wide)
+            gradient = torch.zeros_like(values)
+            if given.is_normalised:
+                total = by.sum(1, keepdim=True)
+                gradient = (-total * values.exp()).masked_fill_(total == 0, 0)
+            sums.add(here, gradient.scatter_add_(1, given.chosen[here], by))
+    return Found(found, *sums.results())
+
+
+class _Gradients:
+    """The sums of the operands' gradients over blocks of rows."""
+
+    def __init__(self, given: Request | ClassRequest, trains: tuple[bool, ...]) -> None:
+        self.given, weight = given, given.weight
+        self.of_hidden, self.of_weight, self.of_bias = trains
+        self.hidden = torch.empty_like(given.hidden) if self.of_hidden else None
+        self.weight = weight.new_zeros(weight.shape, dtype=given.wide) if self.of_weight else None
+        self.bias = weight.new_zeros(given.vocab, dtype=given.wide) if self.of_bias else None
+
+    def blocks(self) -> Iterator[slice]:
+        """Yield the rows of each block."""
+        given = self.given
+        itemsize = given.hidden.itemsize
+        step = int(reference_rows(given.rows, given.vocab, given.workspace, itemsize))
+        for first, stop in spans(given.rows, step):
+            yield slice(first, stop)
+
+    def add(self, here: slice, gradient: Tensor) -> None:
+        """Add the products of the gradient of some rows' scaled logits."""
+        gradient, dtype = gradient * self.given.scale, self.given.wide
+        if self.hidden is not None:
+            self.hidden[here] = gradient @ self.given.weight.to(dtype)
+        if self.weight is not None:
+            self.weight.addmm_(gradient.t(), self.given.hidden[here].to(dtype))
+        if self.bias is not None:
+            self.bias += gradient.sum(0)
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of hidden states, weight and bias."""
+        bias = self.given.bias
+        of_weight = None if self.weight is None else self.weight.to(self.given.weight.dtype)
+        of_bias = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
+        return self.hidden, of_weight, of_bias
 
 
 def _logits(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the log-probabilities of the scaled logits of some rows."""
+    """Return the scaled logits of some rows."""
     logits = rows.to(dtype)
     if weight is not None:
         logits = logits @ weight.to(dtype).t()
     if bias is not None:
         logits = logits + bias.to(dtype)
-    return (logits * scale).log_softmax(1)
+    return logits * scale
 
 
 def _divergence(

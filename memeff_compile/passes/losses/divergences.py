@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ... import compat
@@ -92,6 +93,11 @@ class Divergence:
     covered: list[Node] = field(default_factory=list)
     name: str = ""
 
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Return student and teacher."""
+        return self.student, self.teacher
+
 
 class DivergenceReader:
     """Reads the divergences of one graph."""
@@ -132,9 +138,61 @@ class DivergenceReader:
             match.over_first = self.info.value(source).shape[0]
         if reduction == "row average":
             match.over_rows = True
-        if not match.is_total:
+        if match.is_total:
+            self._add_totals(match, reduction)
+        else:
             self._follow(match, rows)
         yield match
+
+    def _add_totals(self, match: Divergence, reduction: str) -> None:
+        """Join later totals of the same two sides, reduced alike, that are added to this one."""
+        node, factor, steps = match.node, 1.0, list[Node]()
+        while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
+            (user,) = node.users
+            call = read_one(user)
+            number = None if call is None else _multiplier(call, node)
+            if number is not None:
+                factor *= number
+            elif call is None or call.op not in (aten.add.Tensor, aten.sub.Tensor):
+                return
+            else:
+                a, self.visited = call.args, []
+                is_first = a["self"] is node
+                found = self._total(a["other"] if is_first else a["self"], reduction)
+                terms = {} if found is None else found.terms
+                terms = {atoms: each for atoms, each in terms.items() if abs(each) > _NOTHING}
+                added = _coefficients(terms, match.student.key, match.teacher.key)
+                if found is None or added is None or a["alpha"] != 1:
+                    return
+                signs = [1.0, 1.0 if call.op is aten.add.Tensor else -1.0]
+                mine, theirs = signs if is_first else signs[::-1]
+                joined = _joined(match.coefficients, mine * factor, added, theirs)
+                if joined is None:
+                    return
+                match.coefficients, match.node, factor = joined, user, 1.0
+                match.covered += [*self.visited, *steps, user]
+                steps.clear()
+                node = user
+                continue
+            steps.append(user)
+            node = user
+
+    def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
+        """Read a total of this reduction, multiplied by numbers."""
+        if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
+            return None
+        call, reduced = read_one(node), self._reduced(node)
+        if reduced is not None:
+            expression, of_this, _ = reduced
+            self.visited.append(node)
+            return None if of_this != reduction or expression.masks else expression
+        for inner in () if call is None else (call.args.get("self"), call.args.get("other")):
+            number = _multiplier(call, inner) if isinstance(inner, Node) else None
+            if number is not None:
+                found = self._total(inner, reduction, depth + 1)
+                self.visited.append(node)
+                return None if found is None else found.times(number)
+        return None
 
     def _reduced(self, node: Node) -> tuple[Expression, str, Node] | None:
         """Read a sum over the classes, and over the rows if all numbers are summed."""
@@ -183,7 +241,7 @@ class DivergenceReader:
         probabilities = self.expression(a["target"])
         if isinstance(chain, Decline) or chain.moved or probabilities is None:
             return None
-        side = self._side(Soft(chain, ()), a["self"])
+        side = self.side(Soft(chain, ()), a["self"])
         terms = _product(probabilities.terms, {(("log p", side.key),): -1.0})
         if terms is None:
             return None
@@ -227,6 +285,11 @@ class DivergenceReader:
         if name == "kl_div":
             given = kl_arguments(node)
             return None if given is None or given["reduction"] != "none" else self._kl(given, depth)
+        if name == "lerp" and len(node.args) == 3 and not node.kwargs:
+            share = constant(node.args[2])
+            left = None if share is None else self.expression(node.args[0], depth)
+            right = None if left is None else self.expression(node.args[1], depth)
+            return None if share is None else _added(left, right, 1.0 - share, share)
         if name in ("logaddexp", "xlogy"):
             pair = [self.expression(each, depth) for each in node.args[:2]]
             return _READ_PAIRS[name](pair[0], pair[1])
@@ -244,6 +307,8 @@ class DivergenceReader:
             return self.expression(a["self"], depth) if is_floating else None
         if op in _FILLS:
             return self._filled(a, depth)
+        if op is aten.index.Tensor:
+            return self._selected(node, a, depth)
         if op in _ADDS:
             alpha = compat.known_number(a["alpha"])
             left = self.expression(a["self"], depth)
@@ -288,6 +353,30 @@ class DivergenceReader:
             return None
         self.visited += [mask, *(step.node for step in chain.steps)]
         return found
+
+    def _selected(self, node: Node, a: Mapping[str, Any], depth: int) -> Expression | None:
+        """Read the rows of a mask: in the sum over all of them, the others are zero.
+
+        Dynamo captures it if `torch._dynamo.config.capture_dynamic_output_shape_ops` is set.
+        """
+        value, indices = self.info.tensor(a["self"]), a["indices"]
+        mask = indices[0] if len(indices) == 1 and isinstance(indices[0], Node) else None
+        given = self.info.tensor(mask)
+        if value is None or given is None or given.dtype != torch.bool:
+            return None
+        if not same_shape(given.shape, value.shape[:-1]):
+            return None
+        found = self.expression(a["self"], depth)
+        asserted = list[Node]()
+        for user in node.users:
+            call = read_one(user)
+            is_sum = call is not None and call.op in _SUMS - _MEANS
+            if not ((call and is_sum and call.args.get("dim") is None) or _asserts(user, asserted)):
+                return None
+        self.visited += asserted
+        if found is None or mask is None:
+            return None
+        return replace(found, masks=(*found.masks, Mask(mask)))
 
     def _is_row_mask(self, mask: Any, whole: Any) -> bool:
         given, value = self.info.tensor(mask), self.info.tensor(whole)
@@ -340,10 +429,11 @@ class DivergenceReader:
                 if soft.chain.moved:
                     return None
                 self.visited += [*soft.through, *(step.node for step in soft.chain.steps)]
-                return kind, self._side(soft, node).key
+                return kind, self.side(soft, node).key
         return self._headless(node)
 
-    def _side(self, soft: Soft, node: Node) -> Side:
+    def side(self, soft: Soft, node: Node) -> Side:
+        """Return the side of a softmax, the same for equal ones."""
         chain, trains = soft.chain, self.info.value(node).requires_grad
         rows = tuple(step.effect for step in chain.row_steps)
         points = [(s.kind, s.value) for s in chain.steps if s.kind in ("mul", "div", "tanh")]
@@ -538,6 +628,33 @@ _PRODUCTS = named("mul.Tensor mul.Scalar")
 _QUOTIENTS = named("div.Tensor div.Scalar")
 _FILLS = named("masked_fill.Scalar masked_fill.Tensor")
 _SAME = named("to.dtype detach.default contiguous.default clone.default alias.default")
+
+
+def _asserts(node: Node, seen: list[Node]) -> bool:
+    """Return whether a size and what is computed from it only serve assertions; note its nodes."""
+    name = node_name(node)
+    seen.append(node)
+    if name in _ASSERTIONS:
+        return not node.users
+    value = compat.example_value(node)
+    is_number = not isinstance(value, torch.Tensor)
+    return is_number and bool(node.users) and all(_asserts(user, seen) for user in node.users)
+
+
+_ASSERTIONS = ("_assert_scalar", "_check", "sym_constrain_range_for_size", "_check_is_size")
+
+
+def _multiplier(call: Any, node: Any) -> float | None:
+    """Return the number by which a step multiplies `node`; None for other steps."""
+    a = call.args
+    if call.op is aten.neg.default:
+        return -1.0
+    if call.op not in _PRODUCTS | _QUOTIENTS or (call.op in _QUOTIENTS and a["self"] is not node):
+        return None
+    number = constant(a["other"] if a["self"] is node else a["self"])
+    if not number:
+        return None
+    return number if call.op in _PRODUCTS else 1.0 / number
 
 
 def kl_arguments(node: Node) -> dict[str, Any] | None:

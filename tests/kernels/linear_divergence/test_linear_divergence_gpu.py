@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memeff_compile.kernels.linear_divergence import Coefficients, kept_logits, reference
-from memeff_compile.kernels.linear_divergence.call import Request
+from memeff_compile.kernels.linear_divergence.call import ClassRequest, Request
 from tests.kernels.linear_divergence.divergences import DIVERGENCES
 
 pytestmark = pytest.mark.gpu
@@ -38,5 +38,53 @@ def test_results_are_exact_and_repeat_bit_for_bit(dtype: torch.dtype, name: str)
     for got, same, expected in zip(found, again, wanted, strict=True):
         assert got is not None
         assert expected is not None
+        assert torch.equal(got, same)
+        assert (got.double() - expected).norm() / expected.norm() < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("rows", [300, 3000], ids=["lent memory", "slots"])
+def test_tiles_of_products_are_exact(rows: int, has_bias: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    new, vocab, dtype = torch.Generator(device="cuda").manual_seed(0), 130_011, torch.bfloat16
+
+    def of(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        sizes = ((rows, size), (vocab, size), (vocab,))
+        drawn = [torch.randn(each, device="cuda", generator=new) for each in sizes]
+        hidden, weight, bias = (each.to(dtype) for each in drawn)
+        return hidden, (3 * size**-0.5) * weight, bias if has_bias else None
+
+    settled = Coefficients(*DIVERGENCES["jsd"][0]).settled()
+    given = Request(*of(1024), *of(512), settled, 0.5, 0.7, 0)
+    factors = torch.rand(rows, device="cuda", generator=new)
+    exact = Request(*(x.double() if isinstance(x, torch.Tensor) else x for x in given))
+    wanted = reference.run(exact, factors.double(), (True, True, has_bias))
+    found = kept_logits.run(given, factors, (True, True, has_bias))
+    for got, expected in zip(found, wanted, strict=True):
+        if got is not None and expected is not None:
+            assert (got.double() - expected).norm() / expected.norm() < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("is_normalised", [True, False], ids=["log-probabilities", "logits"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_some_classes_of_each_row_are_exact_and_repeat(
+    dtype: torch.dtype, is_normalised: bool
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    rows, depth, vocab, count = 1300, 512, 32_011, 50
+    new = torch.Generator(device="cuda").manual_seed(0)
+    hidden, weight = (
+        torch.randn(size, device="cuda", generator=new) for size in ((rows, depth), (vocab, depth))
+    )
+    hidden, weight = hidden.to(dtype), (0.1 * weight).to(dtype)
+    index = torch.randint(0, vocab, (rows, count), device="cuda", generator=new)
+    index[:, 1] = index[:, 0]
+    given = ClassRequest(hidden, weight, None, index, is_normalised, 0.5, 0)
+    factors = torch.rand((rows, count), device="cuda", generator=new)
+    exact = given._replace(hidden=hidden.double(), weight=weight.double())
+    wanted = reference.run_classes(exact, factors.double(), (True, True, False))
+    found = kept_logits.run_classes(given, factors, (True, True, False))
+    again = kept_logits.run_classes(given, factors, (True, True, False))
+    for got, same, expected in zip(found[:3], again[:3], wanted[:3], strict=True):
         assert torch.equal(got, same)
         assert (got.double() - expected).norm() / expected.norm() < BOUNDS[dtype]

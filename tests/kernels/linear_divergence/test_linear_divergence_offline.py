@@ -12,12 +12,24 @@ from tests.support.offline import compile_for, gpus, within_limits
 pytestmark = pytest.mark.offline
 
 CONSTANTS: dict[str, dict[str, Any]] = {
-    "keep": {"CHUNK": 2048, "CHUNKS": 63, "HAS_BIAS": True},
-    "gradient": {"CHUNK": 2048, "CHUNKS": 63, "PADDED": 64, "HAS_GRADIENT": True},
-    "scale": {"BLOCK": 4096},
+    "keep": {"CHUNK": 2048, "TILE": 256, "HAS_BIAS": True},
+    "gradient": {"CHUNK": 2048, "TILE": 256, "PADDED": 512, "HAS_GRADIENT": True},
+    "scale": {"BLOCK": 4096, "IN_PLACE": True},
+    "pick": {"TILE": 256, "PADDED": 512, "WIDTH": 64, "NORMALISED": True},
+    "spread": {"TILE": 256, "PADDED": 512, "WIDTH": 64, "NORMALISED": True, "CHUNK": 2048},
+    "place": {"TILE": 256, "PADDED": 512, "WIDTH": 64, "NORMALISED": True},
 }
 HALVES = ("kept_ptr", "student_ptr", "teacher_ptr")
-SUMS = ("sums_ptr", "factor_ptr", "rows_ptr", "by_ptr", "s_ptr")
+SUMS = (
+    "sums_ptr",
+    "of_student_ptr",
+    "of_teacher_ptr",
+    "factor_ptr",
+    "rows_ptr",
+    "by_ptr",
+    "s_ptr",
+    "found_ptr",
+)
 
 
 def kind(argument: str) -> Any:
@@ -25,11 +37,16 @@ def kind(argument: str) -> Any:
         return "fp32"
     if not argument.endswith("_ptr"):
         return "i32"
+    if argument == "index_ptr":
+        return "*i64"
     return "*fp16" if argument in HALVES else "*fp32" if argument in SUMS else "*bf16"
 
 
-@pytest.mark.parametrize("flags", [(False, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize("step", CONSTANTS)
+FLAGS = [(False, False), (False, True), (True, True)]
+STEPS = [(step, flags) for step in CONSTANTS for flags in FLAGS if flags[0] <= (step == "gradient")]
+
+
+@pytest.mark.parametrize(("step", "flags"), [s for s in STEPS if s[0] == "gradient" or not s[1][1]])
 @pytest.mark.parametrize("capability", gpus(80, 90, 100))
 def test_kernel_compiles_without_spills(
     step: str, capability: int, flags: tuple[bool, bool]
@@ -46,6 +63,36 @@ def test_kernel_compiles_without_spills(
         kind,
         lambda argument: True,
         {"coefficients": Coefficients._fields},
-        num_warps=4 if step == "keep" else 8,
+        num_warps=4 if step in ("keep", "pick", "place") else 8,
     )
     within_limits(kernel, capability)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_products_compile_without_spills(dtype: str, has_bias: bool) -> None:
+    from memeff_compile.kernels.linear_divergence import kept_logits_kernels as kernels
+
+    tile = 128 if has_bias else 256
+    blocks = {"hidden_desc": [128, 64], "weight_desc": [tile, 64], "kept_desc": [128, tile // 4]}
+
+    def type_of(argument: str) -> str | None:
+        if argument in blocks:
+            of = "fp16" if argument == "kept_desc" else dtype
+            return f"tensordesc<{of}[{', '.join(map(str, blocks[argument]))}]>"
+        if argument == "bias_ptr":
+            return f"*{dtype}" if has_bias else None
+        return "*fp32" if argument == "sums_ptr" else "fp32" if argument == "scale" else "i32"
+
+    constants = {"BM": 128, "BK": 64, "TILE": tile, "HAS_BIAS": has_bias, "FLATTEN": True}
+    kernel = compile_for(
+        90,
+        kernels._linear_divergence_kept_logits_product_kernel,
+        {**constants, "UPCAST": False},
+        type_of,
+        lambda argument: False,
+        {},
+        num_warps=8,
+        num_stages=3,
+    )
+    within_limits(kernel, 90)

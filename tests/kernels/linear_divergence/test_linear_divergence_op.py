@@ -17,12 +17,19 @@ from memeff_compile.kernels.linear_divergence import (
     bytes_before,
     engine_for,
     linear_divergence,
+    linear_divergence_classes,
     linear_divergence_total,
     makes_gradients_in_forward,
     supports,
     temporary_bytes,
 )
-from memeff_compile.kernels.linear_divergence.call import slots_for
+from memeff_compile.kernels.linear_divergence.call import (
+    TILE,
+    columns_of,
+    lent_rows,
+    slots_for,
+    strip_bytes,
+)
 from tests.kernels.linear_divergence.divergences import DIVERGENCES, N, V, draw, eager
 from tests.support.live_bytes import LiveBytes
 
@@ -170,6 +177,56 @@ def test_bad_input_gets_a_sentence(changed: dict[str, Any], said: str) -> None:
         linear_divergence(*given.values(), **settings)
 
 
+INDEX = torch.tensor(
+    [[0, 5, 2499], [7, 7, 9], [1, 2, 3], [4, 4, 4], [8, 6, 5], [9, 0, 2], [3, 1, 7]]
+)
+OF_CLASSES: dict[str, Any] = {"is_normalised": True, "scale": 0.5, "workspace": 0}
+
+
+@pytest.mark.parametrize("is_normalised", [True, False], ids=["log-probabilities", "logits"])
+@pytest.mark.parametrize("workspace", [0, 1], ids=["one block", "a row at a time"])
+def test_some_classes_of_each_row_and_their_gradients_equal_eager(
+    workspace: int, is_normalised: bool
+) -> None:
+    given = trained(draw())
+    how = {"is_normalised": is_normalised, "scale": 0.5, "workspace": workspace}
+    found = linear_divergence_classes(*given, INDEX, **how)
+    logits = (given[0] @ given[1].t() + given[2]) * 0.5
+    wanted = (logits.log_softmax(-1) if is_normalised else logits).gather(-1, INDEX)
+    close(found, wanted)
+    weights = torch.linspace(-1, 2, 3 * N, dtype=torch.float64).view(N, 3)
+    weights[2] = 0
+    pairs = (torch.autograd.grad((x * weights).sum(), given) for x in (found, wanted))
+    for got, expected in zip(*pairs, strict=True):
+        close(got, expected)
+
+
+def test_some_classes_pass_opcheck_and_have_one_derivative() -> None:
+    given = trained(draw(vocab=40))
+    index = INDEX.clamp(max=39)
+    torch.library.opcheck(linear_divergence_classes, (*given, index), OF_CLASSES)
+    total = linear_divergence_classes(*given, index, **OF_CLASSES).sum()
+    (first,) = torch.autograd.grad(total, [given[0]], create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="only a first one"):
+        torch.autograd.grad(first.sum(), [given[0]])
+    none = linear_divergence_classes(given[0][:0], *given[1:], index[:0], **OF_CLASSES)
+    assert none.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        (INDEX.int(), "index has dtype int32; int64 is needed"),
+        (INDEX[:3], r"index has shape \(3, 3\); \(7, 'k'\) is needed"),
+        (INDEX[:, :0], "index names 0 classes per row; 1 to 1024 are supported"),
+    ],
+    ids=["int32", "other rows", "no classes"],
+)
+def test_bad_indices_get_a_sentence(index: Tensor, said: str) -> None:
+    with pytest.raises(UnsupportedInputError, match=said):
+        linear_divergence_classes(*trained(draw()), index, **OF_CLASSES)
+
+
 def test_sizes_of_a_trace_are_not_refused() -> None:
     given = draw()
     fault = supports(*given.values(), coefficients=list(Coefficients(q_log_p=-1)))
@@ -190,16 +247,32 @@ def test_neither_side_has_all_its_logits() -> None:
     assert counted.peak < rows * vocab * 4 / 4
 
 
-@pytest.mark.parametrize("rows", [1, 127, 512, 4096, 8192, 100_000])
-@pytest.mark.parametrize("vocab", [2000, 32_000, 128_256, 262_144])
+@pytest.mark.parametrize("rows", [1, 127, 512, 2048, 8192, 100_000])
+@pytest.mark.parametrize("vocab", [2000, 128_256, 262_144])
 @pytest.mark.parametrize("workspace", [0, 2**20, 2**28])
 def test_slots_fit_the_workspace_and_the_rows(rows: int, vocab: int, workspace: int) -> None:
-    slots = slots_for(rows, vocab, workspace, 2)
-    assert 2 <= slots.number <= 5
-    assert slots.rows >= 1
-    held = slots.rows * slots.number * vocab * 2
-    assert held <= max(workspace or 640 * 2**20, 2 * vocab * 2)
-    assert slots.together <= max(2 * rows, 512)
+    columns = columns_of(vocab, TILE)
+    budget = max(workspace or 640 * 2**20, 2 * columns * 2)
+    for lent in (0, lent_rows((vocab, 4096), columns, TILE, 2)):
+        for sides, trains in ((2, True), (2, False), (1, True), (1, False)):
+            slots = slots_for(*(rows, columns, workspace, 2), sides=sides, trains=trains, lent=lent)
+            assert slots.rows >= 1
+            assert slots.blocks >= 1
+            assert slots.allocated * columns * 2 <= max(budget, 128 * sides * columns * 2)
+            assert slots.together <= max(2 * rows, 512)
+            assert slots.is_lent <= (0 < slots.rows <= lent)
+            assert slots.is_lent or slots.others == sides - 1
+
+
+def test_few_rows_keep_no_more_than_one_sides_logits() -> None:
+    """As much as Inductor: the weight's gradient lends its memory to the teacher's."""
+    rows, vocab = 2048, 131_072
+    slots = slots_for(rows, vocab, 0, 2, lent=lent_rows((vocab, 5120), vocab, TILE, 2))
+    assert (slots.is_lent, slots.allocated) == (True, rows)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "engine": "kept_logits", "workspace": 0}
+    held = temporary_bytes(rows, vocab, depth=5120, **how)
+    assert held - strip_bytes(slots.rows, vocab) <= rows * vocab * 2 + 2**20
+    assert held < temporary_bytes(rows, vocab, **how)
 
 
 def test_bytes_say_that_two_logits_tensors_are_gone() -> None:
