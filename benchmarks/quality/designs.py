@@ -7,9 +7,10 @@ As lossy_modes.py, on the same texts and tokens, with designs instead of modes, 
 the first of its part, token by token. Weights keep 3 bits of the mantissa: in blocks of other
 sizes, which `compress_` codes, or rounded in ways that nothing here codes. "errors" asks what they
 must lose: next to roundings with inputs in view and other codes there are drawn errors, which
-say what KL an error of a size costs. "formats" are NeuZip's tables: 0, 1 and 3 bits in every size of
-block next to INT8, FP4 and NF4, as weights_ablation.py writes those out. Attention has layers of another level. Codes of caches, and
-scores of attention, are prototypes.py's: other arithmetic, most of which nothing here serves.
+say what KL an error of a size costs. "formats" are NeuZip's tables: 0, 1 and 3 bits in every size
+of block next to INT8, FP4 and NF4, as weights_ablation.py writes those out. Attention has layers of
+another level. Codes of caches, and scores of attention, are prototypes.py's: other arithmetic, most
+of which nothing here serves.
 """
 
 from __future__ import annotations

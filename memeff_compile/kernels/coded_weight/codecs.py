@@ -522,7 +522,7 @@ def setting_of(
     if tokens <= shapes.MAX_FUSED_TOKENS:
         find = shapes.matrix_tile if form.is_lossless else shapes.narrow_matrix_tile
         return find(tokens, rows, columns, count)
-    is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper and form.is_lossless
+    is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
     return shapes.wide_tile(tokens, rows, columns, count) if is_wide else None
 
 
@@ -644,9 +644,9 @@ def _add(shares: Tensor, out: Tensor) -> Tensor:
 def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     from .._triton.gluon import tiles_of
 
-    x, parts, bias, (rows, columns), _ = given
+    x, parts, bias, (rows, columns), form = given
     tokens, groups = x.shape[0], columns // GROUP
-    header, codes, *lists, signs = parts
+    header, codes, *lists, signs = parts if form.is_lossless else parts[:-1]
     ordered, turned = _ordered(x)
     splits = -(-groups // -(-groups // setting.splits))  # each has columns
     tiles = -(-rows // setting.rows)
@@ -656,14 +656,16 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     if whole < tiles:
         size = (splits, tokens, rows - whole * setting.rows)
         shares = x.new_empty(size, dtype=torch.float32)
-    by_row = [
-        tiles_of(words[: rows * width].view(rows, width), setting.rows, 16, bits=32, swizzle=64)
-        for words, width in ((codes, columns // 8), (signs, columns // 4))
-    ]
+    by_row = []
+    for words, width in ((codes, columns // 8), (signs, columns // (4 if form.is_lossless else 8))):
+        bits = 8 * words.element_size()
+        swizzle = 2 * bits if bits > 8 else 0  # a row of a tile has sixteen numbers
+        part = words[: rows * width].view(rows, width)
+        by_row.append(tiles_of(part, setting.rows, 16, bits=bits, swizzle=swizzle))
     _run(
         *("matrix_kernels", "win4_wide_kernel", x),
         (whole + (tiles - whole) * splits, -(-tokens // setting.tokens)),
-        *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists),
+        *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists, parts[-1]),
         *(x if bias is None else bias, out, shares),
         *(tokens, rows, groups, turned.shape[1], whole, splits),
         HAS_BIAS=bias is not None,
@@ -673,6 +675,8 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
         X_STAGES=setting.x_stages,
         STAGES=setting.stages,
         WARPS=setting.warps,
+        FIELD=form.mantissa + 1,
+        BLOCK=form.block,
         warps=setting.warps,
     )
     return out if whole == tiles else _add(shares, out)

@@ -69,7 +69,7 @@ def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: 
         assert torch.equal(found, dense)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16, 17, 200])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16, 17, 64, 200])
 @pytest.mark.parametrize("name", ["win4:k3:b512", "win4:k1:b128", "win4:k0:b32", "win4:k3:b64"])
 @pytest.mark.parametrize(("rows", "columns"), [(33, 256), (8960, 1536), (1024, 4096)])
 def test_a_lossy_linear_multiplies_decoded_weights(

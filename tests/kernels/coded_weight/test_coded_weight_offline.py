@@ -31,6 +31,8 @@ WEIGHT = (
 FORMATS = {8: 0, 4: 512, 2: 64, 1: 32}
 """Bits of a field -> weights per normaliser, of the formats that are compiled."""
 FIELDS = {8: "*i32", 4: "*i32", 2: "*i16", 1: "*u8"}
+WIDE_FIELDS = {8: ("i32", 64, 32), 4: ("i32", 64, 32), 2: ("i16", 32, 16), 1: ("u8", 0, 8)}
+"""The type of a tile of fields in shared memory, its swizzle, and the bits of a number."""
 ONE = {"weight": Multiplied(*WEIGHT, "bias_ptr", "out_ptr", "rows")}
 SEVERAL = {
     f"weight_{place}": Multiplied(
@@ -126,7 +128,7 @@ def _matrix(
     return _gluon(name, capability, constants, tile.warps, **types)
 
 
-def _wide(tile: shapes.WideTile, **sizes: int) -> Any:
+def _wide(tile: shapes.WideTile, field: int = 8, **sizes: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     constants = {
@@ -137,13 +139,18 @@ def _wide(tile: shapes.WideTile, **sizes: int) -> Any:
         "X_STAGES": tile.x_stages,
         "STAGES": tile.stages,
         "WARPS": tile.warps,
+        "FIELD": field,
+        "BLOCK": FORMATS[field],
         **sizes,
     }
-    words = f"tensordesc<i32[{tile.rows}, 16],{NVMMASharedLayout(64, 32, 2)!r}>"
+    words, signs = (
+        f"tensordesc<{kind}[{tile.rows}, 16],{NVMMASharedLayout(swizzle, bits, 2)!r}>"
+        for kind, swizzle, bits in (("i32", 64, 32), WIDE_FIELDS[field])
+    )
     types = {
         "x_desc": f"tensordesc<bf16[{tile.tokens}, 64],{NVMMASharedLayout(128, 16, 2)!r}>",
         "codes_desc": words,
-        "signs_desc": words,
+        "signs_desc": signs,
         "out_ptr": "*bf16",
         "shares_ptr": "*fp32",
     }
