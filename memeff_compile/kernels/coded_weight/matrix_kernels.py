@@ -380,10 +380,8 @@ def _half_operand(
 def _row_scale(power, norm, C: gl.constexpr):
     """Return pair words of the normalisers of rows times 2^base."""
     if C.BLOCK == 0:
-        scale = power
-    else:
-        scale = power | (norm.to(gl.int32)[:, None] * 0x00010001)
-    return scale
+        return power
+    return power | (norm.to(gl.int32)[:, None] * 0x00010001)
 
 
 @gluon.jit
@@ -589,9 +587,7 @@ def win4_wide_kernel(
         _expect(bars, stage, bytes_of_x, stage < steps)
     barrier()
     for stage in gl.static_range(C.STAGES):
-        _fetch_codes(
-            descs, code_bars, slots, stage, origin + stage, first_row, stage < halves, C
-        )
+        _fetch_codes(descs, code_bars, slots, stage, origin + stage, first_row, stage < halves, C)
     first = origin * 2  # of all steps
     for stage in gl.static_range(C.X_STAGES):
         _fetch_x(x_desc, bars, x, stage, first_token, first + stage, stage < steps)
