@@ -16,14 +16,16 @@ every result is compared first.
 
 `widths`: linears of 1 to 64 tokens over ten widths, without loss and with 3, 1 and 0 mantissa bits;
 `error` is against the decoded weight in fp64, `of_dense` the time relative to the dense weight.
+One token also meets INT8 and NF4 in plain PyTorch, fused by Inductor.
 
 `memory`: a model of Llama-3-8B's shape; the bytes of its linears as dense weights and as codes.
 
 `training`: that model, eager, checkpointed, with the loss of `memeff_compile.linear_cross_entropy`:
 SGD after the backward, SGD in the backward on dense weights, and on compressed ones.
 
-`token`: one token through that model with a static cache, dense and compressed, in CUDA
-graphs; `peak_gib` is of the weights, the cache and the rest of one step, of this model alone.
+`token`: one token through that model with a static cache, dense, compressed and in those formats,
+in CUDA graphs; `peak_gib` is of the weights, the cache and the rest of one step, of this model
+alone.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -45,6 +47,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import registry, rows, timing
+from benchmarks.ops.plain_formats import FORMATS, PlainFormat
 from memeff_compile.kernels.coded_weight import (
     CODECS,
     CodedWeight,
@@ -211,6 +214,10 @@ def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for codec, several in held.items()
             }
             errors = {}
+            for name in FORMATS if tokens == 1 else ():
+                peers = [PlainFormat(each, name) for (each,) in _copies([weight], options)]
+                groups[name] = [lambda own=own, x=x: own(x) for own in peers]
+                bits[name] = round(peers[0].bits, 3)
             for codec, (own, *_) in held.items():
                 decoded = own if codec == "dense" else own.decode()
                 exact = x.double() @ decoded.double().t()
@@ -220,7 +227,7 @@ def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             usual = times["dense"]["median"]
             for codec, found in times.items():
                 row = {"what": "width", "codec": codec, "shape": shape, "tokens": tokens}
-                row |= {"bits": bits[codec], "us": found, "error": errors[codec]}
+                row |= {"bits": bits[codec], "us": found, "error": errors.get(codec)}
                 yield {**row, "of_dense": round(found["median"] / usual, 3)}
 
 
@@ -354,9 +361,11 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     place = torch.tensor([64], device=options.device)
     usual, exact = 0.0, torch.empty(0)
     with torch.no_grad():
-        for way in ("dense", LOSSY[0], "win4", *LOSSY[1:]):
+        for way in ("dense", LOSSY[0], "win4", "tier", *LOSSY[1:], *FORMATS):
             model = dense if way == "dense" else copy.deepcopy(dense)
-            if way != "dense":
+            if way in FORMATS:
+                _hold_as(model, way)
+            elif way != "dense":
                 memeff_compile.compress_(model, way, min_size=limit, progress=False)
             cache = StaticCache(config=model.config, max_cache_len=512)
 
@@ -386,6 +395,14 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             row |= {"of_dense": round(times["median"] / usual, 3)}
             largest = round(float(exact.abs().max()), 5)
             yield {**row, "largest_difference": round(off, 5), "largest_logit": largest}
+
+
+def _hold_as(model: nn.Module, name: str) -> None:
+    """Replace the linears that `compress_` compresses by those of another format."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            owner, _, own = path.rpartition(".")
+            setattr(model.get_submodule(owner), own, PlainFormat(module.weight, name))
 
 
 def _held_bytes(tensor: Tensor) -> int:
