@@ -179,7 +179,8 @@ def test_peers_of_one_token_multiply_what_their_formats_hold() -> None:
     for name, (decoded, bits) in held.items():
         peer = PlainFormat(weight, name)
         wanted = x @ decoded.float().t()
-        assert (peer(x) - wanted).norm() < 4e-3 * wanted.norm(), "scales are in bf16"
+        off = (peer(x) - wanted).norm() / wanted.norm()
+        assert off < {"int8": 4e-3, "nf4": 4e-2}[name], "scales in bf16 move some numbers"
         assert peer.bits == pytest.approx(bits, abs=0.05)
 
 
