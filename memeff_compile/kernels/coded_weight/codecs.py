@@ -515,13 +515,14 @@ def setting_of(
     """Return the tile of a product that decodes in the kernel, or None if decoding comes first."""
     (rows, columns), count = shape, processors(device)
     has_matrix = device.type == "cuda" and has_gluon()
-    if tokens == 1 and not (has_matrix and not form.is_lossless):
+    if tokens == 1 and form.is_lossless:
+        has_matrix = has_matrix and gpu(device).is_hopper and shapes.is_wide(rows, count)
+    if tokens == 1 and not has_matrix:
         return _row_tile(rows, count, form)
     if not has_matrix:
         return None
     if tokens <= shapes.MAX_FUSED_TOKENS:
-        find = shapes.matrix_tile if form.is_lossless else shapes.narrow_matrix_tile
-        return find(tokens, rows, columns, count)
+        return shapes.matrix_tile(tokens, rows, columns, count)
     is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
     return shapes.wide_tile(tokens, rows, columns, count) if is_wide else None
 
@@ -613,7 +614,6 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
         "CHUNKS": shapes.chunks_touched(setting.rows, x.shape[1]),
         "WARPS": setting.warps,
         "HAS_ALL": is_even and tokens % setting.tokens == 0,
-        "AHEAD": setting.is_ahead,
         "PATCHES": setting.patches,
         "FIELD": form.mantissa + 1,
         "BLOCK": form.block,

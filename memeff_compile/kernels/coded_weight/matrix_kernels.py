@@ -257,7 +257,6 @@ def _matrix_tile(
     # BLOCK: weights per normaliser, or 0
     # HAS_ALL: TOKENS divides M and WARPS the groups
     # ROWS: 16, or a multiple
-    # AHEAD: codes of the next group are loaded before this one is multiplied
 ):
     """Compute a tile of ROWS x TOKENS products; each warp sums a share of the columns."""
     rows_count = weight.rows
@@ -282,8 +281,7 @@ def _matrix_tile(
     codes_at = weight.codes + (row_groups[:, :, None] * 32 + lane)
     signs_at = weight.signs + (row_groups[:, :, None] * (64 if C.FIELD == 8 else 32) + lane)
     at = (codes_at, signs_at, weight.norms, row_groups)
-    if C.AHEAD:
-        loaded = _codes(at, 0, is_row & (begin < groups), TILE[1], C)
+    loaded = _codes(at, 0, is_row & (begin < groups), TILE[1], C)
     power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
     lists = (weight.starts, weight.places, weight.patterns)
     found = _chunks_of(weight.starts, first_row, rows_count, groups * 256, C)
@@ -294,17 +292,12 @@ def _matrix_tile(
     acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
     short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
-    if C.AHEAD:  # the codes of the first group are on their way
-        acc = _patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
+    # Patches come first, as the codes of the first group are on their way.
+    acc = _patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
     for group in range(0, share):
-        if C.AHEAD:
-            codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
-            following = gl.minimum(group + 1, share - 1)
-            loaded = _codes(at, following, is_row & (begin + following < groups), TILE[1], C)
-        else:
-            codes, signs, more, norms_0, norms_1, norms_2, norms_3 = _codes(
-                at, group, is_row & (begin + group < groups), TILE[1], C
-            )
+        codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
+        following = gl.minimum(group + 1, share - 1)
+        loaded = _codes(at, following, is_row & (begin + following < groups), TILE[1], C)
         here = x_at + group * 256
         is_in = is_token & (its + group < groups)
         fields = (_spread(signs, C.FIELD), more)
@@ -320,8 +313,6 @@ def _matrix_tile(
         acc = mma_v2(_operand(_pair(codes, fields, 2, C.FIELD), scale, left), x_2, acc)
         scale = _scale(power, norms_3, lane, C) + zeros
         acc = mma_v2(_operand(_pair(codes, fields, 3, C.FIELD), scale, left), x_3, acc)
-    if not C.AHEAD:
-        acc = _patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
     total = gl.sum(acc, 0)
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
