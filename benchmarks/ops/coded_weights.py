@@ -16,7 +16,7 @@ every result is compared first.
 
 `widths`: linears of 1 to 64 tokens over ten widths, without loss and with 3, 1 and 0 mantissa bits;
 `error` is against the decoded weight in fp64, `of_dense` the time relative to the dense weight.
-One token also meets INT8 and NF4 in plain PyTorch, fused by Inductor.
+One token also meets INT8 and NF4 in plain PyTorch, fused by Inductor, in four widths.
 
 `memory`: a model of Llama-3-8B's shape; the bytes of its linears as dense weights and as codes.
 
@@ -193,6 +193,8 @@ WIDTHS = {
     ],
     "tiny": [(128, 256)],
 }
+PEERS = 4
+"""Of the widths, the first ones: those of Llama-3-8B."""
 LOSSY = tuple(f"win4:k{kept}:b512" for kept in (3, 1, 0))
 
 
@@ -207,14 +209,15 @@ def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             bits[codec] = round(8 * sum(part.nbytes for part in parts) / weight.numel(), 3)
             held[codec] = [CodedWeight(p, codec, shape) for p in _copies(parts, options)]
         held["dense"] = [each for (each,) in held["dense"]]
-        for tokens in (1, 2, 8, 16, 64):
+        for tokens in options.tokens:
             x = torch.randn(tokens, shape[1], device=options.device).to(torch.bfloat16)
             groups: dict[str, list[Callable[[], object]]] = {
                 codec: [lambda w=w, x=x: F.linear(x, w) for w in several]
                 for codec, several in held.items()
             }
             errors = {}
-            for name in FORMATS if tokens == 1 else ():
+            has_peers = tokens == 1 and shape in WIDTHS[options.size][:PEERS]
+            for name in FORMATS if has_peers else ():
                 peers = [PlainFormat(each, name) for (each,) in _copies([weight], options)]
                 groups[name] = [lambda own=own, x=x: own(x) for own in peers]
                 bits[name] = round(peers[0].bits, 3)
@@ -361,7 +364,7 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     place = torch.tensor([64], device=options.device)
     usual, exact = 0.0, torch.empty(0)
     with torch.no_grad():
-        for way in ("dense", LOSSY[0], "win4", "tier", *LOSSY[1:], *FORMATS):
+        for way in options.way or WAYS:
             model = dense if way == "dense" else copy.deepcopy(dense)
             if way in FORMATS:
                 _hold_as(model, way)
@@ -397,6 +400,10 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {**row, "largest_difference": round(off, 5), "largest_logit": largest}
 
 
+WAYS = ("dense", LOSSY[0], "win4", *FORMATS, *LOSSY[1:], "tier")
+"""Of holding the model's weights; the first is the one that others are compared with."""
+
+
 def _hold_as(model: nn.Module, name: str) -> None:
     """Replace the linears that `compress_` compresses by those of another format."""
     for path, module in list(model.named_modules()):
@@ -424,6 +431,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--size", choices=tuple(registry.WEIGHTS), default="h200")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 8, 16, 64])
+    parser.add_argument("--way", choices=WAYS, nargs="+", help="of one token through the model")
     parser.add_argument("--out", type=Path, default=Path("coded-weights.jsonl"))
     options = parser.parse_args()
     options.device = "cpu" if options.size == "tiny" else "cuda"
