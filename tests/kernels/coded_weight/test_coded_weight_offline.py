@@ -328,8 +328,11 @@ def test_tokens_times_several_weights_compile_within_the_limits(field: int) -> N
     [pytest.param(t, marks=[pytest.mark.slow] * (t.tokens != 64)) for t in shapes.WIDE_TILES],
     ids=str,
 )
-def test_products_run_while_the_next_operand_is_decoded(tile: shapes.WideTile) -> None:
-    kernel = _wide(tile)
+@pytest.mark.parametrize(
+    "field", [8, *(pytest.param(field, marks=pytest.mark.slow) for field in (4, 2, 1))]
+)
+def test_products_run_while_the_next_operand_is_decoded(tile: shapes.WideTile, field: int) -> None:
+    kernel = _wide(tile, field)
     _check(kernel, 90)
     assert "wgmma.mma_async" in kernel.asm["ptx"], "no tensor cores of Hopper"
     assert "wgmma.wait_group.sync.aligned 1" in kernel.asm["ptx"], "one after the other"
