@@ -515,9 +515,7 @@ def setting_of(
     """Return the tile of a product that decodes in the kernel, or None if decoding comes first."""
     (rows, columns), count = shape, processors(device)
     has_matrix = device.type == "cuda" and has_gluon()
-    if tokens == 1 and form.is_lossless:
-        has_matrix = has_matrix and gpu(device).is_hopper and shapes.is_wide(rows, count)
-    if tokens == 1 and not has_matrix:
+    if tokens == 1 and (form.is_lossless or not has_matrix):
         return _row_tile(rows, count, form)
     if not has_matrix:
         return None

@@ -125,11 +125,6 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
     return MatrixTile(16, 8 if tokens <= 8 else 16, warps)
 
 
-def is_wide(rows: int, processors: int) -> bool:
-    """Return whether rows alone keep the GPU busy, with two warps for each sixteen of them."""
-    return 2 * -(-rows // 16) >= WARPS_WITH_MATRICES * processors
-
-
 class _Cost(NamedTuple):
     """The cost of a wide tile, microseconds on an H200, fitted to `coded-weight-widths.txt`."""
 

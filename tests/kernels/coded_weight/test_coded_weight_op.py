@@ -43,7 +43,6 @@ from memeff_compile.kernels.coded_weight.shapes import (
     ROW_TILES,
     WIDE_TILES,
     chunks_touched,
-    is_wide,
     matrix_tile,
     row_tile,
     wide_tile,
@@ -558,9 +557,6 @@ def test_narrow_weights_are_decoded_first_for_many_tokens() -> None:
 def test_linears_of_one_input_in_a_llama_have_one_tile_each_time() -> None:
     for rows in ((4096, 1024, 1024), (14336, 14336)):
         assert len({matrix_tile(1, each, 4096, 132) for each in rows}) == 1
-        assert len({is_wide(each, 132) for each in rows}) == 1
-    assert is_wide(14336, 132)
-    assert not is_wide(8960, 132)
 
 
 def test_a_lossy_name_without_a_block_has_blocks_of_512() -> None:
