@@ -43,6 +43,8 @@ KEPT = (0, 1, 3)
 CODECS = ("win4", "tier", "rans")
 SWEPT = "tier"
 """The codec that blocks are swept with; all of them decode to the same weights, up to patches."""
+PUBLISHED = ("int8", "fp4", "fp4 double", "nf4", "nf4 double")
+"""The formats of other papers."""
 SCALED_TOGETHER, SCALES_TOGETHER = 64, 256
 LARGE_INPUT = 6.0
 FP4 = (0.0, 0.0625, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
@@ -155,7 +157,7 @@ def emulate_(model: nn.Module, method: str) -> float:
 def methods() -> Iterator[dict[str, Any]]:
     """Yield the methods to measure."""
     yield {"method": "dense"}
-    for name in ("int8", "fp4", "fp4 double", "nf4", "nf4 double"):
+    for name in PUBLISHED:
         yield {"method": name, "emulated": True}
     for codec in CODECS:
         yield {"method": "memeff", "codec": codec, "mantissa": 7}

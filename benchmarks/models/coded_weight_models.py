@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import registry, rows, timing
 from benchmarks.models import training
-from benchmarks.ops.coded_weights import build, encode_into
+from benchmarks.ops.coded_weights import LOSSY, build, encode_into
 from memeff_compile.kernels.coded_weight import CODECS, Room, coded_weight_decode, encode
 
 STEPS = {"h200": 150, "tiny": 3}
@@ -298,6 +298,12 @@ def pairs(
         parts = encode(weight, codec, Room(0.02, 1024))
         found[codec] = (
             lambda parts=parts, codec=codec: encode_into(parts, weight, codec),
+            lambda parts=parts, codec=codec: coded_weight_decode(parts, codec, list(weight.shape)),
+        )
+    for codec in LOSSY:
+        parts = encode(weight, codec)
+        found[codec.rpartition(":")[0] + " (lossy)"] = (
+            lambda codec=codec: encode(weight, codec),
             lambda parts=parts, codec=codec: coded_weight_decode(parts, codec, list(weight.shape)),
         )
     codes, scale = to_int8(weight)

@@ -16,14 +16,16 @@ every result is compared first.
 
 `widths`: linears of 1 to 64 tokens over ten widths, without loss and with 3, 1 and 0 mantissa bits;
 `error` is against the decoded weight in fp64, `of_dense` the time relative to the dense weight.
+One token also meets INT8 and NF4 in plain PyTorch, fused by Inductor, in four widths.
 
 `memory`: a model of Llama-3-8B's shape; the bytes of its linears as dense weights and as codes.
 
 `training`: that model, eager, checkpointed, with the loss of `memeff_compile.linear_cross_entropy`:
 SGD after the backward, SGD in the backward on dense weights, and on compressed ones.
 
-`token`: one token through that model with a static cache, dense and compressed, in CUDA
-graphs; `peak_gib` is of the weights, the cache and the rest of one step, of this model alone.
+`token`: one token through that model with a static cache, dense, compressed and in those formats,
+in CUDA graphs; `peak_gib` is of the weights, the cache and the rest of one step, of this model
+alone.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -45,6 +47,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import registry, rows, timing
+from benchmarks.ops.plain_formats import FORMATS, PlainFormat
 from memeff_compile.kernels.coded_weight import (
     CODECS,
     CodedWeight,
@@ -190,6 +193,8 @@ WIDTHS = {
     ],
     "tiny": [(128, 256)],
 }
+PEERS = 4
+"""Of the widths, the first ones: those of Llama-3-8B."""
 LOSSY = tuple(f"win4:k{kept}:b512" for kept in (3, 1, 0))
 
 
@@ -204,13 +209,18 @@ def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             bits[codec] = round(8 * sum(part.nbytes for part in parts) / weight.numel(), 3)
             held[codec] = [CodedWeight(p, codec, shape) for p in _copies(parts, options)]
         held["dense"] = [each for (each,) in held["dense"]]
-        for tokens in (1, 2, 8, 16, 64):
+        for tokens in options.tokens:
             x = torch.randn(tokens, shape[1], device=options.device).to(torch.bfloat16)
             groups: dict[str, list[Callable[[], object]]] = {
                 codec: [lambda w=w, x=x: F.linear(x, w) for w in several]
                 for codec, several in held.items()
             }
             errors = {}
+            has_peers = tokens == 1 and shape in WIDTHS[options.size][:PEERS]
+            for name in FORMATS if has_peers else ():
+                peers = [PlainFormat(each, name) for (each,) in _copies([weight], options)]
+                groups[name] = [lambda own=own, x=x: own(x) for own in peers]
+                bits[name] = round(peers[0].bits, 3)
             for codec, (own, *_) in held.items():
                 decoded = own if codec == "dense" else own.decode()
                 exact = x.double() @ decoded.double().t()
@@ -220,7 +230,7 @@ def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             usual = times["dense"]["median"]
             for codec, found in times.items():
                 row = {"what": "width", "codec": codec, "shape": shape, "tokens": tokens}
-                row |= {"bits": bits[codec], "us": found, "error": errors[codec]}
+                row |= {"bits": bits[codec], "us": found, "error": errors.get(codec)}
                 yield {**row, "of_dense": round(found["median"] / usual, 3)}
 
 
@@ -354,9 +364,11 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     place = torch.tensor([64], device=options.device)
     usual, exact = 0.0, torch.empty(0)
     with torch.no_grad():
-        for way in ("dense", LOSSY[0], "win4", *LOSSY[1:]):
+        for way in options.way or WAYS:
             model = dense if way == "dense" else copy.deepcopy(dense)
-            if way != "dense":
+            if way in FORMATS:
+                _hold_as(model, way)
+            elif way != "dense":
                 memeff_compile.compress_(model, way, min_size=limit, progress=False)
             cache = StaticCache(config=model.config, max_cache_len=512)
 
@@ -388,6 +400,18 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {**row, "largest_difference": round(off, 5), "largest_logit": largest}
 
 
+WAYS = ("dense", LOSSY[0], "win4", *FORMATS, *LOSSY[1:], "tier")
+"""Of holding the model's weights; the first is the one that others are compared with."""
+
+
+def _hold_as(model: nn.Module, name: str) -> None:
+    """Replace the linears that `compress_` compresses by those of another format."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            owner, _, own = path.rpartition(".")
+            setattr(model.get_submodule(owner), own, PlainFormat(module.weight, name))
+
+
 def _held_bytes(tensor: Tensor) -> int:
     is_coded = isinstance(tensor, CodedWeight)
     return tensor.coded_bytes if is_coded else tensor.nbytes
@@ -407,6 +431,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--size", choices=tuple(registry.WEIGHTS), default="h200")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 8, 16, 64])
+    parser.add_argument("--way", choices=WAYS, nargs="+", help="of one token through the model")
     parser.add_argument("--out", type=Path, default=Path("coded-weights.jsonl"))
     options = parser.parse_args()
     options.device = "cpu" if options.size == "tiny" else "cuda"

@@ -7,8 +7,10 @@ As lossy_modes.py, on the same texts and tokens, with designs instead of modes, 
 the first of its part, token by token. Weights keep 3 bits of the mantissa: in blocks of other
 sizes, which `compress_` codes, or rounded in ways that nothing here codes. "errors" asks what they
 must lose: next to roundings with inputs in view and other codes there are drawn errors, which
-say what KL an error of a size costs. Attention has layers of another level. Codes of caches, and
-scores of attention, are prototypes.py's: other arithmetic, most of which nothing here serves.
+say what KL an error of a size costs. "formats" are NeuZip's tables: 0, 1 and 3 bits in every size
+of block next to INT8, FP4 and NF4, as weights_ablation.py writes those out. Attention has layers of
+another level. Codes of caches, and scores of attention, are prototypes.py's: other arithmetic, most
+of which nothing here serves.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import rows
+from benchmarks.ablations import weights_ablation
 from benchmarks.quality import lossy_modes, texts
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode
@@ -54,6 +57,8 @@ class Design(Mode):
             `8b`, as all others are.
         least: as `calibrate_attention` has it.
         block: of coded weights.
+        kept: bits of their mantissas.
+        published: a format of other papers, in which the weights are held instead.
         rounding: of weights that are not coded.
         for_inputs: whether they are rounded with inputs in view, those of the other text.
         cached: a cache of other codes.
@@ -63,6 +68,8 @@ class Design(Mode):
     other: str | None = None
     least: float = 0.0
     block: int | None = None
+    kept: int = KEPT
+    published: str | None = None
     rounding: str | None = None
     for_inputs: bool = False
     cached: Cached | None = None
@@ -147,6 +154,24 @@ PARTS: dict[str, list[Design]] = {
         ),
         *(Design(f"errors, {name}", rounding=name) for name in (*CODES, *DRAWN)),
     ],
+    "formats": [
+        Design("formats, 3 bits, blocks of 512", block=512),
+        *(
+            Design(f"formats, {kept} bits, blocks of {size}", block=size, kept=kept)
+            for kept in (1, 0)
+            for size in reversed(weights_ablation.BLOCKS)
+        ),
+        *(Design(f"formats, {name}", published=name) for name in weights_ablation.PUBLISHED),
+        *(
+            Design(
+                f"formats, {kept} bits, blocks of {size}, for inputs of the other text",
+                block=size,
+                kept=kept,
+                for_inputs=True,
+            )
+            for kept, size in ((3, 512), (3, 64), (1, 512), (1, 64), (0, 64))
+        ),
+    ],
     "attention": [
         *(Design(f"attention, {level}", level=level) for level in ("8b", "8b+f16")),
         *(
@@ -171,7 +196,7 @@ class Bench(lossy_modes.Bench):
         """Return a design's states for tokens; `facts` gets its costs."""
         subject = self.subject
         assert isinstance(mode, Design)
-        if mode.block is not None or mode.rounding is not None:
+        if (mode.block, mode.rounding, mode.published) != (None, None, None):
             if self.held[0] != (mode.name, self.text):
                 self.held = ((mode.name, self.text), *self._with_weights(mode))
             _, model, took = self.held
@@ -217,13 +242,16 @@ class Bench(lossy_modes.Bench):
         subject, took = self.subject, dict[str, Any]()
         model = copy.deepcopy(subject.stored).to(subject.device)
         if design.block is not None:
-            how: dict[str, Any] = {"mantissa": KEPT, "block": design.block, "min_size": 1}
+            how: dict[str, Any] = {"block": design.block, "min_size": 1}
+            how["mantissa"] = design.kept
             if design.for_inputs:
                 rows = self._other(INPUTS).split(1)
                 how["inputs"] = [{"input_ids": ids, "use_cache": False} for ids in rows]
             report = memeff_compile.compress_(model, "tier", **how, progress=False)
             took["bits"] = report.bits
             decompress_(model)
+        if design.published is not None:
+            took["bits"] = weights_ablation.emulate_(model, design.published)
         if design.rounding in CODES:
             took["bits"] = CODES[design.rounding][0]
         off = []
@@ -235,7 +263,9 @@ class Bench(lossy_modes.Bench):
                     linear.weight.data = rounded.to(exact.dtype)
                 error = (linear.weight.detach().float() - exact.float()).norm()
                 off.append(float(error / exact.float().norm()))
-        return subject._ready(model), {**took, "weights_off": sum(off) / len(off)}
+        if off:  # INT8 multiplies codes: no linear is left
+            took["weights_off"] = sum(off) / len(off)
+        return subject._ready(model), took
 
 
 def measure(given: argparse.Namespace) -> int:

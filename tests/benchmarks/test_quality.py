@@ -277,7 +277,9 @@ def test_the_page_shows_what_the_rows_say(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["codes3", "codes4", "weights", "errors", "attention", "scores"])
+@pytest.mark.parametrize(
+    "part", ["codes3", "codes4", "weights", "errors", "formats", "attention", "scores"]
+)
 def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part: str) -> None:
     from benchmarks.quality.designs import PARTS
 
@@ -290,6 +292,11 @@ def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part
     if part == "weights":
         off = {row["mode"].removeprefix("weights, 3 bits, "): row["weights_off"] for row in rows}
         assert off["blocks of 32"] < off["blocks of 512"] < off["errors passed along the row"]
+    if part == "formats":
+        kl = {row["mode"].removeprefix("formats, "): row["kl"] for row in rows}
+        assert kl["3 bits, blocks of 512"] < kl["1 bits, blocks of 512"]
+        assert kl["1 bits, blocks of 512"] < kl["0 bits, blocks of 512"]
+        assert kl["int8"] < kl["nf4"] < kl["0 bits, blocks of 512"]
     shown = script("designs", "table", "--out", str(out))
     assert all(f"| {row['mode']} | " in shown for row in rows)
     first, *others = rows
@@ -470,6 +477,25 @@ def test_a_model_is_fine_tuned_alike_by_each_loss(
     table = script("fine_tuning", "table", "--out", str(out))
     assert "| `inductor` | 2 |" in table
     assert "| +0.00000 | +0.00000 |" in table
+
+
+@pytest.mark.slow
+def test_formats_are_tuned_from_one_state_and_codes_end_with_the_dense_loss(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    small = ["--steps", "6", "--batch", "2", "--length", "24", "--judged", "4", "--seed", "0"]
+    asked = ["--rate", "0.01", "--root", str(ROOT / "docs"), "--out", str(out)]
+    script("tuning_formats", "train", "--model", str(folder), *small, *asked)
+    before, *found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["method"] for row in found] == ["sgd", "win4", "tier", "nf4 + lora"]
+    assert all(row["validation"] < before["validation"] for row in found)
+    dense, win4, tier, adapted = found
+    assert dense["loss"] == win4["loss"] == tier["loss"] != adapted["loss"]
+    assert dense["validation"] == win4["validation"] == tier["validation"]
+    assert adapted["trained"] < 0.3 * dense["trained"]
+    shown = script("tuning_formats", "table", "--out", str(out))
+    assert f"| sgd | 0.01 | 1 | {dense['validation']:.4f} |" in shown
 
 
 @pytest.mark.slow

@@ -601,8 +601,11 @@ def test_compressed_weights_are_measured_part_by_part(tmp_path: Path) -> None:
     out = tmp_path / "coded.jsonl"
     script("coded_weights", "--size", "tiny", "--out", str(out))
     found = rows.read(out)
-    assert {row["part"] for row in found} == {"kernels", "memory", "training", "token"}
+    assert {row["part"] for row in found} == {"kernels", "widths", "memory", "training", "token"}
     assert not any("failed" in row for row in found)
+    away = {row["way"]: row["largest_difference"] for row in found if row["part"] == "token"}
+    assert away["dense"] == away["win4"] == away["tier"] == 0
+    assert 0 < away["int8"] < away["win4:k1:b512"]
     ways = [row["way"] for row in found if row["part"] == "training"]
     assert ways == ["sgd after the backward", "sgd in the backward", "win4", "tier"]
     assert all(row["error"] < 5e-3 for row in found if row["what"] == "linear")

@@ -164,6 +164,26 @@ def test_four_bits_take_the_nearest_number_of_a_block(name: str) -> None:
     assert (doubled - found).abs().max() < 0.1 * scale.max()
 
 
+def test_peers_of_one_token_multiply_what_their_formats_hold() -> None:
+    from benchmarks.ablations import weights_ablation
+    from benchmarks.ops.plain_formats import PlainFormat
+
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 256), torch.randn(1, 256)
+    numbers = weights_ablation.normal_floats()
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    held = {
+        "int8": ((weight / scale).round() * scale, 8 + 16 / 256),
+        "nf4": (weights_ablation.in_four_bits(weight, numbers, double=False)[0], 4.25),
+    }
+    for name, (decoded, bits) in held.items():
+        peer = PlainFormat(weight, name)
+        wanted = x @ decoded.float().t()
+        off = (peer(x) - wanted).norm() / wanted.norm()
+        assert off < {"int8": 4e-3, "nf4": 4e-2}[name], "scales in bf16 move some numbers"
+        assert peer.bits == pytest.approx(bits, abs=0.05)
+
+
 def test_int8_linears_take_large_inputs_in_16_bits() -> None:
     from benchmarks.ablations import weights_ablation
 

@@ -521,14 +521,13 @@ def setting_of(
     """Return the tile of a product that decodes in the kernel, or None if decoding comes first."""
     (rows, columns), count = shape, processors(device)
     has_matrix = device.type == "cuda" and has_gluon()
-    if tokens == 1 and not (has_matrix and not form.is_lossless):
+    if tokens == 1 and (form.is_lossless or not has_matrix):
         return _row_tile(rows, count, form)
     if not has_matrix:
         return None
     if tokens <= shapes.MAX_FUSED_TOKENS:
-        find = shapes.matrix_tile if form.is_lossless else shapes.narrow_matrix_tile
-        return find(tokens, rows, columns, count)
-    is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper and form.is_lossless
+        return shapes.matrix_tile(tokens, rows, columns, count)
+    is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
     return shapes.wide_tile(tokens, rows, columns, count) if is_wide else None
 
 
@@ -619,7 +618,6 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
         "CHUNKS": shapes.chunks_touched(setting.rows, x.shape[1]),
         "WARPS": setting.warps,
         "HAS_ALL": is_even and tokens % setting.tokens == 0,
-        "AHEAD": setting.is_ahead,
         "PATCHES": setting.patches,
         "FIELD": form.mantissa + 1,
         "BLOCK": form.block,
@@ -650,9 +648,9 @@ def _add(shares: Tensor, out: Tensor) -> Tensor:
 def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     from .._triton.gluon import tiles_of
 
-    x, parts, bias, (rows, columns), _ = given
+    x, parts, bias, (rows, columns), form = given
     tokens, groups = x.shape[0], columns // GROUP
-    header, codes, *lists, signs = parts
+    header, codes, *lists, signs = parts if form.is_lossless else parts[:-1]
     ordered, turned = _ordered(x)
     splits = -(-groups // -(-groups // setting.splits))  # each has columns
     tiles = -(-rows // setting.rows)
@@ -662,14 +660,16 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     if whole < tiles:
         size = (splits, tokens, rows - whole * setting.rows)
         shares = x.new_empty(size, dtype=torch.float32)
-    by_row = [
-        tiles_of(words[: rows * width].view(rows, width), setting.rows, 16, bits=32, swizzle=64)
-        for words, width in ((codes, columns // 8), (signs, columns // 4))
-    ]
+    by_row = []
+    for words, width in ((codes, columns // 8), (signs, columns // (4 if form.is_lossless else 8))):
+        bits = 8 * words.element_size()
+        swizzle = 2 * bits if bits > 8 else 0  # a row of a tile has sixteen numbers
+        part = words[: rows * width].view(rows, width)
+        by_row.append(tiles_of(part, setting.rows, 16, bits=bits, swizzle=swizzle))
     _run(
         *("matrix_kernels", "win4_wide_kernel", x),
         (whole + (tiles - whole) * splits, -(-tokens // setting.tokens)),
-        *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists),
+        *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists, parts[-1]),
         *(x if bias is None else bias, out, shares),
         *(tokens, rows, groups, turned.shape[1], whole, splits),
         HAS_BIAS=bias is not None,
@@ -679,6 +679,8 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
         X_STAGES=setting.x_stages,
         STAGES=setting.stages,
         WARPS=setting.warps,
+        FIELD=form.mantissa + 1,
+        BLOCK=form.block,
         warps=setting.warps,
     )
     return out if whole == tiles else _add(shares, out)

@@ -260,7 +260,6 @@ def _matrix_tile(
     # BLOCK: weights per normaliser, or 0
     # HAS_ALL: TOKENS divides M and WARPS the groups
     # ROWS: 16, or a multiple
-    # AHEAD: codes of the next group are loaded before this one is multiplied
 ):
     """Compute a tile of ROWS x TOKENS products; each warp sums a share of the columns."""
     rows_count = weight.rows
@@ -285,8 +284,7 @@ def _matrix_tile(
     codes_at = weight.codes + (row_groups[:, :, None] * 32 + lane)
     signs_at = weight.signs + (row_groups[:, :, None] * (64 if C.FIELD == 8 else 32) + lane)
     at = (codes_at, signs_at, weight.norms, row_groups)
-    if C.AHEAD:
-        loaded = _codes(at, 0, is_row & (begin < groups), TILE[1], C)
+    loaded = _codes(at, 0, is_row & (begin < groups), TILE[1], C)
     power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
     lists = (weight.starts, weight.places, weight.patterns)
     found = _chunks_of(weight.starts, first_row, rows_count, groups * 256, C)
@@ -295,15 +293,14 @@ def _matrix_tile(
     zeros = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words)
     x_at = x_ptr + (token.to(gl.int64) * groups + its) * 256 + column[None, :, None]
     acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
+    short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
+    its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
+    # Patches come first, as the codes of the first group are on their way.
+    acc = _patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
     for group in range(0, share):
-        if C.AHEAD:
-            codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
-            following = gl.minimum(group + 1, share - 1)
-            loaded = _codes(at, following, is_row & (begin + following < groups), TILE[1], C)
-        else:
-            codes, signs, more, norms_0, norms_1, norms_2, norms_3 = _codes(
-                at, group, is_row & (begin + group < groups), TILE[1], C
-            )
+        codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
+        following = gl.minimum(group + 1, share - 1)
+        loaded = _codes(at, following, is_row & (begin + following < groups), TILE[1], C)
         here = x_at + group * 256
         is_in = is_token & (its + group < groups)
         fields = (_spread(signs, C.FIELD), more)
@@ -319,9 +316,6 @@ def _matrix_tile(
         acc = mma_v2(_operand(_pair(codes, fields, 2, C.FIELD), scale, left), x_2, acc)
         scale = _scale(power, norms_3, lane, C) + zeros
         acc = mma_v2(_operand(_pair(codes, fields, 3, C.FIELD), scale, left), x_3, acc)
-    short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
-    its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
-    acc = _patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
     total = gl.sum(acc, 0)
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
@@ -357,10 +351,16 @@ def win4_matrices_kernel(
 
 
 @gluon.jit
-def _half_operand(pair, other, scale, layout: gl.constexpr):
-    """Return two pairs of half a group as bf16 along K: 64 columns, in the order of `x_order`."""
-    pair = _scaled_pair(pair, scale)
-    other = _scaled_pair(other, scale)
+def _half_operand(
+    codes, fields, power, norms, STEP: gl.constexpr, layout: gl.constexpr, C: gl.constexpr
+):
+    """Return the first or the last two pairs of half a group as bf16 along K: 64 columns, in the
+    order of `x_order`.
+    """
+    pair = _pair(codes, fields, 2 * STEP, C.FIELD)
+    other = _pair(codes, fields, 2 * STEP + 1, C.FIELD)
+    pair = _scaled_pair(pair, _row_scale(power, norms[2 * STEP], C))
+    other = _scaled_pair(other, _row_scale(power, norms[2 * STEP + 1], C))
     rows: gl.constexpr = pair.shape[0]
     both = gl.join(pair, other).reshape([rows, 4, 2, 2, 2])  # lanes in fours, i1, i0, which
     both = both.permute([0, 4, 2, 3, 1]).reshape([rows, 32])
@@ -371,17 +371,44 @@ def _half_operand(pair, other, scale, layout: gl.constexpr):
 
 
 @gluon.jit
-def _first_half(codes, signs, scale, layout: gl.constexpr):
-    """Return the operand of the first two pairs of half a group."""
-    even = _even_bytes(signs) | ((codes << 7) & 0x07800780)
-    return _half_operand(even, _odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, layout)
+def _row_scale(power, norm, C: gl.constexpr):
+    """Return pair words of the normalisers of rows times 2^base."""
+    if C.BLOCK == 0:
+        return power
+    return power | (norm.to(gl.int32)[:, None] * 0x00010001)
 
 
 @gluon.jit
-def _second_half(codes, more, scale, layout: gl.constexpr):
-    """Return the operand of the last two pairs of half a group."""
-    even = _even_bytes(more) | ((codes >> 1) & 0x07800780)
-    return _half_operand(even, _odd_bytes(more) | ((codes >> 5) & 0x07800780), scale, layout)
+def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
+    """Load the normalisers' 7 bits for the four pairs of half a group of rows.
+
+    `first`: the group in which each row begins.
+    """
+    norm_0 = first  # which is not read
+    if C.BLOCK > 0:
+        at = (first + half // 2) * 256 + 32 * (half % 2)
+        norm_0 = gl.load(norms_ptr + at // C.BLOCK, mask=is_row, other=0)
+    norm_1, norm_2, norm_3 = norm_0, norm_0, norm_0
+    if (C.BLOCK > 0) & (C.BLOCK <= 128):
+        norm_2 = gl.load(norms_ptr + (at + 128) // C.BLOCK, mask=is_row, other=0)
+        norm_3 = norm_2
+    if (C.BLOCK > 0) & (C.BLOCK <= 64):
+        norm_1 = gl.load(norms_ptr + (at + 64) // C.BLOCK, mask=is_row, other=0)
+        norm_3 = gl.load(norms_ptr + (at + 192) // C.BLOCK, mask=is_row, other=0)
+    return norm_0, norm_1, norm_2, norm_3
+
+
+@gluon.jit
+def _half_fields(slots, place, layout: gl.constexpr, C: gl.constexpr):
+    """Read the codes of half a group from shared memory, and the fields; lossless ones are two."""
+    code = slots[0].index(place).load(layout)
+    sign = slots[1].index(place).load(layout)
+    if C.FIELD == 8:
+        later = slots[2].index(place).load(layout)
+    else:
+        sign = _spread(sign, C.FIELD)
+        later = sign
+    return code, sign, later
 
 
 @gluon.jit
@@ -390,16 +417,19 @@ def _expect(bars, slot, size: gl.constexpr, wanted):
 
 
 @gluon.jit
-def _fetch_codes(descs, code_bars, slots, place, half, row, wanted):
+def _fetch_codes(descs, code_bars, slots, place, half, row, wanted, C: gl.constexpr):
     """Start copying the codes of half a group to shared memory."""
     codes_desc, signs_desc = descs
-    bar, codes = code_bars.index(place), slots[0].index(place)
-    signs, more = slots[1].index(place), slots[2].index(place)
+    bar, codes, signs = code_bars.index(place), slots[0].index(place), slots[1].index(place)
     group = half // 2
     lane = 16 * (half % 2)
     load_tile(codes_desc, [row, group * 32 + lane], bar, codes, pred=wanted)
-    load_tile(signs_desc, [row, group * 64 + lane], bar, signs, pred=wanted)
-    load_tile(signs_desc, [row, group * 64 + 32 + lane], bar, more, pred=wanted)
+    if C.FIELD == 8:
+        load_tile(signs_desc, [row, group * 64 + lane], bar, signs, pred=wanted)
+        more = slots[2].index(place)
+        load_tile(signs_desc, [row, group * 64 + 32 + lane], bar, more, pred=wanted)
+    else:
+        load_tile(signs_desc, [row, group * 32 + lane], bar, signs, pred=wanted)
 
 
 @gluon.jit
@@ -486,6 +516,7 @@ def win4_wide_kernel(
     starts_ptr,
     places_ptr,
     values_ptr,
+    norms_ptr,  # of a lossy weight
     bias_ptr,
     out_ptr,  # (M, N) bf16
     shares_ptr,  # (splits, M, rows after those of `whole`) fp32
@@ -509,7 +540,9 @@ def win4_wide_kernel(
     words: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warps, [], [C.ROWS, 16]
     )
-    bytes_of_codes: gl.constexpr = 3 * codes_desc.block_type.nbytes
+    words_of_signs: gl.constexpr = 2 if C.FIELD == 8 else 1
+    bytes_of_signs: gl.constexpr = words_of_signs * signs_desc.block_type.nbytes
+    bytes_of_codes: gl.constexpr = codes_desc.block_type.nbytes + bytes_of_signs
     bytes_of_x: gl.constexpr = x_desc.block_type.nbytes
     program = gl.program_id(0)
     shared = (rows_count + C.ROWS - 1) // C.ROWS - whole  # tiles of rows
@@ -526,8 +559,11 @@ def win4_wide_kernel(
     code_bars = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     x = gl.allocate_shared_memory(gl.bfloat16, [C.X_STAGES, C.TOKENS, 64], x_desc.layout)
     codes = gl.allocate_shared_memory(gl.int32, [C.STAGES, C.ROWS, 16], codes_desc.layout)
-    signs = gl.allocate_shared_memory(gl.int32, [C.STAGES, C.ROWS, 16], signs_desc.layout)
-    more = gl.allocate_shared_memory(gl.int32, [C.STAGES, C.ROWS, 16], signs_desc.layout)
+    kind: gl.constexpr = signs_desc.dtype
+    signs = gl.allocate_shared_memory(kind, [C.STAGES, C.ROWS, 16], signs_desc.layout)
+    more = signs
+    if C.FIELD == 8:
+        more = gl.allocate_shared_memory(kind, [C.STAGES, C.ROWS, 16], signs_desc.layout)
     descs = (codes_desc, signs_desc)
     slots = (codes, signs, more)
     notes: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -545,7 +581,7 @@ def win4_wide_kernel(
         _expect(bars, stage, bytes_of_x, stage < steps)
     barrier()
     for stage in gl.static_range(C.STAGES):
-        _fetch_codes(descs, code_bars, slots, stage, origin + stage, first_row, stage < halves)
+        _fetch_codes(descs, code_bars, slots, stage, origin + stage, first_row, stage < halves, C)
     first = origin * 2  # of all steps
     for stage in gl.static_range(C.X_STAGES):
         _fetch_x(x_desc, bars, x, stage, first_token, first + stage, stage < steps)
@@ -557,20 +593,25 @@ def win4_wide_kernel(
     found = (chunk, chunks, inside, patch, end)
     loaded = _load_patches(patch, end, places_ptr, values_ptr, C)
     power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
-    scale = gl.full([C.ROWS, 16], 0, gl.int32, words) + power
+    power += gl.full([C.ROWS, 16], 0, gl.int32, words)
+    decoded_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, words))
+    is_row, its_groups = decoded_row < rows_count, decoded_row.to(gl.int64) * groups
+    norms_0, norms_1, norms_2, norms_3 = _half_norms(norms_ptr, its_groups, origin, is_row, C)
+    norms = (norms_0, norms_1, norms_2, norms_3)
     acc = gl.full([C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
     mbarrier.wait(code_bars.index(0), 0)
-    code = codes.index(0).load(words)
-    sign = signs.index(0).load(words)
-    later = more.index(0).load(words)
-    operand = _first_half(code, sign, scale, left)
+    code, sign, later = _half_fields(slots, 0, words, C)
+    operand = _half_operand(code, (sign, later), power, norms, 0, left, C)
     second = operand
     for half in range(0, halves):
         step = 2 * half
         slot = step % C.X_STAGES
         mbarrier.wait(bars.index(slot), (step // C.X_STAGES) & 1)
         acc = warpgroup_mma(operand, x.index(slot).permute((1, 0)), acc, is_async=True)
-        following_second = _second_half(code, later, scale, left)
+        norms = (norms_0, norms_1, norms_2, norms_3)
+        following_second = _half_operand(code, (sign, later), power, norms, 1, left, C)
+        far = origin + gl.minimum(half + 1, halves - 1)
+        norms_0, norms_1, norms_2, norms_3 = _half_norms(norms_ptr, its_groups, far, is_row, C)
         # All products except the latest are done, so their slot is free.
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         second = following_second
@@ -586,12 +627,11 @@ def win4_wide_kernel(
         following = half + 1
         place = following % C.STAGES
         mbarrier.wait(code_bars.index(place), (following // C.STAGES) & 1, pred=following < halves)
-        code = codes.index(place).load(words)
-        sign = signs.index(place).load(words)
-        later = more.index(place).load(words)
+        code, sign, later = _half_fields(slots, place, words, C)
         # The loaded codes are decoded between the products of this operand.
         acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
-        following_operand = _first_half(code, sign, scale, left)
+        norms = (norms_0, norms_1, norms_2, norms_3)
+        following_operand = _half_operand(code, (sign, later), power, norms, 0, left, C)
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         operand = following_operand
         before = step - 1 + C.X_STAGES
@@ -603,7 +643,7 @@ def win4_wide_kernel(
         _expect(code_bars, place, bytes_of_codes, far < halves)
         barrier()
         _fetch_x(x_desc, bars, x, slot, first_token, first + before, wanted)
-        _fetch_codes(descs, code_bars, slots, place, origin + far, first_row, far < halves)
+        _fetch_codes(descs, code_bars, slots, place, origin + far, first_row, far < halves, C)
     acc, second = warpgroup_mma_wait(0, deps=[acc, second])
     barrier()
     for stage in gl.static_range(C.X_STAGES):

@@ -32,12 +32,11 @@ class RowTile:
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """The tile for a few tokens, with codes decoded in registers: rows and tokens of a program."""
+    """The tile for one token or a few, with codes decoded in registers."""
 
-    rows: int
+    rows: int  # of a program
     tokens: int
     warps: int  # each has a share of the columns
-    is_ahead: bool = True  # codes are loaded one group ahead
     patches: int = 32  # patches that a warp multiplies at once
 
 
@@ -90,6 +89,8 @@ ROW_TILES = (
 )
 """Tiles in the order of decreasing rows, from a sweep on an H200 with the shapes of Llama-3-8B."""
 WARPS_PER_PROCESSOR = 8
+WARPS_WITH_MATRICES = 10
+"""The same where tensor cores multiply a few tokens."""
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
@@ -98,7 +99,7 @@ def row_tile(rows: int, processors: int) -> RowTile:
 
 
 NARROW_ROW_TILES = (RowTile(4, 128, 1, packed=True), RowTile(2, 128, 1, packed=True))
-"""The same for lossy weights without Gluon; see `narrow_matrix_tile`."""
+"""The same for lossy weights without Gluon; see `matrix_tile`."""
 
 
 def narrow_row_tile(rows: int, processors: int) -> RowTile:
@@ -115,27 +116,14 @@ def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTi
 
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
-    """Return the tile for a few tokens (M), N rows and K columns, for kernels that decode in
-    registers."""
-    programs, groups = -(-rows // 16), columns // GROUP
-    is_narrow = programs <= (2 if tokens <= 8 else 1) * processors or groups > 32
-    warps = 8 if is_narrow else 4
-    idle = 1.0 if tokens <= 8 else 1.2  # of the groups, that warps without one may wait for
-    while warps > groups or (-(-groups // warps) * warps > idle * groups and warps > 2):
-        warps //= 2
-    is_ahead = programs <= 5 * processors and groups <= 32
-    height = 16 if tokens <= 8 or is_ahead else 32
-    return MatrixTile(height, 8 if tokens <= 8 else 16, warps, is_ahead)
-
-
-def narrow_matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
-    """Return the tile of a lossy weight for one token or a few, as measured on an H200."""
+    """Return the tile for one token or a few (M), N rows and K columns, as measured on an H200."""
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2
-    while warps < 8 and programs * warps < (10 if tokens <= 8 else 7) * processors:
+    busy = 7 if tokens > 8 and groups <= 32 else WARPS_WITH_MATRICES
+    while warps < 8 and programs * warps < busy * processors:
         warps *= 2
     while warps > 1 and (warps > groups or -(-groups // warps) * warps > 1.2 * groups):
         warps //= 2
-    return MatrixTile(16, 8 if tokens <= 8 else 16, warps, is_ahead=False)
+    return MatrixTile(16, 8 if tokens <= 8 else 16, warps)
 
 
 class _Cost(NamedTuple):

@@ -42,10 +42,8 @@ from memeff_compile.kernels.coded_weight.shapes import (
     MAX_WIDE_TOKENS,
     ROW_TILES,
     WIDE_TILES,
-    MatrixTile,
     chunks_touched,
     matrix_tile,
-    narrow_matrix_tile,
     row_tile,
     wide_tile,
 )
@@ -511,13 +509,10 @@ def test_an_engine_has_a_sentence() -> None:
     assert all(ENGINES.values())
 
 
-@pytest.mark.parametrize("find", [matrix_tile, narrow_matrix_tile])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16])
 @pytest.mark.parametrize(("rows", "columns"), [(33, 256), (1024, 4096), (28672, 8192)])
-def test_tiles_in_registers_hold_their_tokens(
-    find: Callable[[int, int, int, int], MatrixTile], tokens: int, rows: int, columns: int
-) -> None:
-    found = find(tokens, rows, columns, 132)
+def test_tiles_in_registers_hold_their_tokens(tokens: int, rows: int, columns: int) -> None:
+    found = matrix_tile(tokens, rows, columns, 132)
     assert tokens <= found.tokens <= 16
     assert found.rows % 16 == 0
     assert found.warps <= max(1, columns // 256)
@@ -561,7 +556,7 @@ def test_narrow_weights_are_decoded_first_for_many_tokens() -> None:
 
 def test_linears_of_one_input_in_a_llama_have_one_tile_each_time() -> None:
     for rows in ((4096, 1024, 1024), (14336, 14336)):
-        assert len({narrow_matrix_tile(1, each, 4096, 132) for each in rows}) == 1
+        assert len({matrix_tile(1, each, 4096, 132) for each in rows}) == 1
 
 
 def test_a_lossy_name_without_a_block_has_blocks_of_512() -> None:
