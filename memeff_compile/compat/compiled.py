@@ -61,6 +61,7 @@ def compile_once(
     """
     original, owner, is_on = module._call_impl, weakref.ref(module), False
     compiled: Any = torch.compile(original, **given)
+    is_idle = torch._dynamo.disable(is_idle)  # it reads PyTorch's tables, which Dynamo would trace
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_on
@@ -86,6 +87,7 @@ def compile_between_hooks(
     original = module.forward
     compiled: Any = torch.compile(external_utils.wrap_inline(original), **given)
     owner = weakref.ref(module)
+    before = torch._dynamo.disable(before)  # it reads PyTorch's tables, which Dynamo would trace
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         before(cast("torch.nn.Module", owner()))
