@@ -5,7 +5,7 @@ The result is that of F.kl_div of both softmaxes, but the logits of neither are 
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
