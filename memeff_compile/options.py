@@ -418,8 +418,8 @@ class Options:
     linear_cross_entropy: str = _choice(
         "exact mass block published off",
         "Compute linear + cross entropy without the rows x vocabulary logits. `mass`, `block` "
-        "and `published` are lossy: in bf16 on a GPU, from a hidden size of 2048 on (896 "
-        "with 131,072 classes or more), they drop classes from the gradients of 128 rows at a "
+        "and `published` are lossy: in bf16 on a GPU, from a hidden size of 2048 on, "
+        "they drop classes from the gradients of 128 rows at a "
         "time. `mass` limits the probability mass that a row may lose; `block` uses the threshold "
         "of the Cut Cross-Entropy paper; both redistribute the lost mass over the kept classes. "
         "`published` is the paper's own filter: it drops tiles of classes under the threshold and "

@@ -45,7 +45,7 @@ def measure(
     """
     depth = hidden.shape[-1]
     serves = hidden.dtype in DTYPES and weight.is_contiguous()
-    serves = serves and leaves_out(gradient_filter, depth, weight.shape[0])
+    serves = serves and leaves_out(gradient_filter, depth)
     if engine_for(hidden.device, hidden.dtype, depth) != "hopper" or not serves:
         return Activity(1.0, hidden.new_zeros(target.shape, dtype=torch.float32))
     settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "workspace": 0}

@@ -330,8 +330,8 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     columns = weight.t() if match.head.transposed else weight
     is_served = match.head.compute_dtype in op_folder.ENGINES[name].filters
     is_served = is_served and columns.stride() == (columns.shape[1], 1) and not match.head.parts
-    size = map(compat.size_hint, (hidden.shape[-1], columns.shape[0]))
-    is_served = is_served and op_folder.leaves_out(mode, *size)
+    depth = compat.size_hint(hidden.shape[-1])
+    is_served = is_served and op_folder.leaves_out(mode, depth)
     # If all classes have a gradient, no tile can be left out.
     exact = [any(reads_sum(t) or t.kind in ENTROPIES for t in each) for each in groups]
     filtered = exact.count(False) if is_served else 0

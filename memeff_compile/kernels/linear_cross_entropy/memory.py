@@ -157,7 +157,7 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
                 held = sympy.Max(held, hopper_bytes(*size, gradient_filter=each))
         mode = given.gradient_filter
         is_served = mode != "exact" and given.training and dtype == torch.bfloat16
-        if is_served and leaves_out(mode, int(depth), int(vocab)):
+        if is_served and leaves_out(mode, int(depth)):
             held = sympy.Max(held, filter_bytes(n, int(depth), int(vocab), workspace))
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)
@@ -222,7 +222,7 @@ def hopper_bytes(
     Under a filter the walk has other buffers.
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
-    if leaves_out(gradient_filter, depth, vocab):
+    if leaves_out(gradient_filter, depth):
         return filter_bytes(rows, depth, vocab, workspace)
     if rows.is_number:
         height = hopper_rows(int(rows), depth, vocab, workspace, shapes)

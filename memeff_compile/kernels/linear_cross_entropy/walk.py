@@ -236,8 +236,7 @@ def makes_gradients_in_forward(
         return False
     if gradient_filter == "published":
         return False
-    # The number of classes is not known here, so the shortest rows for few classes decide.
-    if is_minimal(workspace) and not leaves_out(gradient_filter, depth, 0):
+    if is_minimal(workspace) and not leaves_out(gradient_filter, depth):
         return False
     name = engine_for(device, dtype, depth)
     if name == "reference" and gradient_filter != "exact":
@@ -336,7 +335,7 @@ def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
     """Return the module with an engine's walks, or these walks under the call's gradient filter."""
     hidden, weight = given.hidden, given.weight
     is_served = hidden.dtype in engine.filters and given.low is None and is_read_in_tiles(weight)
-    if is_served and leaves_out(settings.gradient_filter, hidden.shape[-1], len(weight)):
+    if is_served and leaves_out(settings.gradient_filter, hidden.shape[-1]):
         return importlib.import_module(".filtered", __package__).Walks(engine.module)
     return engine.module
 
@@ -387,8 +386,8 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
         check_range(given.target, given.weight.shape[0], given.ignore_index)
     engine, is_adapted = engine_of(operands), given.low is not None
     of_bias = given.bias is not None and given.output_mask[2]
-    size = given.hidden.shape[1], len(given.weight)
-    needs_two = needs_two_walks(given.gradient_filter, *size, of_bias=of_bias)
+    depth = given.hidden.shape[1]
+    needs_two = needs_two_walks(given.gradient_filter, depth, of_bias=of_bias)
     if not needs_two and engine.has_one_walk(given.hidden.dtype, is_adapted, given.output_mask[1]):
         return total(walks_of(engine, operands, given.settings), given)
     return in_two_walks(walks_of(engine, operands, given.settings), given)

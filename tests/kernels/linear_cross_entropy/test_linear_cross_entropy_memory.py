@@ -222,7 +222,7 @@ def test_a_filter_that_a_call_switches_off_takes_no_more_than_the_formula_says()
     "size",
     [
         (8192, 4096, 128256),
-        (8192, 896, 151936),
+        (8192, 2048, 151936),
         (8192, 2304, 256000),
         (131072, 2048, 32000),
         (300, 8192, 1000),
