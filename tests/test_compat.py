@@ -736,6 +736,7 @@ def test_plain_tensors_belong_to_no_group() -> None:
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
 @probes("shards_by_fsdp2", "is_fsdp_shard", "put_fsdp_shard", "with_local_part", "fsdp_shards")
 @probes("is_tensor_parallel", "is_fsdp2_module", "fsdp_group", "sharded_with")
+@probes("awaits_backward", "keep_gathered")
 def test_parameters_of_fsdp2_are_found() -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -780,6 +781,16 @@ def test_parameters_of_fsdp2_are_found() -> None:
         model.unshard()
         assert set(compat.sharded_with(outer.weight)) == {inner, model}  # after the root has run
         model.reshard()
+        assert not compat.awaits_backward(inner)
+        result = model(torch.ones(1, 4)).sum()
+        assert compat.awaits_backward(inner)
+        result.backward()
+        assert not compat.awaits_backward(inner)
+        for stays in (True, False):
+            compat.keep_gathered(inner, stays)
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+            assert compat.is_fsdp_shard(inner.weight) is not stays
 
         both = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
         cut = parallelize_module(nn.Linear(4, 4), both["tensor"], ColwiseParallel())
@@ -791,6 +802,73 @@ def test_parameters_of_fsdp2_are_found() -> None:
         assert not compat.is_tensor_parallel(inner.weight)
     finally:
         dist.destroy_process_group()
+
+
+class Twice(nn.Module):
+    """A module with code of its own: Dynamo compiles no call of PyTorch's modules alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.linear(x)
+
+
+@probes("compile_once", "compile_between_hooks", "compiled_module")
+def test_modules_are_compiled_from_an_idle_call_on_or_between_their_hooks() -> None:
+    found: list[Any] = []
+
+    def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(compat.compiled_module())
+        return gm.forward
+
+    module, is_idle = Twice(), [False]
+    compat.compile_once(module, {"backend": keep}, lambda _: is_idle[0])
+    x = torch.ones(1, 2)
+    expected = 2 * module.linear(x)
+    assert torch.equal(module(x), expected)
+    assert not found
+    is_idle[0] = True
+    assert torch.equal(module(x), expected)
+    assert len(found) == 1
+
+    hooked, called = nn.Linear(2, 2), []
+    hooked.register_forward_hook(lambda *_: called.append("hook"))
+    compat.compile_between_hooks(hooked, {"backend": keep}, lambda m: called.append(m is hooked))
+    assert torch.equal(hooked(x), torch.nn.functional.linear(x, *hooked.parameters()))
+    assert called == [True, "hook"]
+    assert len(found) == 2
+
+    torch._dynamo.reset()  # all modules of a class share compiled code
+    model = Twice()
+    model.compile(backend=keep)
+    model(x)
+    assert found[-1] is model
+    assert compat.compiled_module() is None
+
+
+@probes("is_aligned")
+def test_addresses_are_multiples_of_sixteen_bytes_or_are_not() -> None:
+    x = torch.ones(16)
+    assert compat.is_aligned(x)
+    assert not compat.is_aligned(x[1:])
+    with compat.fake_mode(lambda op, args, kwargs, run: run()):
+        fake = torch.ones(16)
+        assert compat.is_aligned(fake)
+        assert not compat.is_aligned(fake[1:])
+
+
+@probes("start_compile_workers")
+def test_inductors_processes_are_started_by_its_own_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import async_compile
+
+    called: list[bool] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: called.append(True))
+    compat.start_compile_workers()
+    assert called == [True]
 
 
 @probes("is_compiled_by_itself")

@@ -36,6 +36,16 @@ class Mode:
     mantissa: int | None = None
     share: float | None = None
     reported: bool = False
+    in_pieces: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether only rounding tells the mode from the exact model."""
+        return (
+            self.cache in (None, {"bits": 16})
+            and self.level is None
+            and self.mantissa in (None, max(MANTISSAS))
+        )
 
 
 def modes(layers: int) -> list[Mode]:

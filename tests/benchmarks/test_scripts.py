@@ -54,7 +54,7 @@ def rows_of_attention() -> list[dict[str, Any]]:
 def rows_of_tasks() -> list[dict[str, Any]]:
     shared = {"model": "m", "dtype": "bfloat16", "seed": 0, "digest": "d", "chance": 0.0, **STATED}
     asked = {"what": "tasks", "task": "copying", **shared}
-    timed = {"what": "task times", "tokens": 9, "prompt_ms": 1.0, **shared}
+    timed = {"what": "task times", "tokens": 9, "prompt": 8, "prompt_ms": 1.0, **shared}
     timed |= {"token_ms": 1.0, "cache_mib": 4.0}
     sizes = [("exact", {}), ("cache, 16 bits", {}), ("cache, 2 bits", {}), ("weights", {"bits": 9})]
     return [
