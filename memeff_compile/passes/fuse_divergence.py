@@ -134,6 +134,9 @@ class FuseDivergence(GraphPass):
         if isinstance(match, Classes):
             sentence = "several classes of each row of a head -> memeff::linear_divergence_classes"
             sentence += f"; engine {engine}: {op_folder.ENGINES[engine]}"
+            if match.student.trains:
+                sentence += "; the backward computes the logits again, four products instead of "
+                sentence += "three, so it takes longer than without the pass, in less memory"
             return Done(match.node, f"{sentence}; {speed}" if speed else sentence)
         teacher = "the teacher's logits" if match.teacher.chain is None else "a teacher's head"
         how = "the backward computes the logits again"

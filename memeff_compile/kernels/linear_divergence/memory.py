@@ -96,8 +96,9 @@ def bytes_after(rows: Size, held: Size) -> sympy.Expr:
 def cost_of_few_rows(rows: int) -> str:
     """Return a remark for a report if a total of so few rows is slower than Inductor's.
 
-    Inductor multiplies the gradients by the loss's own in its last product; here that is one more
-    pass over the weight's gradient, which the products of many rows hide.
+    The probable cause is one more pass over the weight's gradient, which multiplies it by that of
+    the loss: 0.7 of 17.8 ms of kernels of the plain function at 2048 rows. The compiled loss was
+    not profiled.
     """
     if rows > FEW_ROWS:
         return ""
