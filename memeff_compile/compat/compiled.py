@@ -34,8 +34,9 @@ def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
     """Compile a module in place with these arguments of torch.compile.
 
     `Module.compile` has no effect on PyTorch's own modules, such as an nn.Sequential, because
-    Dynamo skips the frames of PyTorch's files. A wrapper that `torch.compile(module)` returned
-    would hide the compilation in place, so the wrapper then runs the module directly.
+    Dynamo skips the frames of PyTorch's files. If the module is a wrapper that
+    `torch.compile(module)` returned, the wrapper calls its module directly from now on, since it
+    would bypass the compilation in place.
     """
     from torch._dynamo import external_utils, trace_rules
     from torch._dynamo.eval_frame import OptimizedModule

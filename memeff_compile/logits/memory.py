@@ -42,7 +42,7 @@ class Part(Protocol):
         """
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a function's result for the view's rows, with dimensions as in the memory."""
+        """Return a function's result for the view's rows, in the order of dimensions in memory."""
 
 
 class Statistics(NamedTuple):

@@ -50,7 +50,8 @@ def reading_for(reason: str) -> Iterator[None]:
 class LogitsSource:
     """The hidden states and the head from which logits are computed, as detached aliases.
 
-    Only the logits keep the autograd graph of the hidden states alive; detached copies do not.
+    The aliases do not keep the autograd graph of the hidden states alive. The logits do, and
+    detached copies of the logits do not.
     """
 
     def __init__(

@@ -326,7 +326,7 @@ def _derive(
 
 
 def _windows(call: _Call) -> Any:
-    """Run views that do not select rows: some classes, a diagonal, or a flattening of all logits.
+    """Run a view whose result is not a set of whole rows, such as some classes or a diagonal.
 
     The result's values are a view of those of `view`. Return None for other views, such as those of
     another dtype.

@@ -158,7 +158,7 @@ class FuseEmbeddingGradient(GraphPass):
         return [*match.lookups, *match.heads]
 
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
-        """Replace the lookups; let the heads read the table that the last lookup returns."""
+        """Replace the lookups by the op, and let heads read the table that the op returns."""
         table, sources = match.weight, _sources(match.weight)
         parts: dict[Node, Node] = {}
         for node, call in zip(match.lookups, match.calls, strict=True):

@@ -208,7 +208,7 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return is_causal, the end of the keys, and words for the report.
+    """Return is_causal, the number of keys to keep (None keeps all), and words for the report.
 
     None if PyTorch's call cannot express the mask.
     """

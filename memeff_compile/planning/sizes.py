@@ -104,7 +104,7 @@ def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes: the formula, and its value at each point of the scale."""
+    """A size in bytes: its formula, and the formula's value at each point of a `Scale`."""
 
     formula: sympy.Expr
     values: Values

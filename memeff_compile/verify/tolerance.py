@@ -169,8 +169,9 @@ class _Norms:
         return norms
 
     def _add(self, found: Tensor, truth: Tensor, own: Tensor | None) -> list[Tensor]:
-        """Return the squares that one chunk adds to the error, the truth's size and the original's
-        error.
+        """Return sums of squares over a chunk: of the error, of `truth`, and of `own`'s error.
+
+        Each is added to the square of its norm.
         """
         wide = torch.complex128 if truth.is_complex() else torch.float64
         found, truth = found.to(wide), truth.to(wide)

@@ -34,7 +34,8 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 
 
 class Dense(NamedTuple):
-    """A mask in the form that kernels take: strides (0 along broadcast axes), and the lists.
+    """A mask as kernels take it: strides (0 along broadcast axes), and a list of full and partial
+    tiles for each program tile.
 
     A list has (3 + others) int32 for each program tile: the number of full tiles, the number of
     partial tiles, then the full tiles from the front and the partial tiles from the back. The last

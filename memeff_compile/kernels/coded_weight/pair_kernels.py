@@ -321,7 +321,7 @@ def pair_histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, B
 
 @triton.jit
 def _sign_bytes(pair):
-    """Return the sign bytes of both halves, 16 bits apart."""
+    """Return sign and mantissa of both bf16 values of a word as bytes, 16 bits apart."""
     return ((pair >> 8) & 0x00800080) | (pair & 0x007F007F)
 
 

@@ -328,7 +328,7 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Divide each block by the fraction of its largest weight and keep the top mantissa bits.
+    """Divide each block by the significand of its largest weight and keep the top mantissa bits.
 
     Takes patterns of finite bf16 weights; returns patterns with zeros below the kept bits, and the
     fractions' 7 bits, one byte per block.

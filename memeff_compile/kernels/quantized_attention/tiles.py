@@ -72,7 +72,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
     """Turn q, k and v into codes: in four launches, or in plain PyTorch for the paper's groups.
 
-    In bf16, fp16 or fp32: q (B, H, M, D), k and v (B, G, N, D).
+    The inputs are in bf16, fp16 or fp32: q is (B, H, M, D), and k and v are (B, G, N, D).
     """
     _require_rows_in_reach(
         q.shape[0] * q.shape[1] * q.shape[2],

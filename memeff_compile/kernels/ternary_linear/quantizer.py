@@ -79,7 +79,7 @@ def words_for(columns: int) -> int:
 
 
 def kept(columns: int) -> int:
-    """Return how many elements at least remain if half of a token's elements are dropped."""
+    """Return the least number of a token's elements that remain if half of them are dropped."""
     return max(1, columns // 2)
 
 
