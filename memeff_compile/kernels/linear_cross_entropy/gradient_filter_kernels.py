@@ -444,7 +444,9 @@ def _linear_cross_entropy_filter_word_kernel(
         level = tl.load(level_ptr + group)
         there = score_ptr + tl.cast(group, tl.int64) * vocab + columns
         score = tl.load(there, mask=columns < vocab, other=0.0)
-        word |= (score >= level).to(tl.int32) << (GROUPS - 1 - group)
+        # A group without rows has an infinite level, and scores that no kernel has written.
+        counts = tl.where(level < float("inf"), (score >= level).to(tl.int32), 0)
+        word |= counts << (GROUPS - 1 - group)
     tl.store(word_ptr + columns, word.to(tl.int16), mask=columns < vocab)
 
 

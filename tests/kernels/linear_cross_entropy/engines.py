@@ -33,6 +33,7 @@ class Engine:
 
     def __init__(self, name: str, **parts: str) -> None:
         self.name, self.parts = name, parts
+        self.filters = walk.ENGINES[name].filters
 
     @property
     def module(self) -> Any:

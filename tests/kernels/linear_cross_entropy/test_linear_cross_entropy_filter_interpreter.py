@@ -408,6 +408,26 @@ def test_what_a_walk_holds_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) ->
         gc.enable()
 
 
+@pytest.mark.parametrize(("how", "kept"), [("mass", 8), ("block", 0)])
+def test_groups_without_rows_count_nothing_whatever_their_memory_holds(
+    how: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_infinities(make: Any) -> Any:
+        def filled(*given: Any, **how: Any) -> Tensor:
+            made: Tensor = make(*given, **how)
+            return made.fill_(float("inf")) if made.is_floating_point() else made.zero_()
+
+        return filled
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", of_infinities(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", of_infinities(torch.empty_like))
+    inputs = torch.randn(64, DEPTH), torch.randn(33, DEPTH), torch.full((64,), IGNORED)
+    inputs[2][:kept] = 3
+    found, _ = _run(inputs, monkeypatch, gradient_filter=how, filter_level=1e-7)
+    assert all(torch.isfinite(each).all() for each in found[1:3] if each is not None)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 400), (100, 7), (64, 33), (33, 65), (5, 1)])
 def test_ragged_sizes_and_ignored_rows_lose_nothing_at_a_level_of_nothing(
     rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch
