@@ -48,8 +48,8 @@ def defer(
     """Return the logits of `hidden` as `DeferredLogits`, with the autograd graph of ordinary
     logits.
 
-    Reading it for the first time after the head or the hidden states were changed in place raises a
-    `StaleLogitsError`; `logits[:, -1].argmax(-1)` computes only the last rows.
+    If the head or the hidden states were changed in place, the first read of the logits raises a
+    `StaleLogitsError`. `logits[:, -1].argmax(-1)` computes only the last rows.
     """
     return _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
 

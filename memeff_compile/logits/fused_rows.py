@@ -85,7 +85,7 @@ def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Some rows of logits, in factored form; all tensors without autograd."""
+    """Holds some rows of logits in factored form; none of its tensors has an autograd graph."""
 
     hidden: Tensor  # (..., hidden), one per row
     weight: Tensor  # as a `LogitsRecipe` takes them
@@ -142,7 +142,8 @@ class Head:
     def total(
         self, target: Tensor, ignore_index: int, norm: Tensor | None, needed: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        """Return the sum of the rows' losses over `norm`, and its gradients where `needed`."""
+        """Return the sum of the rows' losses divided by `norm`, and its gradients where `needed`.
+        """
         knobs = self._knobs(ignore_index)
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy_total(
             *self._operands(), target, None, norm, **knobs, output_mask=list(needed)
@@ -202,7 +203,7 @@ class Head:
 
 
 def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
-    """Return the gradient of a whole weight or bias from that of some classes."""
+    """Return the gradient of a whole weight or bias, given the gradient of some of its classes."""
     total = torch.zeros_like(whole)
     classes = slice(*head.recipe.classes or (None, None))
     is_last = part.dim() == 2 and head.recipe.transposed
@@ -212,14 +213,19 @@ def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
 
 @dataclass
 class Ready:
-    """Gradients of hidden states, weight and bias that a loss computed in its forward pass."""
+    """Holds the gradients of hidden states, weight and bias that a loss computed in its forward
+    pass.
+    """
 
     gradients: tuple[Tensor, ...] | None  # of the loss; None once they were taken
     by: Tensor  # the gradient of the loss
     is_last: bool  # no later backward pass reads them
 
     def take(self, factor: float, needed: Sequence[bool]) -> list[Tensor] | None:
-        """Return them times the gradient of the loss and a factor, or None if they were taken."""
+        """Return the gradients, multiplied by the gradient of the loss and by `factor`.
+
+        Return None if an earlier call took them.
+        """
         if self.gradients is None:
             return None
         gradients, by = self.gradients, self.by if factor == 1 else self.by * factor
@@ -270,7 +276,7 @@ class FusedRows:
 
     @property
     def recomputed(self) -> FusedRows:
-        """Return this gradient without gradients that exist already."""
+        """Return this gradient without the gradients that the loss computed in its forward pass."""
         if self.ready is None:
             return self
         _, lse, *_ = self.head.statistics(with_lse=True, with_logit_sum=False)
@@ -357,11 +363,12 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Return this gradient of sums over the classes, times the probabilities."""
+        """Return this gradient of sums over the classes, multiplied by the probabilities."""
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
-        """Return this gradient times the log-probabilities, as a gradient of the probabilities."""
+        """Multiply this gradient by the log-probabilities; return a gradient of the probabilities.
+        """
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:

@@ -22,7 +22,7 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Part(Protocol):
-    """A view of a memory: the interface of deferred logits that the memory uses."""
+    """Interface of deferred logits that `Memory` uses; each such tensor is a view of one memory."""
 
     own: Tensor | None  # the view's values while the memory has none
 
@@ -36,13 +36,17 @@ class Part(Protocol):
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view, and the function of its values, from which this part is made.
+        """Return the view from which this part is made, and the function that makes it.
 
-        Otherwise None.
+        The function takes the values of that view. Return None for any other part.
         """
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a function's result for the view's rows, in the order of dimensions in memory."""
+        """Apply `function` to the hidden states of these rows, and return the result.
+
+        `function` gets the rows in the order in which they are in memory. The result has the
+        dimensions in the view's order.
+        """
 
 
 class Statistics(NamedTuple):
@@ -53,7 +57,11 @@ class Statistics(NamedTuple):
     logit_sum: Tensor | None
 
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
-        """Return the numbers for `view`, which has the same rows, or one index of dimension 0."""
+        """Return the numbers for the rows of `view`, or None if they are not known.
+
+        They are known if `view` has the same rows, or is the part of them at one index of dimension
+        0.
+        """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:
             return self.lse, self.logit_sum
@@ -136,7 +144,8 @@ class Memory:
     ) -> Callable[[], Tensor | None]:
         """Return a function that later applies `function` to a copy of `view`'s values.
 
-        The returned function keeps no memory alive.
+        The returned function does not keep this memory alive. It returns None if the values no
+        longer exist or if a caller may have written to them.
         """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference

@@ -57,9 +57,10 @@ class _Function(torch.autograd.Function):
 
 
 class _Rows(_Function):
-    """From logits z with target t to nll = lse - z_t, lse, and the weighted sum of z, row by row.
+    """Computes nll = lse - z_t, lse and the weighted sum of z for each row of logits z with target
+    t.
 
-    From log-probabilities l to nll = -l_t and the weighted sum of l.
+    For log-probabilities l, it computes nll = -l_t and the weighted sum of l.
     """
 
     @staticmethod
@@ -124,7 +125,10 @@ class _Rows(_Function):
 
 
 class _Total(_Function):
-    """From logits to the sum of their losses over a number, with gradients in the forward pass."""
+    """Computes the sum of the losses of logits, divided by a number, and its gradients.
+
+    The forward pass computes the gradients.
+    """
 
     @staticmethod
     def forward(
@@ -183,7 +187,7 @@ def _differentiable(
 
 
 class _LogSoftmax(_Function):
-    """From deferred logits to deferred log-probabilities."""
+    """Turns deferred logits into deferred log-probabilities."""
 
     @staticmethod
     def forward(ctx: Any, view: View, recipe: LogitsRecipe) -> View:
@@ -213,7 +217,7 @@ class _LogSoftmax(_Function):
 
 
 class _Exp(_Function):
-    """From deferred log-probabilities to deferred probabilities."""
+    """Turns deferred log-probabilities into deferred probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logs: View) -> View:
@@ -234,7 +238,8 @@ class _Exp(_Function):
 
 
 class _PLogP(_Function):
-    """From probabilities and their logarithms, both deferred, to deferred products of the two."""
+    """Multiplies deferred probabilities by their deferred logarithms; the result is deferred too.
+    """
 
     @staticmethod
     def forward(ctx: Any, probs: View, logs: View) -> View:
@@ -258,7 +263,7 @@ class _PLogP(_Function):
 
 
 class _NegativeEntropy(_Function):
-    """From deferred p log p to their sum over the classes; `logs` is hidden from autograd."""
+    """Sums deferred products p log p over the classes; `logs` is hidden from autograd."""
 
     @staticmethod
     def forward(ctx: Any, terms: View, logs: tuple[View]) -> Tensor:
@@ -445,9 +450,9 @@ def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Te
 
 
 def _no_view(made: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a new tensor in a shape.
+    """Return the elements of `made` in another shape, as a tensor that is not a view.
 
-    Unlike a reshaped tensor it is no view, as in eager PyTorch.
+    A reshaped tensor would be a view; the result of eager PyTorch is not.
     """
     result: Tensor = torch.ops.aten._unsafe_view.default(made, shape)
     return result
@@ -555,7 +560,7 @@ def _makes_gradients(view: View) -> bool:
 
 
 def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Return the mean or the sum of the losses, whose gradients exist from here on."""
+    """Return the mean or the sum of the losses; this call also computes their gradients."""
     source = view.memory.source
     source.require_unchanged()
     norm = (target != ignore_index).sum() if reduction == "mean" else None

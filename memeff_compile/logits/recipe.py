@@ -176,7 +176,10 @@ class LogitsRecipe:
         # which gradients to compute, in the order of the result; None: all
         needed: Sequence[bool] | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of hidden, weight, bias and every vector; None where not needed."""
+        """Compute the gradients of hidden, weight, bias and every vector.
+
+        A gradient that is not `needed` is None.
+        """
         count = 3 + len(vectors)
         needs = [True] * count if needed is None else list(needed)
         result: list[Tensor | None] = [None] * count
@@ -317,7 +320,7 @@ class DeferredOutput:
 
 @dataclass(frozen=True)
 class GivenSize:
-    """A size of dynamic shapes, which the graph returns after its other outputs."""
+    """A symbolic size that the graph returns after its other outputs."""
 
     output: int
 

@@ -42,8 +42,10 @@ class RowStep(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A gradient of some rows, and the steps that select these from all rows, the last step
-    first."""
+    """Holds a gradient of some rows, and the steps that select these from all rows.
+
+    The last step comes first.
+    """
 
     rows: Tensor | FusedRows
     steps: tuple[RowStep, ...]

@@ -84,10 +84,7 @@ def savable(
     around: Around,
     how: str,  # how the graph is compiled, for the error where that cannot be saved
 ) -> Callable[..., Any]:
-    """Return a compiled graph that `aot_compile` can save, if it is running.
-
-    Otherwise the graph itself.
-    """
+    """Return a compiled graph that can be saved if `aot_compile` is running, otherwise `run`."""
     if not compat.is_to_be_saved():
         return run
     if not compat.has_artifact(inner):

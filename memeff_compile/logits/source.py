@@ -48,10 +48,10 @@ def reading_for(reason: str) -> Iterator[None]:
 
 
 class LogitsSource:
-    """The hidden states and the head from which logits are computed, as detached aliases.
+    """Holds detached aliases of the hidden states and the head from which logits are computed.
 
-    The aliases do not keep the autograd graph of the hidden states alive. The logits do, and
-    detached copies of the logits do not.
+    Because the aliases are detached, this object does not keep the autograd graph of the hidden
+    states alive. Only the logits keep it alive; detached copies of the logits do not.
     """
 
     def __init__(
@@ -107,7 +107,10 @@ class LogitsSource:
             _watch_optimizers()
 
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
-        """Return logits of some rows, without autograd; StaleLogitsError if something changed."""
+        """Return logits of some rows, without autograd.
+
+        Raise a StaleLogitsError if a tensor from which they are computed has changed.
+        """
         change = self.change()
         if self.ranks is not None:
             change = self.ranks.agreed(change, self.weight.device)
@@ -144,7 +147,7 @@ class LogitsSource:
             )
 
     def change(self) -> str | None:
-        """Return which tensor has changed since this source was made; None if none has."""
+        """Return which tensor has changed since this source was made, or None."""
         change = self._visible_change()
         if change is not None or self._sample is None:
             return change

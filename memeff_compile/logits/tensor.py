@@ -97,10 +97,10 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a tensor in separate memory. `recipe` computes it from these hidden states.
+        """Return a tensor in separate memory, which `recipe` computes from these hidden states.
 
-        If the values already exist, `function` computes it from them. `is_whole` means all rows, in
-        order.
+        If the values already exist, `function` computes it from them. `is_whole` means that it has
+        all rows, in order.
         """
         memory = self.memory
         rows, shape = (memory.rows, memory.shape) if is_whole else (self.rows, self.dims)
@@ -138,7 +138,11 @@ class DeferredLogits(LazyTensor):
             return self.to_read()
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the result of `function` for these rows, with its dimensions in memory order."""
+        """Apply `function` to the hidden states of these rows, and return the result.
+
+        `function` gets the rows in the order in which they are in memory. The result has the
+        dimensions in the view's order.
+        """
         last = len(self.dims) - 1
         shown = self.order or range(last + 1)
         strides = dict(zip(shown, self.strides, strict=True))
@@ -571,7 +575,7 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Return `.data`. Whole rows stay deferred.
+    """Return `.data`, which stays deferred if it has whole rows.
 
     A part of rows may become the memory of another tensor.
 
@@ -598,9 +602,10 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute values without gradient at once: a copy, or a move to the CPU, is usually read later,
-    when the head may have changed. Values with a gradient may be used in a loss, so they stay
-    deferred.
+    """Compute values without a gradient at once.
+
+    They are copied or moved to the CPU, and usually read later, when the head may have changed.
+    Values with a gradient may be used in a loss, so they stay deferred.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

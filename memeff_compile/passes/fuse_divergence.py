@@ -261,7 +261,7 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return the operands that are no side: masks, or the index."""
+    """Return the operands that are not sides: the masks, or the index of the classes."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 

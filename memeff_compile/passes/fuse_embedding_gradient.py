@@ -158,7 +158,12 @@ class FuseEmbeddingGradient(GraphPass):
         return [*match.lookups, *match.heads]
 
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
-        """Replace the lookups by the op, and let heads read the table that the op returns."""
+        """Replace each lookup by the fused op.
+
+        If heads read the table too, the op also returns the table, and each following lookup takes
+        the table that the previous op returned. The heads then read the table that the last op
+        returns.
+        """
         table, sources = match.weight, _sources(match.weight)
         parts: dict[Node, Node] = {}
         for node, call in zip(match.lookups, match.calls, strict=True):

@@ -278,8 +278,9 @@ def _readers(linear: Node) -> list[Node]:
 
 
 def _is_step(node: Node, made: Collection[Node]) -> bool:
-    """Return whether a call is linear in the values that come from one node: then its backward pass
-    does not read them.
+    """Return whether a call is linear in the values that come from one node.
+
+    The backward pass of such a call does not read these values.
     """
     calls = read(node)
     if calls is None or any(call.op not in _STEPS for call in calls):

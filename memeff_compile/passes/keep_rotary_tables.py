@@ -93,8 +93,10 @@ def _is_wave(info: GraphInfo, node: Node) -> bool:
 
 
 def _table(info: GraphInfo, wave: Node) -> Node | None:
-    """Return the form of a cosine or sine that layers read (plain, scaled or cast), or None if too
-    few layers read it."""
+    """Return the form in which layers read a cosine or sine: plain, scaled or cast.
+
+    Return None if too few layers read it.
+    """
     table = wave
     for _ in range(_MAX_STEPS):
         users = _readers(table)

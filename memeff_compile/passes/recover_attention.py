@@ -210,7 +210,7 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
     """Return is_causal, the number of keys to keep (None keeps all), and words for the report.
 
-    None if PyTorch's call cannot express the mask.
+    Return None if PyTorch's call cannot express the mask.
     """
     queries, keys = (operand.value.shape[-2] for operand in (site.query, site.key))
     if site.mask is None:

@@ -56,7 +56,7 @@ class Site:
 
     @property
     def both(self) -> tuple[Quantized, Quantized]:
-        """Weight and tokens, if both were read."""
+        """Return weight and tokens, both of which were read."""
         assert isinstance(self.weight, Quantized)
         assert isinstance(self.tokens, Quantized)
         return self.weight, self.tokens
@@ -306,7 +306,7 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 def _unserved(info: GraphInfo, site: Site) -> Decline | None:
     """Return why the op does not support a linear, would be wrong or would gain nothing.
 
-    Otherwise None.
+    Return None if it supports the linear.
     """
     kind = kind_among((*(found.source for found in site.both), site.bias))
     if kind:
@@ -427,7 +427,7 @@ def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
 
 
 def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
-    """Insert one call for all of them, before the first one."""
+    """Insert one call in place of all calls of the match, before the first one."""
     first, entering, added = match.nodes[0], match.entering, match.added
     lists = [list(chain(*held)) for held in zip(*map(_lists, match.nodes), strict=True)]
     settings = list(first.args[4:])

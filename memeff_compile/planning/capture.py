@@ -38,7 +38,7 @@ LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 class Graphs:
     """The graphs that Inductor would compile for one captured graph.
 
-    No backward without training.
+    Without training there is no backward graph.
     """
 
     forward: GraphModule

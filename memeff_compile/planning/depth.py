@@ -76,8 +76,9 @@ def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """Return the properties that equal blocks share: classes, parameters and plain settings, no
-    indices.
+    """Return the properties that equal blocks share: classes, parameters and plain settings.
+
+    Indices of blocks are not included.
     """
     parts: list[object] = []
     for path, module in block.named_modules():

@@ -267,7 +267,7 @@ def grouped(moment: Moment, batch: int, length: int) -> dict[str, int]:
 
 
 def largest_batch(candidates: Sequence[Moment], length: int, memory: int) -> int:
-    """Return the largest batch per GPU whose peak fits; 0 if not even one sequence does."""
+    """Return the largest batch per GPU whose peak fits, or 0 if not even one sequence fits."""
     found = most(lambda batch: peak(candidates, batch, length)[1] <= memory)
     if found >= 1 << 40:
         raise ExplainError(

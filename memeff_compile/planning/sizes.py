@@ -86,7 +86,7 @@ class Told:
 def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
     """Return a prime of which no other size, plus or minus a little, is a multiple.
 
-    If possible, one that is not larger.
+    If possible, the prime is not larger than `near`.
     """
 
     def fits(number: int) -> bool:
@@ -104,7 +104,10 @@ def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """A size in bytes: its formula, and the formula's value at each point of a `Scale`."""
+    """Holds a size in bytes: its formula, and the formula's value at each point of a `Scale`.
+
+    A point is a batch and a length.
+    """
 
     formula: sympy.Expr
     values: Values
@@ -112,7 +115,7 @@ class Size:
 
 @dataclass
 class Scale:
-    """The points at which sizes are compared, and how sizes are read."""
+    """Reads sizes as formulas, and computes their values at the points at which it compares them."""
 
     told: Told  # the batch and the length in the graphs
     # where to look for the largest moment; the first one is the user's own sizes
@@ -137,9 +140,9 @@ class Scale:
         return math.prod(map(self.dimension, tensor.shape[:-1]), start=sympy.Integer(1))
 
     def dimension(self, size: int | torch.SymInt) -> sympy.Expr:
-        """Return a size.
+        """Return the size of a dimension as a formula.
 
-        One that depends on data is assumed to be the number of tokens of the batch.
+        A size that depends on data is assumed to be the number of tokens of the batch.
         """
         if not isinstance(size, int):
             size = compat.size_hint(size) or math.prod(self._tokens)
@@ -181,12 +184,12 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def added(first: Values, second: Iterable[int]) -> Values:
-    """Return the sum, point by point."""
+    """Return the sums of the values at each point."""
     return tuple(a + b for a, b in zip(first, second, strict=True))
 
 
 def taken(first: Values, second: Iterable[int]) -> Values:
-    """Return the difference, point by point."""
+    """Return the differences of the values at each point."""
     return tuple(a - b for a, b in zip(first, second, strict=True))
 
 

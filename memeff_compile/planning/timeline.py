@@ -420,7 +420,7 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 def _product_behind(operand: object) -> list[Node]:
     """Return the mm from which ``operand`` comes, and transposes that cancel out.
 
-    Otherwise an empty list.
+    Return an empty list if it comes from no mm.
     """
     chain: list[Node] = []
     while isinstance(operand, Node) and len(operand.users) == 1:

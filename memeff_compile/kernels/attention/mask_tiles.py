@@ -34,12 +34,13 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 
 
 class Dense(NamedTuple):
-    """A mask as kernels take it: strides (0 along broadcast axes), and a list of full and partial
-    tiles for each program tile.
+    """Holds a mask in the form that kernels read: its strides, and one list for each program tile.
 
-    A list has (3 + others) int32 for each program tile: the number of full tiles, the number of
-    partial tiles, then the full tiles from the front and the partial tiles from the back. The last
-    number is padding: a kernel reads one tile ahead.
+    A stride is 0 along a broadcast axis. A list names the full and the partial tiles of the mask
+    that a program tile visits. It has 3 + others int32 numbers, where others is the number of tiles
+    that could be visited: first the number of full tiles, then the number of partial tiles. The
+    full tiles follow from the front, and the partial tiles from the back. The last number is
+    padding, because a kernel reads one tile ahead.
     """
 
     ptr: Any

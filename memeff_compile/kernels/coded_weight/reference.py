@@ -328,10 +328,11 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Divide each block by the significand of its largest weight and keep the top mantissa bits.
+    """Divide each block by the significand of its largest weight, and keep the top mantissa bits.
 
-    Takes patterns of finite bf16 weights; returns patterns with zeros below the kept bits, and the
-    fractions' 7 bits, one byte per block.
+    `patterns` are the bits of finite bf16 weights. The function returns the bits of the quotients,
+    in which the dropped mantissa bits are zero. It also returns one byte per block: the 7 mantissa
+    bits of the block's largest weight.
     """
     left = torch.empty_like(patterns)
     norms = []

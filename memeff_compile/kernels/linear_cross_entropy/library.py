@@ -9,10 +9,11 @@ gradient (once, without an fp32 copy), and G C_v is added to dE in fp32. G has a
 Writing it over the fp32 strip would save no memory, because a strip half or a quarter as wide as
 the block takes the same bytes; and results would depend on the order in which warps read and write.
 
-A loss that is one number, of a frozen head with a LoRA adapter, takes one walk over the rows. S of
-a block of rows and the whole vocabulary is computed once, with the low-rank product added. A kernel
-computes the rows' statistics from S, then turns S into G. G gives dE and the gradient of `low` for
-these rows. The gradient of `up` is summed in fp32 over the blocks.
+If the head is frozen and has a LoRA adapter, and the loss is one number, the engine takes one walk
+over blocks of rows. For each block, it computes S for the whole vocabulary once and adds the
+low-rank product. A kernel computes the rows' statistics from S, and then G from S. The engine
+computes dE and the gradient of `low` for these rows from G. It sums the gradient of `up` in fp32
+over the blocks.
 
 No call waits for the GPU, reads a value on the host or depends on the data's values, so calls can
 be captured in CUDA graphs. No sum uses atomics.

@@ -70,9 +70,11 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
-    """Turn q, k and v into codes: in four launches, or in plain PyTorch for the paper's groups.
+    """Turn q, k and v into codes.
 
-    The inputs are in bf16, fp16 or fp32: q is (B, H, M, D), and k and v are (B, G, N, D).
+    If `settings.granularity` is "row", four kernel launches do this; otherwise plain PyTorch does.
+    The inputs are bf16, fp16 or fp32. The shape of q is (B, H, M, D); the shape of k and v is (B,
+    G, N, D), where G is the number of key-value heads.
     """
     _require_rows_in_reach(
         q.shape[0] * q.shape[1] * q.shape[2],

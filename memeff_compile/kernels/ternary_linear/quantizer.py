@@ -79,7 +79,7 @@ def words_for(columns: int) -> int:
 
 
 def kept(columns: int) -> int:
-    """Return the least number of a token's elements that remain if half of them are dropped."""
+    """Return the minimum number of a token's elements that remain when half of them are dropped."""
     return max(1, columns // 2)
 
 

@@ -46,8 +46,8 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 def advice(*, is_one_row: bool) -> dict[str, Any]:
     """Return Inductor settings for the graph: autotuning, if every product has one row.
 
-    In such a step, libraries read weights at three quarters of the memory's speed. Kernels that
-    Inductor generates and tunes read the weights faster.
+    In a step with one row, libraries read weights at three quarters of the memory's bandwidth.
+    Kernels that Inductor generates and tunes read the weights faster.
     """
     return {"coordinate_descent_tuning": True} if is_one_row else {}
 

@@ -196,12 +196,12 @@ def _settled(formula: AtLeastZero | IsZero, holds: Any, fails: Any) -> Formula:
 
 
 def both(*parts: Formula) -> Formula:
-    """Return the conjunction."""
+    """Return the formula that holds where all parts hold."""
     return _joined(All, parts, TRUE, FALSE)
 
 
 def either(*parts: Formula) -> Formula:
-    """Return the disjunction."""
+    """Return the formula that holds where at least one part holds."""
     return _joined(Some, parts, FALSE, TRUE)
 
 

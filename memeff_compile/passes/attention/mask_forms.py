@@ -211,8 +211,9 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether the key at a query's index always counts, or the last key that the query may
-    see.
+    """Return whether one of two keys always counts for a query.
+
+    These are the key at the query's index, and the last key that the query may see.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):

@@ -499,8 +499,10 @@ def _compared_magnitudes(
     left: Scalar,
     right: Scalar,
 ) -> Formula:
-    """Compare ``|x|`` with a sum: ``|x|`` is below it if x and -x are, and above it if x or -x
-    is."""
+    """Compare ``|x|`` with a sum.
+
+    ``|x|`` is below the sum if both x and -x are, and above it if x or -x is.
+    """
     _require(of_numbers(0, 1) != of_numbers(1, 0))  # as for equal and different
     is_below = of_numbers(0, 1)
     if isinstance(left, Magnitude) and isinstance(right, Linear):
@@ -726,8 +728,7 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
 
 
 def reader_of(info: GraphInfo) -> MaskReader:
-    """Return the single reader of this level of the graph, so that a mask shared by layers is read
-    once."""
+    """Return this level's single reader, which reads a mask that layers share only once."""
     reader: MaskReader | None = info.notes.get("mask_reader")
     if reader is None:
         parent = None if info.parent is None else reader_of(info.parent)

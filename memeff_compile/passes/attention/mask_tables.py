@@ -175,9 +175,7 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor unchanged if its axes are those of the table, in order.
-
-        Otherwise None.
+        """Return the tensor unchanged if its axes are those of the table, in order; otherwise None.
         """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)

@@ -60,7 +60,7 @@ class Site:
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand]:
-        """Query, key and value."""
+        """Return the operands query, key and value."""
         return self.query, self.key, self.value
 
     @property
@@ -258,7 +258,7 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether all sequences share a mask; it then also broadcasts over one more axis."""
+    """Return whether all sequences share a mask, which then also broadcasts over one more axis."""
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
 

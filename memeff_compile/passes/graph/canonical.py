@@ -389,7 +389,7 @@ def _difference(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``127 / x`` as PyTorch computes it, ``reciprocal(x) * 127``.
 
-    Other quotients as ``div``.
+    Other quotients are read as ``div``.
     """
     if _is_of_a_number(args, kwargs):
         inverse = bind(aten.reciprocal.default, (args[1],), {})
@@ -400,7 +400,7 @@ def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
-    """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the tensor method alike."""
+    """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the method of a tensor in one way."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         kwargs.pop("_stacklevel", None)

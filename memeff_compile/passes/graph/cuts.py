@@ -207,8 +207,9 @@ class _Step(NamedTuple):
 
 
 def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
-    """Tell the optimizer in the backward once a partition has computed all of its gradients:
-    one launch can then update several weights.
+    """Tell the optimizer in the backward that a partition has computed all of its gradients.
+
+    One launch can then update several weights.
     """
     updated = [each for each in given if is_updated_in_backward(each)]
     compat.after_gradients(found, lambda: announce(updated))

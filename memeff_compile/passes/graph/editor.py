@@ -1,4 +1,4 @@
-"""The only way in which passes change a graph: edits keep metadata, are verified, can be undone.
+"""Passes change graphs only through this module: it keeps metadata, verifies and can undo edits.
 
 New nodes are calls of op overloads, with ``example_value``, ``stack_trace`` and ``nn_module_stack``
 filled in: AOTAutograd's cache refuses graphs without the first, and reports read the other two.

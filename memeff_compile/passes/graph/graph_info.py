@@ -83,8 +83,7 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the candidates of a pass's search, except those for which the search has raised an
-        error."""
+        """Yield the candidates of a pass's search for which the search has not raised an error."""
         outer = self.candidate
         for node in candidates:
             if node not in self.left_out:

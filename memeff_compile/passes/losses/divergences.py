@@ -355,9 +355,10 @@ class DivergenceReader:
         return found
 
     def _selected(self, node: Node, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Read the rows of a mask: in the sum over all of them, the others are zero.
+        """Read the rows that a mask selects; a sum over all rows counts the others as zero.
 
-        Dynamo captures it if `torch._dynamo.config.capture_dynamic_output_shape_ops` is set.
+        Dynamo captures such a selection if `torch._dynamo.config.capture_dynamic_output_shape_ops`
+        is set.
         """
         value, indices = self.info.tensor(a["self"]), a["indices"]
         mask = indices[0] if len(indices) == 1 and isinstance(indices[0], Node) else None
@@ -433,7 +434,7 @@ class DivergenceReader:
         return self._headless(node)
 
     def side(self, soft: Soft, node: Node) -> Side:
-        """Return the side of a softmax, the same for equal ones."""
+        """Return the side of a softmax; equal softmaxes have the same side."""
         chain, trains = soft.chain, self.info.value(node).requires_grad
         rows = tuple(step.effect for step in chain.row_steps)
         points = [(s.kind, s.value) for s in chain.steps if s.kind in ("mul", "div", "tanh")]
@@ -748,7 +749,7 @@ def _only(expression: Expression) -> Atom | None:
 
 
 def _mixed(shares: Mapping[Any, float]) -> Expression | None:
-    """Return the logarithm of a mixture, given by the share of each side."""
+    """Return the logarithm of a mixture; `shares` has the share of each side."""
     if len(shares) != 2 or min(shares.values()) <= 0:
         return None
     whole = sum(shares.values())
@@ -758,7 +759,7 @@ def _mixed(shares: Mapping[Any, float]) -> Expression | None:
 
 
 def _log_of_sum(left: Expression | None, right: Expression | None) -> Expression | None:
-    """Read the log of exp(left) + exp(right), log-probabilities plus numbers."""
+    """Read log(exp(left) + exp(right)), where both are log-probabilities plus numbers."""
     shares: dict[Any, float] = {}
     for part in (left, right):
         if part is None or part.masks:

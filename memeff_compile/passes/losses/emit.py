@@ -62,7 +62,7 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
     """Join statistics of several parts of the rows, such as chunks, into one call over all rows.
 
-    They are not joined if the parts have less than half of the rows.
+    They are not joined if the parts together have less than half of the rows.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -514,9 +514,9 @@ class GroupEmitter:
         return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
-        """Reshape ``node``.
+        """Reshape ``node`` to `shape`.
 
-        If sizes are unknown, to the shape of the node that ``like`` returns.
+        If sizes are unknown, reshape it to the shape of the node that ``like`` returns.
         """
         if same_shape(shape, self.info.value(node).shape):
             return node

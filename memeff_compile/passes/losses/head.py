@@ -496,7 +496,8 @@ class HeadReader:
     ) -> bool:
         """Return whether the first operand of a product is a scale and the second one the logits.
 
-        The logits are the wider operand; if both are equally wide, the one that comes from a head.
+        The logits are the wider operand. If both are equally wide, they are the one that comes from a
+        head.
         """
         if same_shape(left_value.shape, right_value.shape):
             return self._products < _MAX_PRODUCTS and self._comes_second(left, right)
@@ -661,7 +662,7 @@ class HeadReader:
         return False
 
     def _vector_source(self, node: Node) -> Node:
-        """Return the source of a vector: follow views and moves that keep its values back."""
+        """Follow a vector back through views and moves that keep its values; return its source."""
         while (call := call_of(node, *_VECTOR_VIEWS)) is not None:
             before, dtype = self.info.tensor(call.args["self"]), self.info.value(node).dtype
             if before is None or before.dtype != dtype or not _is_vector(before):
@@ -787,7 +788,7 @@ def _class_cut(node: Node, call: Call, rank: int, width: Any) -> tuple[int, int]
 
 
 def _known_integer(value: Any) -> int | None:
-    """Return a number, or the constant value of a node; else None."""
+    """Return a number, or the constant value of a node, or None for any other value."""
     number = compat.example_value(value) if isinstance(value, Node) else value
     return compat.known_size(number) if isinstance(number, (int, torch.SymInt)) else None
 
@@ -833,7 +834,7 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 def _row_kind(call: Call, rank: int) -> str | None:
     """Return how ``call`` moves rows: same, reshape, rows, move or detach.
 
-    None for any other call.
+    Return None for any other call.
     """
     op, args = call.op, call.args
     last = rank - 1

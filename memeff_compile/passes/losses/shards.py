@@ -30,8 +30,9 @@ HINT = (
 
 
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
-    """Return the report's sentence: this rank's classes, and how often ranks gather how many
-    numbers.
+    """Return the report's sentence.
+
+    It gives this rank's classes, and says how often the ranks gather how many numbers.
     """
     shard = split.shard
     last = shard.first + shard.columns - 1
@@ -91,8 +92,9 @@ def _is_by_classes(logits: Any) -> bool:
 
 
 def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
-    """Return how a head is split over ranks, None if it is not split, or why this split is not
-    supported."""
+    """Return how a head is split over ranks, or why this split is not supported.
+
+    Return None if the head is not split."""
     operands = [compat.example_value(n) for n in (head.hidden, head.weight, head.bias) if n]
     if not any(map(compat.is_dtensor, operands)):
         return None

@@ -30,8 +30,9 @@ _TRANSPARENT = ("rows", "reshape", "same", "move", "detach", "to")
 
 @dataclass(frozen=True)
 class Soft:
-    """Probabilities or their logarithms: the logits, moved in the same way, and the nodes
-    between.
+    """Probabilities or their logarithms, read from a graph.
+
+    It holds the logits, moved in the same way, and the nodes from the logits to these values.
     """
 
     chain: Chain
@@ -327,7 +328,8 @@ def _of_maximum(node: Any) -> tuple[Any, int]:
 
 
 def is_shift(node: Node) -> bool:
-    """Return whether a node only subtracts a maximum from the logits: its gradient cancels."""
+    """Return whether a node only subtracts a maximum, whose gradient then cancels, from the logits.
+    """
     if call_of(node, aten.detach.default) is not None and node.users:
         users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
         if all(user is not None for user in users):

@@ -619,8 +619,9 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the index by which torch.distributions gathers log-probabilities, and the nodes to
-    remove. The node is ``broadcast_tensors(index, logits)[0][..., :1]``; the broadcast reads the
+    """Return the index by which torch.distributions gathers log-probabilities, and nodes to remove.
+
+    The node is ``broadcast_tensors(index, logits)[0][..., :1]``, in which the broadcast reads the
     logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
@@ -689,6 +690,8 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether there is a logsumexp for a gather on logits, over its rows or, in loops, over
-    their parts."""
+    """Return whether a logsumexp exists over the rows of `tail`, a gather on logits.
+
+    In loops, the logsumexp may be over parts of these rows.
+    """
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)

@@ -12,9 +12,10 @@ from ..graph.canonical import aten, call_of, read_one
 
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
-    """Return x and the nodes of `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, perhaps cast,
-    or None. A ranking by a scatter of indices is not read: it keeps other elements if some are
-    equal.
+    """Read `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, perhaps with a cast.
+
+    Return x and the nodes of this mask, or None for any other node. A mask that scatters the
+    indices of a ranking is not read, because it keeps other elements if some are equal.
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
