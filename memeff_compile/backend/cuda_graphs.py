@@ -119,7 +119,7 @@ class _Step:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the step; None if this device cannot record."""
+        """Return the device of the step, or None if this device cannot record."""
         devices = {value.device for value in self.tensors.values()}
         return next((each for each in devices if each.type in DEVICES), None)
 
@@ -139,7 +139,7 @@ class _Step:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """The inputs to which the step writes."""
+        """Return the positions of the inputs to which the step writes."""
         keys = self._written_memory()
         return tuple(p for p, value in self.tensors.items() if compat.storage_keys(value) & keys)
 

@@ -164,7 +164,7 @@ class Trip:
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
-        """Patches of Inductor's config: the passes' advice, the user's keys, and settings for
+        """Return changes of Inductor's config: advice of passes, the user's keys, settings for
         safety.
         """
         advice, given = self.outcome.inductor, self.options.inductor_patches()
@@ -172,7 +172,7 @@ class Trip:
 
     @property
     def reuses_memory(self) -> bool:
-        """Whether the compiled graph keeps pointers to its memory, as CUDA graphs do."""
+        """Return whether the compiled graph keeps pointers to its memory, as CUDA graphs do."""
         patches = self.inductor_patches
         return self.options.inner == "inductor" and compat.inductor_uses_cudagraphs(patches)
 

@@ -26,7 +26,7 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """The device for which engines are chosen, and its kind of GPU."""
+    """Names the device, and its kind of GPU, for which engines are chosen."""
 
     device: torch.device
     gpu: Gpu

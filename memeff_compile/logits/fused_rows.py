@@ -142,8 +142,7 @@ class Head:
     def total(
         self, target: Tensor, ignore_index: int, norm: Tensor | None, needed: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        """Return the sum of the rows' losses divided by `norm`, and its gradients where `needed`.
-        """
+        """Return the sum of the rows' losses divided by `norm`, and its gradients if `needed`."""
         knobs = self._knobs(ignore_index)
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy_total(
             *self._operands(), target, None, norm, **knobs, output_mask=list(needed)
@@ -367,8 +366,7 @@ class FusedRows:
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
-        """Multiply this gradient by the log-probabilities; return a gradient of the probabilities.
-        """
+        """Multiply by the log-probabilities; return a gradient of the probabilities."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:

@@ -238,8 +238,7 @@ class _Exp(_Function):
 
 
 class _PLogP(_Function):
-    """Multiplies deferred probabilities by their deferred logarithms; the result is deferred too.
-    """
+    """Multiplies deferred probabilities by their deferred logarithms; defers the product too."""
 
     @staticmethod
     def forward(ctx: Any, probs: View, logs: View) -> View:

@@ -115,7 +115,7 @@ class Size:
 
 @dataclass
 class Scale:
-    """Reads sizes as formulas, and computes their values at the points at which it compares them."""
+    """Reads sizes as formulas, with their values at the points at which sizes are compared."""
 
     told: Told  # the batch and the length in the graphs
     # where to look for the largest moment; the first one is the user's own sizes
@@ -194,9 +194,9 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 
 
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
-    """Return sizes around the user's, which come first.
+    """Return points around the user's batch and length; the user's own point comes first.
 
-    Sizes that are not distinct stay the same.
+    A size that `told` does not distinguish is the user's at every point.
     """
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}

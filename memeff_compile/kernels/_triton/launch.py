@@ -152,11 +152,13 @@ def launch(
 
 
 class Launches:
-    """The launches of a call, in order. Of an earlier call with equal `sizes`, each one's compiled
-    kernel is known: it is taken if kernel, constants, numbers and dtypes are those of that call,
-    and all memory is aligned to 16 bytes. Tensors are on the current GPU.
+    """Runs the launches of a call, in order, and knows the kernels of an earlier call.
 
-    That takes a fourth of the host's time of `run_kernel`, which small calls wait for.
+    The earlier call had equal `sizes`. Its compiled kernel is used for a launch if kernel,
+    constants, numbers and dtypes are the same, and if all memory is aligned to 16 bytes. Tensors
+    are on the current GPU.
+
+    This takes a quarter of the host's time of `run_kernel`. Small calls wait for that time.
     """
 
     def __init__(self, *sizes: Hashable) -> None:

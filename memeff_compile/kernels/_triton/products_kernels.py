@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
-    """Return acc + a b; operands in fp32 are not rounded."""
+    """Return acc + a b, without rounding operands in fp32."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")

@@ -71,9 +71,9 @@ def fit(
 
     With `angles`, keys count as if they came up again at all later positions.
 
-    Turns that are not the identity were fitted on other rows. These and their slots are kept where
-    the rows say little: keys of few tokens, after their rotary embedding, do not show how later
-    positions turn.
+    Turns that are not the identity were fitted on other rows. Those turns and their slots are kept
+    if the given rows say little: keys of few tokens, after their rotary embedding, do not show how
+    keys at later positions turn.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
     depth = maps.turns.shape[-1]
@@ -111,10 +111,10 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return one slot per head of the upper layer, (H), for all sequences, and the sums of products
-    over all, (H, 2, D, D), whose polar factors are turns; `rows` and `counted` as `fit` takes them.
+    """Return one slot per head of the upper layer, (H), for all sequences, and sums of products.
 
-    `slots` are those of other rows, if there are any.
+    The sums are over all sequences, (H, 2, D, D); their polar factors are the turns. `rows` and
+    `counted` are as `fit` takes them. `slots` are those of other rows, if there are any.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)
@@ -229,9 +229,9 @@ def _spans(x: Tensor) -> list[slice]:
 def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
     """Return (B, H, H): how much of a head of the upper layer a head of the lower can explain.
 
-    It is the norm of the product of both heads' rows, over that of each head's; a map that is
-    orthogonal does not change it. `rows` and their `means`, (B, H, 2, D), are of the two layers. On
-    a GPU, rows of 16 bits are multiplied in 16 bits.
+    It is the norm of the product of both heads' rows, divided by the norm of each head's rows. An
+    orthogonal map does not change it. `rows` and their `means`, (B, H, 2, D), are those of the two
+    layers. On a GPU, rows of 16 bits are multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]

@@ -102,7 +102,7 @@ def _coded_kv_cache_multiply_rows_kernel(
 
 @triton.jit
 def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Write a group of rows less their mean, (tokens, D) fp32."""
+    """Subtract the mean from a group of rows, and write the result, (tokens, D) fp32."""
     token = tl.arange(0, C.GROUP)
     for part in tl.static_range(C.DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
@@ -113,10 +113,10 @@ def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexp
 
 @triton.jit
 def _centre_and_turn(rows, slot, row, map_of, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Write a group of rows less their mean, times a matrix, (tokens, D) fp32.
+    """Subtract the mean from a group of rows, multiply by a matrix, and write (tokens, D) fp32.
 
-    A number in fp32 is the sum of two of 16 bits, so that tensor cores multiply it unrounded; rows
-    of 256 are rounded, for lack of registers.
+    A number in fp32 is the sum of two numbers of 16 bits, so that tensor cores multiply it
+    unrounded. Rows of 256 channels are rounded, because there are too few registers.
     """
     mean_ptr, turn_ptr = map_of
     kind: tl.constexpr = turn_ptr.dtype.element_ty

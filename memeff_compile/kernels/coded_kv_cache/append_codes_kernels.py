@@ -294,7 +294,7 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Copy those of some rows that are kept tokens to the kept rows of this sequence and head."""
+    """Copy the kept tokens among some rows to the kept rows of this sequence and head."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]
@@ -385,7 +385,7 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
 
 @triton.jit
 def _begin(pool, C: tl.constexpr):
-    """Return tokens in the cache, tokens in codes, and the first token of this sequence."""
+    """Return the number of tokens in the cache and in codes, and this sequence's first token."""
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)
     first = length * 0

@@ -180,8 +180,10 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return (B, H, 2, D, D): the sums over rows of a row of the upper layer times its slot's, for
-    keys and for values, both less their means.
+    """Return (B, H, 2, D, D): sums of products of two layers' rows, for keys and for values.
+
+    Each product multiplies a row of the upper layer by the row of the slot's head in the lower
+    layer. The means are subtracted from both rows.
     """
     from . import alignment_kernels as kernels
 

@@ -45,7 +45,7 @@ def quantized_heads(
 
 
 def _rounded(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return code * step, with the step rounded to the dtype in which a cache stores it."""
+    """Return code * step; the step is rounded to the dtype in which a cache stores it."""
     top = 2 ** (bits - 1) - 1
     step = (values.abs().amax(-1, keepdim=True) / values.new_full((1,), top)).to(dtype)
     step = step.masked_fill(step == 0, 1.0).to(values.dtype)

@@ -73,9 +73,9 @@ def shared_direction(
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
     """Return (B, H): the distance above which a row is kept unchanged (for ``similar``: below).
 
-    Only the elements of the (B, H, N) distances for which `counted` is true are used; the result is
-    nan if there are none. `gamma` is the share of their range whose rows are kept: a larger one
-    keeps more rows, 1 keeps all.
+    Only distances (B, H, N) for which `counted` is true are used; if there are none, the result is
+    nan. `gamma` is the share of the range of distances in which rows are kept. A larger share keeps
+    more rows, and 1 keeps all.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)

@@ -16,7 +16,7 @@ def mean_key(
     angles: Tensor,  # (D / 2,), per position
     span: int,  # positions
 ) -> Tensor:
-    """Return the mean of keys over the positions from theirs to `span` later."""
+    """Return the mean of keys over all positions from their own to `span` positions later."""
     real, imaginary = _factor(angles.to(x.dtype), span)
     a, b = x.chunk(2, -1)
     return torch.cat([a * real - b * imaginary, b * real + a * imaginary], -1)
@@ -44,7 +44,7 @@ def _turned(real: Tensor, imaginary: Tensor, angles: Tensor, span: int) -> tuple
 
 
 def _factor(angles: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """Return the mean of exp(i s angle) over s from 0 to `span`: real and imaginary part."""
+    """Return the mean of exp(i s angle) over s from 0 to `span`, as real and imaginary part."""
     half = angles * (span / 2)
     size = torch.sinc(half / torch.pi)
     return size * half.cos(), size * half.sin()

@@ -187,7 +187,7 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs in every `every`-th run, int32."""
+    """Return how often each of the 256 exponents occurs, as int32, in every `every`-th run."""
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (
         -(-patterns.numel() // (RUN * every)),
@@ -226,7 +226,8 @@ def encode_soon(
     """Encode a weight of the same shape into existing parts, with the existing windows.
 
     Return whether the weight fitted, or an `Outcome` if the codec does not wait for the GPU. If the
-    weight did not fit, only the spill buffer holds it, if there is one; the parts are invalid.
+    weight did not fit, the parts are invalid, and only the spill buffer, if there is one, holds the
+    weight.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":

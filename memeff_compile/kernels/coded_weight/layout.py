@@ -111,7 +111,7 @@ _FORMATS |= {
 def parse(name: str) -> Format:
     """Return the format of a codec's name: "win4", or "win4:k3:b512" for a lossy mode.
 
-    Without a block it has 512 weights. Any other name raises an error.
+    If a lossy name gives no block, a block has 512 weights. Any other name raises an error.
     """
     if name not in _FORMATS:
         raise UnsupportedInputError(

@@ -353,7 +353,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Multiply(torch.autograd.Function):
-    """Multiply; pass the gradient of the product on."""
+    """Multiplies; its backward passes the gradient of the product on."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:

@@ -18,9 +18,11 @@ APART: tl.constexpr = tl.constexpr(128)  # `layout.PIECE_APART`
 
 @triton.jit
 def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
-    """Return the weight that a program works on: (its number, the program's number in it,
-    allocation, values, chunks, chunks before it, room). Because the weight is chosen here, the rest
-    is compiled only once.
+    """Return the weight that a program works on, as a tuple.
+
+    The tuple has the weight's number, the program's number in the weight, the allocation, the
+    values, the number of chunks, the number of chunks before them, and the room for patches.
+    Because the weight is chosen here, the code after it is compiled only once.
     """
     number = 0
     begin = 0

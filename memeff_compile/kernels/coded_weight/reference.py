@@ -48,7 +48,7 @@ def as_patterns(weight: Tensor) -> Tensor:
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs in every `every`-th run, int64."""
+    """Return how often each of the 256 exponents occurs, as int64, in every `every`-th run."""
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
     patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
     for piece in patterns.split(PIECE):
@@ -355,7 +355,7 @@ def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 def widen(patterns: Tensor, norms: Tensor, form: Format) -> Tensor:
     """Multiply each block by its normaliser.
 
-    The inverse of `normalise`, except for the bits that it dropped.
+    This inverts `normalise`, except for the bits that `normalise` dropped.
     """
     out = torch.empty_like(patterns)
     for piece in _pieces(patterns.numel()):

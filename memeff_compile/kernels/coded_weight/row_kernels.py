@@ -53,9 +53,9 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return row and column of patches. Rows are counted from the first row.
+    """Return row and column of patches; rows are counted from the first row.
 
-    Before it they are -1.
+    A patch before the first row has row -1.
     """
     number = tl.arange(0, CHUNKS)
     ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
@@ -251,7 +251,7 @@ def _narrow_rows(
 ):
     """Compute the products of ROWS rows of a lossy weight with one token x, in fp32.
 
-    The next words are loaded before these are multiplied.
+    The words of the next step are loaded before those of this step are multiplied.
     """
     IS_EVEN: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]

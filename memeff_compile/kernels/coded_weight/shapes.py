@@ -127,7 +127,10 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
 
 
 class _Cost(NamedTuple):
-    """The cost of a wide tile in microseconds on an H200, fitted to `coded-weight-widths.txt`."""
+    """Predicts the time of a wide tile in microseconds on an H200.
+
+    The numbers were fitted to `coded-weight-widths.txt`.
+    """
 
     resident: int  # programs on a multiprocessor at a time
     start: float  # of a program

@@ -42,9 +42,9 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a weight, of which it is not yet known whether it fitted into the lists.
+    """Holds a new value of a weight until it is known whether the value fitted into the lists.
 
-    If it did not fit, the value is encoded again from the spill buffer, or from the dense value,
+    If the value did not fit, it is encoded again from the spill buffer, or from the dense value,
     which is kept until then.
     """
 

@@ -26,12 +26,10 @@ class Layout(NamedTuple):
 
 
 def layout_of(table: Any, ids: Any) -> Layout | None:
-    """Return the layout of a lookup's result.
+    """Return the layout of a lookup's result, the same on all ranks.
 
-    Return None if DTensor would first move ids or table between ranks.
-
-    All ranks get the same answer. The table is a DTensor; the ids are a DTensor, or a plain tensor
-    that is equal on all ranks.
+    Return None if DTensor would first move ids or table between ranks. The table is a DTensor; the
+    ids are a DTensor, or a plain tensor that is equal on all ranks.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

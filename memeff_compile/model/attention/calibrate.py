@@ -81,7 +81,7 @@ class Calibration(VerbReport, dict[str, Any]):
         """Draw, for each site and level, the mean over calls and the standard deviation of the
         scores.
 
-        The extension of `path` sets the format; SVG if there is no extension. Raise
+        The extension of `path` sets the format, which is SVG if there is no extension. Raise
         CalibrationError if matplotlib is not installed.
         """
         scores, tried = self._scores()

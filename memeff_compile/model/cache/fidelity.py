@@ -135,7 +135,7 @@ class FidelityReport(VerbReport):
         """Draw the similarity of neighbouring layers: the mean cosine, and the middle 90 % of the
         rows.
 
-        The ending of `path` sets the format, SVG if it has no ending. Raise CalibrationError if
+        The ending of `path` sets the format: SVG if it has no ending. Raise CalibrationError if
         matplotlib is not installed.
         """
         names = ["-".join(map(str, pair["layers"])) for pair in self.pairs]

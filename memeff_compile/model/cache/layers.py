@@ -110,9 +110,10 @@ class InPlace(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """`max_cache_len`.
+        """Return `max_cache_len`.
 
-        If a tensor has this size, its size is returned, so that compiled code accepts any length.
+        If a tensor has this size, return its size instead, so that compiled code accepts any
+        length.
         """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
@@ -249,7 +250,7 @@ class ExactLayer(AsTheyCome):
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens
-        """Return the tokens in the cache."""
+        """Return the number of tokens in the cache."""
         return 0 if self.is_empty else self.cumulative_length
 
     def remove_last(self, remove: int) -> None:
@@ -381,7 +382,7 @@ class WindowLayer(AsTheyCome):
         return max(self.kept + query_length, self.room), self.total - _NONE - self.kept
 
     def get_seq_length(self) -> int:
-        """Return the tokens that have been in the cache."""
+        """Return the number of tokens that have been in the cache."""
         return self.total - _NONE
 
     def keeps(self, remove: int) -> str | None:
@@ -493,7 +494,7 @@ class CodedLayer(InPlace):
         return keys, values
 
     def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens
-        """Return the tokens in the cache."""
+        """Return the number of tokens in the cache."""
         return 0 if self.is_empty else self.counts[op_folder.LENGTH]
 
     def keeps(self, remove: int) -> str | None:

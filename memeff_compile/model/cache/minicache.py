@@ -36,14 +36,17 @@ class Measured(Protocol):
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
-        """For each pair its `layers`, the `mean` cosine of `keys` and of `values`, and both means
-        as `aligned`.
+        """Return, for each pair of layers, its `layers` and the cosines of its keys and values.
+
+        The `mean` cosines are those of the rows as they are; the cosines under `aligned` are those
+        when the two layers are aligned.
         """
 
     @property
     def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
-        """For pairs of layers the turns of keys and values, (H, 2, D, D), and the slots, (H,), that
-        align them on the report's inputs.
+        """Return the maps that align each pair of layers on the report's inputs.
+
+        They are the turns of keys and values, (H, 2, D, D), and the slots, (H,).
         """
 
 

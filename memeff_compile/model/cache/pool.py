@@ -48,7 +48,7 @@ class _Kept:
 
 
 class Pool:
-    """The caches of one model; a copy of the model starts with none."""
+    """Holds the caches of one model; a copy of the model starts without caches."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class Pool:
         mask: Tensor | None,  # of padding, for the cache
         make: Callable[[], Made],  # makes one, with the mask, for the first of these lengths
     ) -> Made:
-        """Return an empty cache of a kind, one that was used before if there is one."""
+        """Return an empty cache of a kind; if possible, return one that was used before."""
         with self._lock:
             alike = [k for k in self._kept if k.kind == kind and k.tokens in tokens]
             for kept in alike:
@@ -109,7 +109,7 @@ def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
     """Return key-value heads and head dimension of this process's cache.
 
-    None if they are only known from the first keys.
+    Return None if only the first keys will show them.
     """
     if is_cut_elsewhere(model):
         return None

@@ -21,10 +21,10 @@ _HALVES = (-2.0, -3.0, 0.0, 1.0)
 
 
 def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
-    """Return (D / 2,): the angle per position of the channels i and i + D / 2; None if unknown.
+    """Return (D / 2,): the angle per position by which channels i and i + D / 2 turn.
 
-    It is unknown if neighbouring channels turn together, if some channels do not turn, or if the
-    embedding's scaling depends on the length.
+    Return None if the angles are unknown: if neighbouring channels turn together, if some channels
+    do not turn, or if the embedding's scaling depends on the length.
     """
     text = config.get_text_config(decoder=True)
     name = type(text).__module__.replace(".configuration_", ".modeling_")

@@ -86,7 +86,7 @@ class CompressedWeight:
 
 @dataclass(frozen=True)
 class CompressionReport(VerbReport):
-    """What `compress_` did.
+    """Reports which weights `compress_` compressed.
 
     `str()` has one line for weights that are alike in all layers, `to_json()` one entry per weight.
     """

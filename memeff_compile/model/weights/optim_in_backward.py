@@ -69,7 +69,7 @@ than a launch takes on the host, and are updated one by one.
 
 
 class _Queue:
-    """New values that are not yet known to fit, oldest first.
+    """Holds new values that are not yet known to fit, the oldest first.
 
     If a value does not fit, the GPU copies it to a ring of spill buffers in host memory, from which
     it is encoded again. The host can run ahead of the GPU by as many weights as fit into that ring.
@@ -159,7 +159,7 @@ class _Queue:
                 self._head += count
 
     def add(self, value: Unsettled, count: int) -> None:
-        """Add a value; `settle` confirms it at the end of the backward pass at the latest."""
+        """Add a value; `settle` confirms it by the end of the backward pass."""
         if value.is_settled:
             return
         self._waiting.append((value, self._head))
@@ -273,7 +273,7 @@ class _Update:
 def _clip(held: list[Tensor], max_norm: float) -> None:
     """Scale the only gradient in a list down to a norm.
 
-    In place, if no other tensor uses its memory.
+    Do this in place if no other tensor uses the gradient's memory.
     """
     norm = torch.linalg.vector_norm(held[0], dtype=torch.float32)
     factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)

@@ -175,8 +175,7 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor unchanged if its axes are those of the table, in order; otherwise None.
-        """
+        """Return the tensor unchanged if its axes are those of the table in order, or None."""
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))

@@ -222,7 +222,7 @@ _MAX_PARTS = 8  # low-rank products added to a head's
 class HeadReader:
     """Reads chains of one graph, each node once.
 
-    If ``tracing`` is set, also by traces (milliseconds).
+    If ``tracing`` is set, it also reads nodes by traces, which take milliseconds.
     """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
@@ -496,8 +496,8 @@ class HeadReader:
     ) -> bool:
         """Return whether the first operand of a product is a scale and the second one the logits.
 
-        The logits are the wider operand. If both are equally wide, they are the one that comes from a
-        head.
+        The wider operand is the logits. If both are equally wide, the operand that comes from a
+        head is the logits.
         """
         if same_shape(left_value.shape, right_value.shape):
             return self._products < _MAX_PRODUCTS and self._comes_second(left, right)

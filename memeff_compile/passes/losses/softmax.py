@@ -311,9 +311,9 @@ def negated(node: Node) -> Node | None:
 
 
 def _of_maximum(node: Any) -> tuple[Any, int]:
-    """Return the tensor of which ``node`` is the maximum over one dimension, and the dimension.
+    """Return the tensor of which ``node`` is the maximum over one dimension, and that dimension.
 
-    Or None.
+    The tensor is None if ``node`` is not such a maximum.
     """
     call = call_of(node, aten.amax.default)
     is_values = True
@@ -328,8 +328,7 @@ def _of_maximum(node: Any) -> tuple[Any, int]:
 
 
 def is_shift(node: Node) -> bool:
-    """Return whether a node only subtracts a maximum, whose gradient then cancels, from the logits.
-    """
+    """Return whether a node only subtracts a maximum from the logits, whose gradient cancels."""
     if call_of(node, aten.detach.default) is not None and node.users:
         users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
         if all(user is not None for user in users):
