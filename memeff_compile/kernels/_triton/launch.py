@@ -204,7 +204,11 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return what tells arguments apart, the arguments as a GPU takes them, and all addresses."""
+    """Return the properties that distinguish arguments, the arguments as a GPU takes them, and
+    bits.
+
+    The bits are those that are set in any address.
+    """
     seen: list[Any] = []
     given: list[Any] = []
     bits = 0

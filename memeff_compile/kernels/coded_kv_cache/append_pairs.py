@@ -235,8 +235,7 @@ def measure_prompt(
     values: tuple[Tensor, Tensor],  # likewise
     group: int,  # tokens per program
 ) -> Tensor:
-    """Return (B, H, n): the distance between two layers, the larger of those of keys and of
-    values."""
+    """Return (B, H, n): the larger of the distances between two layers' keys and values."""
     from . import append_pairs_kernels as kernels
 
     batch, heads, count, depth = keys[0].shape

@@ -170,7 +170,7 @@ def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tens
 
 
 def _apart(rows: Sequence[Tensor]) -> Tensor:
-    """Return (B, H, n): the layers' distance, the larger of that of keys and that of values."""
+    """Return (B, H, n): the larger of the distances between two layers' keys and values."""
     directions = [direction_and_length(x)[0] for x in rows]
     return torch.maximum(
         distance(directions[0], directions[2]), distance(directions[1], directions[3])

@@ -38,7 +38,7 @@ class Plan:
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
     """Return the launch for (B, H, M, N, D), from static sizes alone.
 
-    Off CUDA, the launch of an H200.
+    Off CUDA, it is the launch for an H200.
     """
     batch, heads, queries, keys, depth = sizes
     count = queries * (heads // kv_heads)
@@ -61,9 +61,10 @@ def alignment(*strides: int) -> int:
 
 
 def _in_units(cache: Tensor, align: int) -> Cells:
-    """Return a cache in the form that kernels take, with the stride of keys in units of `align`
-    elements. Triton detects only strides that are multiples of 16. Without units, rows of 100
-    elements would be read element by element.
+    """Return a cache in the form that kernels take.
+
+    The stride of keys is in units of `align` elements, because Triton detects only strides that are
+    multiples of 16. Without units, rows of 100 elements would be read element by element.
     """
     batch, head, key, depth = cache.stride()
     return Cells(cache, batch, head, key // align, depth)

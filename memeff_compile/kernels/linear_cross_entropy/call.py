@@ -105,7 +105,7 @@ class Operands(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """The results of a forward: one element per row each, or (0,) if not requested.
+    """The results of a forward: each has one element per row, or shape (0,) if not requested.
 
     No two of them share memory.
     """
@@ -129,7 +129,7 @@ class RowResults(NamedTuple):
 class RowGradients(NamedTuple):
     """The gradient of the loss with respect to each differentiable result, one number per row.
 
-    fp32 or fp64; (0,) if the result was not requested.
+    Gradients are fp32 or fp64; that of a result that was not requested has shape (0,).
     """
 
     nll: Tensor
@@ -146,7 +146,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of the operands; None if not requested."""
+    """Holds the gradients of the operands; those that were not requested are None."""
 
     hidden: Tensor | None  # (N, D)
     weight: Tensor | None  # (V, D), laid out like the weight
@@ -195,7 +195,10 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each counting row's target column, and masks: this rank has it, another rank has."""
+    """Return each counting row's target column, and two masks.
+
+    The masks say whether this rank, or another rank, has the target.
+    """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere
 

@@ -9,8 +9,9 @@ counts.
 
 Classes are then ordered by the groups in which they count, so that most tiles of 128 x 128 are
 either full or empty, whatever the token ids. The logits of these tiles are computed again, a
-workspace of tiles at a time, and multiplied: 1 + 3a products of which a is the share of tiles that
-count. The order takes V numbers; rows of the weight and its gradient are read and written in place.
+workspace of tiles at a time, and multiplied. That takes 1 + 3a products, where a is the share of
+tiles that count. The order takes V numbers; rows of the weight and its gradient are read and
+written in place.
 
 The lost mass is redistributed over the kept classes in proportion, so each row's sum (target
 excluded) is unchanged. Otherwise the logits of dropped classes would rise, because no step pushes
@@ -401,14 +402,14 @@ class Filtered(Differentiating):
         )
 
     def made(self) -> Gradients:
-        """Return the requested gradients, after the last block."""
+        """Return the requested gradients; call this after the last block."""
         sums = self.bias_sums
         of_bias = None if sums is None else sums.to(self.bias)
         return Gradients(self.grad_hidden, self.grad_weight, of_bias)
 
 
 class FilteredTotal(Filtered, Statistics):
-    """The walk of a loss that is one number: a row's log-sum-exp is estimated, and then known."""
+    """Walks for a loss that is one number; estimates each row's log-sum-exp, then computes it."""
 
     def __init__(self, given: ScalarLoss) -> None:
         super().__init__(Operands(*given[:4]), given.settings, given.output_mask)
@@ -449,7 +450,10 @@ class FilteredBackward(Filtered):
 
 
 class Both(Differentiating):
-    """Two walks, one after the other, with one gradient each: a filter may be of one alone."""
+    """Runs two walks, one after the other, because a filter may apply to one gradient alone.
+
+    Each walk computes one gradient.
+    """
 
     def __init__(self, *walks: Any) -> None:
         self.walks = walks
@@ -475,12 +479,12 @@ class Walks(NamedTuple):
 
     @property
     def forward(self) -> Any:
-        """The engine's own forward pass, which a filter does not change."""
+        """Return the engine's forward pass, which a filter does not change."""
         return self.exact.forward
 
     @property
     def total(self) -> type[FilteredTotal]:
-        """The walk of a loss that is one number."""
+        """Return the class of the walk for a loss that is one number."""
         return FilteredTotal
 
     def backward(
@@ -491,7 +495,7 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the walk of gradients, of which a filter may drop parts of one or of both."""
+        """Return the walk of the gradients; a filter may drop parts of one gradient or of both."""
         parts, rest = settings.filter_parts, list(output_mask[:3])
         if parts == "both":
             return FilteredBackward(grads, given, saved, settings, output_mask)

@@ -52,7 +52,7 @@ def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) 
 
 
 def filter_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
-    """Return a bound of a filter's bytes: scores, packed tiles, sums of dE, orders."""
+    """Return an upper bound of the bytes of a filter: scores, packed tiles, sums of dE, orders."""
     tile = 128
     height = sympy.Min(FILTER_GROUPS * tile, sympy.ceiling(rows / tile) * tile)
     groups = height / tile

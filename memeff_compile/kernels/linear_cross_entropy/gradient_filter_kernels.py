@@ -277,7 +277,7 @@ def _linear_cross_entropy_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Say whether a row's largest logit is far from its base, and make that logit the base."""
+    """Record whether a row's largest logit is far from its base, and make that logit the base."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < _rows_here(kept_ptr, first_row, piece_rows, C)
     base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
@@ -393,7 +393,7 @@ def _linear_cross_entropy_filter_level_kernel(
 
 @triton.jit
 def _larger(of_p, of_target):
-    """Return the larger one in magnitude, with the sign of the first."""
+    """Return the number that is larger in magnitude, with the sign of the first."""
     size = tl.maximum(tl.abs(of_p), tl.abs(of_target))
     return tl.where(of_p < 0.0, -size, size)
 
@@ -433,10 +433,10 @@ def _linear_cross_entropy_filter_word_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Write a class's word: a bit for each group in which it counts; the first has the highest.
+    """Write one word for each class, which has a bit for each group in which the class counts.
 
-    In the order of words, classes that count in rarely used groups are adjacent. That fills more
-    tiles than the reverse order of bits.
+    The first group has the highest bit. If classes are sorted by their words, classes that count in
+    rarely used groups are adjacent. That fills more tiles than the reverse order of bits.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -462,7 +462,10 @@ def _linear_cross_entropy_filter_tile_kernel(
     vocab,
     TILE: tl.constexpr,
 ):
-    """Write a tile's word: a bit for each group in which at least one of its classes counts."""
+    """Write one word for each tile of classes.
+
+    It has a bit for each group in which at least one class of the tile counts.
+    """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
     tl.store(tile_word_ptr + tl.program_id(0), tl.reduce(words, 0, _either))

@@ -94,7 +94,7 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) -> Selection:
-    """Return the rows that count; ignored targets only if another result needs their rows."""
+    """Return the rows that count: ignored ones only if a result other than the loss needs them."""
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
     if ignore_index is None or settings.keeps_ignored_rows:
@@ -478,7 +478,7 @@ class ByRows(Differentiating):
     def add_products(self, block: Block, factor: Tensor | None) -> None:
         """Add the products of X to the gradients, with the kernels that this Triton supports.
 
-        For dC, X is multiplied with the factor, (R, D), which is zero after the last row.
+        For dC, X is multiplied by `factor`, (R, D), which is zero after the last row.
         """
         first, here = block.first, block.stop - block.first
         if self.grad_hidden is not None or self.grad_weight is not None:

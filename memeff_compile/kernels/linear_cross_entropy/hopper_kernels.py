@@ -6,7 +6,7 @@ becomes a tile of the gradient G of the logits, if the statistics are known. Or 
 X, if they are not known yet. X_ij = exp(z_ij - base_i), times dz/ds if there is a softcap, rounded
 once to 16 bits. base_i is a number near the row's largest logit. It is known before the logits are,
 so X does not wait for the log-sum-exp. The factor that turns X into gradients, exp(base_i - lse_i)
-times the scale, is one per row, and goes into the two products of X. At a row's target X has (p -
+times the scale, is one number per row; the two products of X apply it. At a row's target X has (p -
 1) / factor, so that no difference cancels in 16 bits. If ranks hold parts of the vocabulary, they
 exchange their log-sum-exps after X is written.
 
@@ -82,7 +82,7 @@ def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexp
 def _place(tile, row_blocks, column_blocks, C: tl.constexpr):
     """Return the row block and the column block of a tile.
 
-    GROUP row blocks at a time: their rows and a few columns stay in the L2 cache.
+    Tiles are visited GROUP row blocks at a time, whose rows and a few columns stay in the L2 cache.
     """
     group = tile // (C.GROUP * column_blocks)
     local = tile % (C.GROUP * column_blocks)
@@ -981,7 +981,7 @@ def _linear_cross_entropy_hopper_bias_kernel(
     vocab,
     C: tl.constexpr,
 ):
-    """Add the column sums of X, each row times its scale: the gradient of the bias."""
+    """Add the column sums of X, whose rows are scaled, to the gradient of the bias."""
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     columns = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     inside = columns < vocab
@@ -1006,7 +1006,7 @@ def _linear_cross_entropy_hopper_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply by one number in fp32, and round once; in place, a factor of 1 returns at once."""
+    """Multiply by one number in fp32, and round once; in place, return at once if it is 1."""
     by = tl.load(by_ptr)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK

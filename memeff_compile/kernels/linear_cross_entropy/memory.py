@@ -217,9 +217,7 @@ def hopper_bytes(
 ) -> sympy.Expr:
     """Return an upper bound of the bytes of a walk over blocks of rows.
 
-    If N is a symbol, for every N.
-
-    Under a filter the walk has other buffers.
+    If N is a symbol, the bound holds for every N. Under a filter the walk has other buffers.
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     if leaves_out(gradient_filter, depth):

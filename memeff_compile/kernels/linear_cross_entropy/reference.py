@@ -126,11 +126,11 @@ class Forward(Statistics):
 
 
 class _Factors(NamedTuple):
-    """For each row, the factors of four terms: p, 1(j = target), the column's weight, p (log p +
-    entropy).
+    """Holds, for each row, the factors of four terms of the gradient.
 
-    Every term would be multiplied by the scale at the end, so the gradients per row (N elements
-    each) are scaled instead.
+    The terms are p, 1(j = target), the column's weight, and p (log p + entropy). Every term would
+    be multiplied by the scale at the end, so the gradients per row (N elements each) are scaled
+    instead.
     """
 
     probability: Tensor
@@ -373,7 +373,7 @@ forward, backward, total = Forward, Backward, Total
 def _rows(
     kept: Tensor | None, hidden: Tensor, target: Tensor, low: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states, targets and `low` of the kept rows; of all rows if `kept` is None."""
+    """Return hidden states, targets and `low` of the kept rows, or of all if `kept` is None."""
     if kept is None:
         return hidden, target, low
     return hidden[kept], target[kept], None if low is None else low[kept]
@@ -405,7 +405,7 @@ def _scaled_products(
 ) -> tuple[Tensor, Any]:
     """Write scale * (hidden @ weight.T + low @ up.T + bias) of a block of classes into `out`.
 
-    Returns the block's rows of weight and up in the wide dtype.
+    Return the block's rows of weight and up in the wide dtype.
     """
     here, dtype = slice(block.first, block.stop), out.dtype
     weight = given.weight[here].to(dtype)

@@ -183,9 +183,9 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 
 
 def library_block(width: int) -> int:
-    """Return how many columns a program processes at once. For strips of 64 columns it is 128.
+    """Return how many columns a program processes at once, at most 2048.
 
-    At most it is 2048.
+    For strips of 64 columns it is 128.
     """
     return min(LIBRARY_MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))
 
@@ -344,7 +344,7 @@ class Room(NamedTuple):
     def retreating_width(self, first: int) -> int:
         """Return how many columns fit into memory in front of their own G, which is at the end.
 
-        Or 0.
+        Return 0 if no columns fit.
         """
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step
@@ -459,9 +459,9 @@ FILTER_ITEMS = 4
 class FilterShapes(NamedTuple):
     """Tiles, warps and pipeline stages of a filter's kernels on one kind of GPU.
 
-    A group has `rows` rows; logits are computed in tiles of `columns` classes, and products in
-    tiles of `rows` x `product_columns`. `per_processor` programs of those share a multiprocessor,
-    so that one multiplies while the other reads and writes its dC.
+    A group has `rows` rows. Logits are computed in tiles of `columns` classes, and products in
+    tiles of `rows` x `product_columns`. `per_processor` programs that compute products share a
+    multiprocessor, so that one multiplies while the other reads and writes its dC.
     """
 
     rows: int
@@ -492,11 +492,11 @@ class FilterShapes(NamedTuple):
         }
 
     def filling(self) -> dict[str, Any]:
-        """Return those of the kernel that computes the logits of tiles that count."""
+        """Return the constants and launch options of the kernel that fills the tiles that count."""
         return self._constants(self.rows, self.warps[1], self.stages[1])
 
     def multiplying(self) -> dict[str, Any]:
-        """Return those of the kernel that multiplies these tiles."""
+        """Return the constants and launch options of the kernel that multiplies these tiles."""
         parts = 4 if self.product_columns >= 256 else 2
         columns = self.product_columns
         return {**self._constants(columns, self.warps[1], self.stages[2]), "PARTS": parts}
@@ -525,8 +525,10 @@ def filter_rows(rows: int, tile: int) -> int:
 
 
 def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
-    """Return the bytes of a walk besides its packed tiles: scores, words and their order, rows of
-    hidden states twice, sums of dE, and sums of each level.
+    """Return the bytes of a walk under a filter, apart from its packed tiles.
+
+    They are scores, words and their order, rows of hidden states twice, sums of dE, and sums of
+    each level.
     """
     return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
 

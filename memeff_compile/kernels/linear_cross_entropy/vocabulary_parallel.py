@@ -101,9 +101,10 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as columns of this rank, and masks: this rank has it, another rank has it.
+        """Return targets as columns of this rank, and two masks.
 
-        Rows with a target elsewhere get any column: they count, but its logit is not used.
+        The masks say whether this rank, or another rank, has the target. A row whose target is on
+        another rank gets any column: the row counts, but the logit of that column is not used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
         if ignore_index is None:
@@ -125,9 +126,8 @@ class Split(NamedTuple):
 def split_of(weight: Any) -> Split | str:
     """Return how a DTensor's rows are split over ranks.
 
-    If they are not, return a description of its layout.
-
-    Except for the rank's part, the answer is the same on every rank.
+    If they are not split, return a description of the DTensor's layout. Except for the rank's part,
+    the answer is the same on every rank.
     """
     from torch.distributed.tensor import Shard as Rows
 
@@ -175,7 +175,10 @@ class Part(NamedTuple):
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as columns of this rank, and whose target is on this or another rank."""
+        """Return targets as columns of this rank, and two masks.
+
+        The masks say whether this rank, or another rank, has the target.
+        """
         return self.shard.columns_of(self.whole.target, self.settings.ignore_index)
 
     @property
@@ -193,7 +196,7 @@ class Part(NamedTuple):
         return settings
 
     def split(self, grads: RowGradients) -> RowGradients:
-        """Return the gradients of this rank's results from those of the merged results.
+        """Turn the gradients of the merged results into those of this rank's results.
 
         The rank that has a row's target raises the target's logit; every rank lowers the logits of
         its classes.

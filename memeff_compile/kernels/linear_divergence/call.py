@@ -124,7 +124,7 @@ class Found(NamedTuple):
 def wanted(
     given: Request | ClassRequest, factors: Tensor | None, mask: Sequence[bool]
 ) -> tuple[bool, ...]:
-    """Return which gradients are computed: none without factors of the rows."""
+    """Return which gradients are computed; without factors of the rows, no gradient is."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)
@@ -191,7 +191,7 @@ def tile_of(given: Request | ClassRequest) -> int:
 
 
 def columns_of(vocab: int, tile: int) -> int:
-    """Return the columns of a slot: whole tiles."""
+    """Return the columns of a slot, which are a whole number of tiles."""
     return -(-vocab // tile) * tile
 
 

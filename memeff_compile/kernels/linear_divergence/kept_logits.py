@@ -61,8 +61,10 @@ def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
 
 
 def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute log-probabilities of some classes of each row, (N, k), or of their gradient `factors`
-    those of the operands.
+    """Compute log-probabilities of some classes of each row, (N, k).
+
+    If `factors`, the gradient of these numbers, is given, compute the gradients of the operands
+    too.
     """
     given = _readable(given)
     walk = _Classes(given, factors, wanted(given, factors, mask))
@@ -227,7 +229,7 @@ class _Walk:
 
 
 class _Divergence(_Walk):
-    """A number per row, from the logits of two sides."""
+    """Computes a number per row, from the logits of two sides."""
 
     given: Request
     sides = 2
@@ -269,7 +271,7 @@ class _Divergence(_Walk):
 
 
 class _Classes(_Walk):
-    """Log-probabilities of some classes of each row, or logits."""
+    """Computes log-probabilities, or logits, of some classes of each row."""
 
     given: ClassRequest
 

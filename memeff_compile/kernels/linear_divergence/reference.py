@@ -29,8 +29,10 @@ def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
 
 
 def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute log-probabilities of some classes of each row, (N, k), or of their gradient `factors`
-    those of the operands.
+    """Compute log-probabilities of some classes of each row, (N, k).
+
+    If `factors`, the gradient of these numbers, is given, compute the gradients of the operands
+    too.
     """
     sums = _Gradients(given, wanted(given, factors, mask))
     found = given.hidden.new_empty(given.chosen.shape, dtype=given.wide)
@@ -49,7 +51,7 @@ def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool
 
 
 class _Gradients:
-    """The sums of the operands' gradients over blocks of rows."""
+    """Sums the operands' gradients over blocks of rows."""
 
     def __init__(self, given: Request | ClassRequest, trains: tuple[bool, ...]) -> None:
         self.given, weight = given, given.weight
@@ -133,5 +135,5 @@ def _product(probability: Tensor, logarithm: Tensor) -> Tensor:
 
 
 def _ratio(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return a / b, 0 where a is 0."""
+    """Return a / b, or 0 where a is 0."""
     return (log_a - log_b).exp().masked_fill_(log_a == -torch.inf, 0)

@@ -217,10 +217,10 @@ def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
-    """Return each channel's divisor of queries, by which keys are multiplied.
+    """Return numbers per channel that divide the queries and multiply the keys.
 
     After that, queries and keys have the same energy in a channel, and the average is unchanged.
-    The divisors are powers of two, so 16-bit numbers stay exact.
+    The numbers are powers of two, so 16-bit numbers stay exact.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY

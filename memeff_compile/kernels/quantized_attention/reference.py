@@ -202,11 +202,11 @@ def _signs(size: int, like: Tensor) -> Tensor:
 
 
 def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor:
-    """Return the divisors of queries (factors of keys) per channel: (B, G, D).
+    """Return numbers per channel, (B, G, D), that divide the queries and multiply the keys.
 
     Scores do not change, and queries and keys get the same energy (sum of squares) in a channel,
     estimated from sampled rows. So a few channels with large numbers no longer make the steps of
-    all channels coarser. The average stays the same. The divisors are powers of the square root of
+    all channels coarser. The average stays the same. The numbers are powers of the square root of
     two. `whole` is the energy of sampled keys including their mean. All queries are read if their
     means have been subtracted, otherwise only sampled queries.
     """
@@ -296,9 +296,9 @@ def _shown(x: Tensor, mask: Tensor | None) -> Tensor:
 def _smooth_queries(
     q: Tensor, k: Tensor, repeat: int, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return queries minus their block's mean; these means.
+    """Subtract from queries the mean of their block.
 
-    And the scores of the means with keys.
+    Return the differences, the means, and the scores of the means with the keys.
     """
     if "q" not in settings.smooth:
         return q, q[:, :, :0], None

@@ -125,7 +125,7 @@ def _load_turned(x, place, is_place, change, C: tl.constexpr, HAS_MEAN: tl.const
     """Load rows, scale their channels, and apply the Hadamard transform.
 
     `change` has a factor per channel and, if HAS_MEAN is set, a mean to subtract. The transform
-    combines channels that are a fraction of the head apart, and neighbouring channels. A thread
+    combines channels that are far apart in the head, and neighbouring channels. A thread
     loads most of the channels that it combines, so few numbers move between threads.
     """
     mean_ptr, factor_ptr = change

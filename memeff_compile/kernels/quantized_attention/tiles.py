@@ -351,7 +351,7 @@ def _operands(
 ) -> tuple[Any, ...]:
     """Return the codes of q, k and v, as descriptors of tiles if the GPU loads through descriptors.
 
-    Before these come q itself, its strides and the scale, in case the kernel codes the queries.
+    The result begins with q itself, its strides and the scale, for a kernel that codes the queries.
     """
     asked = (made.k_mean, made.q_mean)
     there = (made.k_scale if each is None else each for each in asked)

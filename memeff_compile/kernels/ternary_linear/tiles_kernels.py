@@ -9,7 +9,7 @@ a token's codes is subtracted at the end.
 Launch these kernels with enable_fp_fusion=False: a product and the rounding after it must be two
 steps, as in PyTorch.
 
-BYTEWISE computes integer products byte by byte: set by the interpreter, which has no assembler.
+BYTEWISE computes integer products byte by byte; the interpreter, which has no assembler, sets it.
 
 Axis letters: rows are those of the weights (N), tokens those of the activations (M), words and
 bytes run over the columns.
