@@ -616,7 +616,7 @@ class Options:
 
     @property
     def filter_level(self) -> float:
-        """The threshold of `linear_cross_entropy`'s filter, eps or tau; 0 for its default."""
+        """Return the threshold of `linear_cross_entropy`'s filter, eps or tau; 0 is its default."""
         eps, tau = self.linear_cross_entropy_eps, self.linear_cross_entropy_tau
         levels = {"block": eps, "published": eps, "mass": tau}
         return levels.get(self.linear_cross_entropy) or 0.0

@@ -91,7 +91,7 @@ class VerbReport(ABC):
 
     @property
     def summary(self) -> str:
-        """The action or result, in one line."""
+        """Return the action or result, in one line."""
         return str(self).partition("\n")[0]
 
     @abstractmethod
@@ -155,14 +155,14 @@ class Record:
 
     @property
     def formula(self) -> sympy.Expr | None:
-        """The formula of the bytes saved, or None if there is none."""
+        """Return the formula of the bytes saved, or None if there is none."""
         if self.bytes_before is None:
             return None
         return self.bytes_before - (0 if self.bytes_after is None else self.bytes_after)
 
     @property
     def bytes_saved(self) -> int | None:
-        """Bytes saved at `sizes`, or None if a size is unknown."""
+        """Return the bytes saved at `sizes`, or None if a size is unknown."""
         return self._value(self.formula)
 
     def _value(self, formula: sympy.Expr | None) -> int | None:
@@ -188,7 +188,7 @@ class Record:
 
     @property
     def place(self) -> str:
-        """The record's location, for example "lm_head" or "layers.0.mlp and 31 more", or ""."""
+        """Return the location, for example "lm_head" or "layers.0.mlp and 31 more", or ""."""
         more = f" and {self.sites - 1} more" if self.sites > 1 else ""
         return f"{self.module or 'here'}{more}" if self.module or more else ""
 
@@ -303,12 +303,12 @@ class LogitsUse:
 
     @property
     def calls(self) -> int:
-        """Calls of the fused op."""
+        """Return the number of calls of the fused op."""
         return sum(self.fused.values())
 
     @property
     def products(self) -> int:
-        """Products that built logits."""
+        """Return the number of products that built logits."""
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
@@ -340,13 +340,13 @@ class LogitsUse:
 
     @property
     def unfused_by(self) -> str:
-        """The op by which a loss read the logits, if no loss used the fused op, or ""."""
+        """Return the op by which a loss read logits, if no loss used the fused op, or ""."""
         graded = [_op(reason) for reason, (_, graded) in self.readers.items() if graded]
         return graded[0] if graded and not self.fused else ""
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes of logits that were never built, in the largest loss; 0 if any were built."""
+        """Return the bytes of the largest loss's logits if no logits were built, otherwise 0."""
         return 0 if self.computed else self.unbuilt
 
     def __str__(self) -> str:
@@ -409,7 +409,7 @@ class GraphReport:
 
     @property
     def is_silent(self) -> bool:
-        """Whether its report is empty."""
+        """Return whether the report is empty."""
         return not (self.records or self._uses())
 
     def _uses(self) -> list[LogitsUse | Replays]:
@@ -487,12 +487,12 @@ class Report(VerbReport):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """The records of all graphs, flattened."""
+        """Return the records of all graphs in one list."""
         return tuple(record for graph in self.graphs for record in graph.records)
 
     @property
     def bytes_saved(self) -> int:
-        """The sum over all changes, and losses outside the graph, for which the saving is known."""
+        """Return the bytes saved by all changes, and losses outside the graph, if known."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)

@@ -70,7 +70,7 @@ class Graph(Protocol):
 
     @property
     def placeholders(self) -> Sequence[Any]:
-        """The inputs."""
+        """Return the inputs."""
 
     def may_be_written(self, node: Any) -> bool:  # noqa: ANN401 - a node of torch.fx
         """Return whether the graph, or code after it, may write to an input."""

@@ -50,7 +50,10 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """The returned numbers that a step computes from number arguments: a replay does not."""
+    """Describes the returned numbers that a step computes from number arguments.
+
+    A replay does not compute them.
+    """
 
     given: tuple[int, ...]  # places of the arguments
     returned: tuple[int, ...]  # places of the results
@@ -289,7 +292,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Outputs:
-    """The form of returned results: inputs as the caller's objects, tensors as clones."""
+    """Describes the returned results: inputs are the caller's objects, tensors are clones."""
 
     def __init__(self, found: Any, inputs: Sequence[Any]) -> None:
         if type(found) not in (tuple, list):
@@ -322,7 +325,7 @@ class _Outputs:
 
 @dataclass
 class _Recording:
-    """One recording: buffers, the replay function, and the results that a replay writes."""
+    """Holds one recording: buffers, the replay function, and the results that a replay writes."""
 
     roles: Roles
     buffers: _Buffers

@@ -95,7 +95,7 @@ class FsdpShard:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the shard is in host memory."""
+        """Return whether the shard is in host memory."""
         return bool(self._param.offload_to_cpu)
 
 

@@ -141,7 +141,7 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
 
 
 def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
-    """Return the current stream of the tensor's GPU; None off CUDA."""
+    """Return the current stream of the tensor's GPU, or None off CUDA."""
     return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 

@@ -73,7 +73,7 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """Return all casts, multiplications and divisions as one factor; None for other steps."""
+    """Return all casts, multiplications and divisions as one factor, or None for other steps."""
     factor = 1.0
     for name, value in steps:
         if name not in ("to", "mul", "div"):

@@ -30,9 +30,7 @@ _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
 
 @dataclass(frozen=True)
 class Adapter:
-    """The product that a LoRA adapter adds to the head's: ``scale * B(A(x))`` of the hidden states
-    x.
-    """
+    """Computes ``scale * B(A(x))`` of the hidden states x, which a LoRA adapter adds to logits."""
 
     scale: float
     down: torch.dtype  # in which the product with A runs
@@ -367,7 +365,7 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """The reason why steps cannot be folded: a code, a sentence, and the index of the step."""
+    """Says why steps cannot be folded: a code, a sentence, and the index of the step."""
 
     code: str
     sentence: str

@@ -37,7 +37,7 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """One attention over a dense view: its call, the view, and the nodes between them."""
+    """Holds one attention over a dense view: its call, the view, and the nodes between them."""
 
     view: Node
 

@@ -41,7 +41,7 @@ OUTSIDE_SENTENCE = (
 
 
 class DeferLogits(GraphPass):
-    """The pass: defers the logits of a training graph that has no loss."""
+    """Defers the logits of a training graph that has no loss."""
 
     name = "defer_logits"
 

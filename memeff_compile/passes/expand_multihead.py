@@ -50,7 +50,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Multihead:
-    """One call: its arguments by name, the node of its output, its masks."""
+    """Holds one call: its arguments by name, the node of its output, and its masks."""
 
     node: Node
     output: Node
@@ -348,7 +348,7 @@ class _Expansion:
         return (node, 1) if turned is None else (turned, 0)
 
     def _mask(self) -> Node | None:
-        """Return one mask: true where a key counts, or numbers to add; None without one."""
+        """Return one mask, or None: it is true where a key counts, or has numbers to add."""
         masks = self.match.masks
         if not masks:
             return None

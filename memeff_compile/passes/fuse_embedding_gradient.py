@@ -68,7 +68,7 @@ _HEADS = (
 
 @dataclass
 class Table:
-    """A weight that is looked up, and its readers: the lookups, and the heads after all lookups."""
+    """Holds a weight that is looked up, its lookups, and the heads after all lookups."""
 
     weight: Node
     lookups: list[Node] = field(default_factory=list)

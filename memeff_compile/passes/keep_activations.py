@@ -79,7 +79,7 @@ _MOVED = 3e12
 
 @dataclass(frozen=True)
 class Product:
-    """A result that could be kept: its bytes, and roughly the seconds that keeping it saves."""
+    """Holds a result that could be kept, its bytes, and roughly the seconds that this saves."""
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int

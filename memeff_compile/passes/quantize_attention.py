@@ -71,7 +71,7 @@ class Asked:
 
 @dataclass
 class Site:
-    """One attention: the node that has its result, the call that it reads, and its arguments."""
+    """Holds one attention: the node with its result, the call that it reads, and its arguments."""
 
     node: Node
     call: Node

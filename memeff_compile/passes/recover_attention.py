@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass
 class Match:
-    """Sites with the same answer: plans to apply, or one reason against all of them."""
+    """Holds sites with the same answer: plans to apply, or one reason against all of them."""
 
     nodes: list[Node] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)

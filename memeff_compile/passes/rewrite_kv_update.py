@@ -56,7 +56,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that queries see: those up to ``bound`` - ``minus``, or those that a mask allows."""
+    """Says which keys queries see: those up to ``bound`` - ``minus``, or those of a mask."""
 
     mask: Node | None
     bound: Node | None = None
@@ -239,7 +239,7 @@ _COMPARED = {  # the side of the keys, the side of the positions, whether equal 
 
 
 def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
-    """Read ``arange(N) <= positions[..., None]``, broadcast; None for any other mask."""
+    """Read ``arange(N) <= positions[..., None]``, broadcast; return None for any other mask."""
     chain: list[Node] = []
     node: Node = back_over(mask, _TRANSPARENT, chain)
     if (call := call_of(node, *_COMPARED)) is None:

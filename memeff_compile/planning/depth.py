@@ -97,7 +97,7 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def config_of(module: object) -> Any:
-    """Return a module's config; None if it has no config, or its property raises."""
+    """Return a module's config, or None if it has no config or its property raises."""
     with contextlib.suppress(Exception):
         return getattr(module, "config", None)
     return None

@@ -41,7 +41,7 @@ LOSSES = tuple(
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a captured model: its list, and its index among the captured ones."""
+    """Identifies a block of a captured model by its list and its index among the captured ones."""
 
     stack: Stack
     place: int

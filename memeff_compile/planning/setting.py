@@ -78,8 +78,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment that can be the peak: its name, and the memory that is then in use besides the
-    weights."""
+    """Describes a moment that can be the peak: its name, and the memory in use besides weights."""
 
     place: str
     parts: Parts

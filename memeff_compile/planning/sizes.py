@@ -30,7 +30,7 @@ LEAST_BATCH, LEAST_LENGTH = 11, 13
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batch (per GPU) and length of a call; the length is 1 if inputs have one dimension."""
+    """Holds batch (per GPU) and length of a call; length is 1 if inputs have one dimension."""
 
     batch: int
     length: int

@@ -99,7 +99,7 @@ def _is_view(node: Node) -> bool:
 
 @dataclass
 class Kernel:
-    """The kernel of one step: its nodes, and the buffers that it reads."""
+    """Holds the kernel of one step: its nodes, and the buffers that it reads."""
 
     nodes: list[Node]
     reads: set[Node]

@@ -70,7 +70,7 @@ class Verdict:
 
     @property
     def is_of_the_compiler(self) -> bool:
-        """Whether the rewritten graph agrees if it is not compiled."""
+        """Return whether the rewritten graph agrees if it is not compiled."""
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:

@@ -56,7 +56,7 @@ class Gap:
 
     @property
     def share(self) -> float:
-        """The share of the allowed gap that was used; above 1 is a mismatch."""
+        """Return the share of the allowed gap that was used; more than 1 is a mismatch."""
         if self.words:
             return float("inf")
         return self.error / self.allowed if self.allowed > 0 else float(self.error > 0) * 1e300

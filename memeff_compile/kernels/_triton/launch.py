@@ -158,7 +158,7 @@ class Launches:
     constants, numbers and dtypes are the same, and if all memory is aligned to 16 bytes. Tensors
     are on the current GPU.
 
-    This takes a quarter of the host's time of `run_kernel`. Small calls wait for that time.
+    A launch takes a quarter of the host time of `run_kernel`, for which small calls would wait.
     """
 
     def __init__(self, *sizes: Hashable) -> None:

@@ -28,8 +28,9 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of a launch: warps and stages, and programs per sequence and key-value
-    head.
+    """Holds the parameters of a launch.
+
+    They are its warps and stages, and the programs per sequence and key-value head.
     """
 
     shapes: Shapes

@@ -468,8 +468,9 @@ WIN4 = Format("win4")
 
 
 class _Product(NamedTuple):
-    """The operands of a product: tokens, the parts of a weight, a bias, (N, K) of the weight, and
-    its format.
+    """Holds the operands of a product.
+
+    They are the tokens, the parts of a weight, a bias, the weight's shape (N, K), and its format.
     """
 
     x: Tensor

@@ -143,7 +143,7 @@ def _decoding(words: int, *shape: int) -> _Decoding:
 
 
 class Outcomes:
-    """Whether weights fitted into their lists; this is known once the GPU has run the kernels."""
+    """Tells whether weights fitted into their lists, once the GPU has run the kernels."""
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
         """Record an event on the current stream."""

@@ -16,7 +16,10 @@ from .layout import CHUNK, GROUP
 
 @dataclass(frozen=True)
 class RowTile:
-    """The tile for one token: rows of the weight per program, words of codes per step."""
+    """Holds the tile for one token.
+
+    A program has some rows of the weight, and a step has some words of codes.
+    """
 
     rows: int
     words: int

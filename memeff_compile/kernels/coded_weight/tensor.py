@@ -678,7 +678,7 @@ def _rebuild(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Run a linear as the op, with autocast's casts; None if the op does not support it."""
+    """Run a linear as the op, with autocast's casts; return None if the op does not support it."""
     if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
         return None
     kind = x.device.type
@@ -804,9 +804,9 @@ def _storage(weight: CodedWeight) -> torch.TypedStorage:
 
 @torch.no_grad()
 def _set_data(weight: CodedWeight, new: Tensor) -> None:
-    """Set `.data`: a tensor of the same shape is encoded.
+    """Set `.data`: encode a tensor of the same shape.
 
-    Any other makes the weight a dense tensor.
+    Any other tensor makes the weight a dense tensor.
     """
     like = (new.dtype, tuple(new.shape), new.device)
     if like == (weight.dtype, tuple(weight.shape), weight.device):

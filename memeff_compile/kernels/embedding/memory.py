@@ -57,8 +57,8 @@ def bytes_after(
 def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -> sympy.Expr:
     """Return the bytes of the partial sums that exist at the same time.
 
-    Engine `sorted`: two partial sums per chunk of 32 tokens, in fp32. Engine `reference`: some
-    columns of four fp32 matrices of N rows (fp64 for fp64).
+    Engine `sorted` has two partial sums per chunk of 32 tokens, in fp32. Engine `reference` has
+    some columns of four fp32 matrices of N rows (fp64 for fp64).
     """
     n, d = sympy.sympify(tokens), sympy.sympify(depth)
     if engine == "sorted":

@@ -88,7 +88,7 @@ def rows_or_zeros(weight: Tensor, places: Tensor) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """aten.embedding with `embedding_backward` as its backward."""
+    """Computes aten.embedding, with `embedding_backward` as its backward pass."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,10 @@ class _Embedding(torch.autograd.Function):
 
 
 class _TiedEmbedding(torch.autograd.Function):
-    """aten.embedding, and the table as a second output; both gradients are added in one buffer."""
+    """Computes aten.embedding, and returns the table as a second output.
+
+    The backward pass adds both gradients in one buffer.
+    """
 
     @staticmethod
     def forward(

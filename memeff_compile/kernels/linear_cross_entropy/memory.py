@@ -95,8 +95,10 @@ class How(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The size of the block of logits that exists at one time: its bytes, and the columns whose
-    weights are copied."""
+    """Holds the size of the block of logits that exists at one time.
+
+    The size has the block's bytes, and the number of columns whose weights are copied.
+    """
 
     bytes: sympy.Expr
     columns: sympy.Expr

@@ -116,7 +116,10 @@ class Shard(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A head split over ranks: this rank's shard, the dimension of the mesh, the group's name."""
+    """Describes how a head is split over ranks.
+
+    It holds this rank's shard, the dimension of the mesh, and the group's name.
+    """
 
     shard: Shard
     dim: int

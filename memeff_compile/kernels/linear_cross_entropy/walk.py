@@ -46,7 +46,7 @@ from .shapes import is_minimal, spans
 
 
 class Block(NamedTuple):
-    """Some rows, or some classes: those from `first` to before `stop`."""
+    """A range of rows or of classes: those from `first` to before `stop`."""
 
     number: int
     first: int

@@ -359,7 +359,7 @@ _refuse = library.refusing(DoubleBackwardError, _REFUSAL)
 
 
 class _Refused(torch.autograd.Function):
-    """The gradients of a total; differentiating them again raises."""
+    """Returns the gradients of a total; differentiating these gradients again raises."""
 
     @staticmethod
     def forward(ctx: Any, by: Tensor, *tensors: Tensor | None) -> Any:

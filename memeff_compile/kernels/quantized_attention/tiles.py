@@ -33,7 +33,7 @@ MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class Packed:
-    """Codes as the attention kernel reads them; D is padded, N is a multiple of `BLOCK`."""
+    """Holds codes as the attention kernel reads them; D is padded, N is a multiple of `BLOCK`."""
 
     # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
     # loads them

@@ -18,7 +18,10 @@ MAX_COLUMNS = 1 << 15
 
 @dataclass(frozen=True)
 class VectorShapes:
-    """A launch for few tokens: rows of weights per tile, warps, tiles per program."""
+    """Describes a launch for few tokens.
+
+    It gives the rows of weights per tile, the warps, and the tiles per program.
+    """
 
     rows: int
     warps: int

@@ -152,7 +152,7 @@ def quantize(
 
 @dataclass(frozen=True, eq=False)
 class QuantizePlan:
-    """The launch arguments of a quantiser: numbers, and compile-time constants."""
+    """Holds the launch arguments of a quantiser: numbers, and compile-time constants."""
 
     numbers: tuple[int | float, ...]
     constants: dict[str, Any]

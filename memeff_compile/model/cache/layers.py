@@ -532,7 +532,7 @@ class CodedLayer(InPlace):
 
 
 class Starts:
-    """The start of each sequence, and the positions of kept tokens: shared by layers."""
+    """Holds the start of each sequence and the positions of kept tokens, which layers share."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor

@@ -32,7 +32,7 @@ upper layer's.
 
 
 class Measured(Protocol):
-    """An object with the similarity of layers: a `FidelityReport`."""
+    """An object that gives the similarity of layers, as a `FidelityReport` does."""
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class MiniCache:
-    """How neighbouring layers of a `KVCache` are merged; lossy, see `fidelity_report`.
+    """Says how neighbouring layers of a `KVCache` are merged; lossy, see `fidelity_report`.
 
     Args:
         start_layer: layers before it are not merged; pairs are this layer and the next, and so on.

@@ -121,7 +121,7 @@ class _StandIn:
         )
 
     def squares(self) -> bool | None:
-        """Return whether the input of down is relu(gate) ** 2 * up; None if that is not known."""
+        """Return whether the input of down is relu(gate) ** 2 * up, or None if that is unknown."""
         first, second = self._draw(2)
         first, second = first - 1.5, second - 1.5
         plain = {n: child for n, child in self.module.named_children() if _may_activate(child)}

@@ -18,7 +18,7 @@ MAX_CHAIN = 8  # how many steps a search goes from the operands of attention to 
 
 @dataclass
 class CachedSite:
-    """One attention over a cache: its call, and the nodes that only this call needs."""
+    """Holds one attention over a cache: its call, and the nodes that only this call needs."""
 
     node: Node
     call: Call

@@ -18,7 +18,7 @@ from .mask_algebra import TRUE, AtLeastZero, Axis, Formula, IsZero, Linear, Read
 
 @dataclass(frozen=True)
 class Ids:
-    """``query == key``: one sum over batch and query index, one over batch and key index."""
+    """Says that a sum over batch and query index equals a sum over batch and key index."""
 
     query: Linear
     key: Linear
@@ -153,7 +153,10 @@ def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
 
 
 def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
-    """Split a sum into a part with the query and a part with the key; None if a term has both."""
+    """Split a sum into a part with the query and a part with the key.
+
+    Return None if a term has both.
+    """
     mine, theirs = Linear(total.constant), Linear()
     for term, times in total.terms.items():
         one = Linear(0, {term: times})

@@ -72,7 +72,7 @@ class MaskReader:
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask keeps, over the axes of scores; None if it may be a bias."""
+        """Return which keys a mask keeps, over the axes of scores, or None if it may be a bias."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)

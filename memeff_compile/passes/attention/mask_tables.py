@@ -24,7 +24,7 @@ from .mask_algebra import Axis, Formula, Linear, Read, Size
 
 @dataclass(frozen=True)
 class Table:
-    """A table to write: a boolean or a sum, over the row of the batch and one more axis."""
+    """Describes a table: a boolean or a sum, over the row of the batch and one more axis."""
 
     content: Formula | Linear  # a formula for truth values, a sum for integers
     along: int  # the axis of the scores along which the table runs: queries or keys

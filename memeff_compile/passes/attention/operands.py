@@ -82,7 +82,7 @@ def _argument(editor: Editor, given: Any) -> Any:
 
 
 class Given(NamedTuple):
-    """An operand of a chain: a node, its axes, and the order in which a call wants them."""
+    """Holds an operand of a chain: a node, its axes, and the order in which a call wants them."""
 
     node: Node
     axes: str

@@ -32,7 +32,7 @@ MAX_STEPS = 10
 
 @dataclass
 class Site:
-    """One attention: its inputs, mask and scale, and the nodes that compute it."""
+    """Holds one attention: its inputs, mask and scale, and the nodes that compute it."""
 
     node: Node  # the node that has the result
     query: Operand
@@ -124,7 +124,10 @@ def dropout_active(node: Node | None, hint: str = "") -> Decline:
 
 @dataclass
 class _Walk:
-    """The nodes from a softmax to a product: the steps, and the positions of the scores' axes."""
+    """Follows the nodes from a softmax to a product.
+
+    It records the steps, and the positions of the scores' axes.
+    """
 
     info: GraphInfo
     axes: str
@@ -161,7 +164,7 @@ _VIEWS = named("transpose permute view reshape flatten unflatten")
 
 @dataclass
 class _Weights:
-    """The softmax's weights: their product with the values."""
+    """Describes the product of the softmax's weights with the values."""
 
     node: Node
     value: Given
@@ -171,7 +174,7 @@ class _Weights:
 
 @dataclass
 class _Scores:
-    """The softmax's operand: the product of queries and keys, scaled and masked."""
+    """Describes the softmax's operand: the product of queries and keys, scaled and masked."""
 
     node: Node
     query: Given
@@ -361,7 +364,7 @@ def _weighted(node: Node, weights: Node, axes: str) -> tuple[Given, str] | Decli
 
 
 def _dropout(node: Node) -> Any:
-    """Return the rate of an active dropout; None for any other node."""
+    """Return the rate of an active dropout, or None for any other node."""
     call = read_one(node)
     if call is None or call.op.overloadpacket is not aten.dropout or call.args["train"] is False:
         return None

@@ -81,7 +81,7 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
-    """Return the table of keys and the tables of ids; None if one of them cannot be written."""
+    """Return the table of keys and the tables of ids, or None if one of them cannot be written."""
     query, key = site.query.value, site.key.value
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 

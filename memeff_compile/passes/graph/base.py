@@ -22,7 +22,7 @@ from .graph_info import GraphInfo, node_name
 
 @dataclass(frozen=True)
 class Decline:
-    """A match that a pass declined: the code, a sentence, a remedy, and the node.
+    """Says why a pass declined a match: a code, a sentence, a remedy, and the node.
 
     Equal declines become one record, in which ``sites`` counts them.
     """
@@ -65,7 +65,7 @@ NOTED = (
 
 @dataclass
 class Done:
-    """Result of a rewrite: entries for the report, and tasks of the backend for the graph.
+    """Holds a rewrite's entries for the report, and tasks of the backend for the graph.
 
     Equal matches become one record, in which ``sites`` counts them. ``inductor`` holds Inductor
     settings that suit the graph; the user's own settings override them.
@@ -82,7 +82,7 @@ class Done:
 
 
 class GraphPass(ABC):
-    """A pass: finds matches in a graph, checks each, and rewrites those that pass the check.
+    """Finds matches in a graph, checks each, and rewrites those that pass the check.
 
     ``find`` and ``check`` change nothing in the graph. ``rewrite`` edits only through the editor;
     the pipeline verifies the result, and undoes the match if the editor refuses an edit. A match is

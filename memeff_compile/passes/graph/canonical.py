@@ -60,7 +60,7 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Read ``node`` by the table; None if it has no entry.
+    """Read ``node`` by the table, or return None if the table has no entry for it.
 
     ``x.float()`` is read as ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
     """

@@ -34,7 +34,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Write:
-    """An in-place write: the node that does it and the tensors it may write to."""
+    """Holds an in-place write: the node that does it, and the tensors to which it may write."""
 
     node: Node
     position: int

@@ -67,7 +67,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Expression:
-    """A number per class: a polynomial, and the numbers per row that multiply it."""
+    """Holds a number per class: a polynomial, and the numbers per row that multiply it."""
 
     terms: Terms
     masks: tuple[Mask, ...] = ()
@@ -646,7 +646,7 @@ _ASSERTIONS = ("_assert_scalar", "_check", "sym_constrain_range_for_size", "_che
 
 
 def _multiplier(call: Any, node: Any) -> float | None:
-    """Return the number by which a step multiplies `node`; None for other steps."""
+    """Return the number by which a step multiplies `node`, or None for other steps."""
     a = call.args
     if call.op is aten.neg.default:
         return -1.0
@@ -659,7 +659,7 @@ def _multiplier(call: Any, node: Any) -> float | None:
 
 
 def kl_arguments(node: Node) -> dict[str, Any] | None:
-    """Return the arguments of F.kl_div by name; None if they are not plain."""
+    """Return the arguments of F.kl_div by name, or None if they are not plain."""
     names = ("input", "target", "size_average", "reduce", "reduction", "log_target")
     defaults = {"size_average": None, "reduce": None, "reduction": "mean", "log_target": False}
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}

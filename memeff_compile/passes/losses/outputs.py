@@ -53,9 +53,7 @@ SPREAD_SENTENCE = (
 
 @dataclass(frozen=True)
 class LogitsOutput:
-    """A logits tensor among the graph's outputs: its positions, and how it is computed from the
-    head.
-    """
+    """Holds logits among the graph's outputs: their positions, and how they are computed."""
 
     node: Node
     chain: Chain

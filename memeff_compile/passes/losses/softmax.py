@@ -78,7 +78,7 @@ class Total:
 
 
 class SoftmaxReader:
-    """Reads one graph; asks `HeadReader` only where a softmax was found, since that may trace."""
+    """Reads one graph; it asks `HeadReader`, which may trace, only where it finds a softmax."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
@@ -95,7 +95,7 @@ class SoftmaxReader:
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:
-        """Read probabilities over the class dimension; None for other nodes."""
+        """Read probabilities over the class dimension, or return None for other nodes."""
         soft = self._read(node, self._start_of_probs)
         return soft if isinstance(soft, Soft) else None
 

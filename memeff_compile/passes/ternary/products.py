@@ -19,7 +19,7 @@ from .chains import Quantized, read_weight_scale
 
 @dataclass(frozen=True)
 class Product:
-    """A product of one weight: its result, operands, and the nodes that only it needs."""
+    """Holds a product of one weight: its result, its operands, and the nodes that only it needs."""
 
     result: Node
     bias: Node | None
