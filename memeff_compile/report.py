@@ -487,12 +487,12 @@ class Report(VerbReport):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Return the records of all graphs in one list."""
+        """Return the records of all graphs in one tuple."""
         return tuple(record for graph in self.graphs for record in graph.records)
 
     @property
     def bytes_saved(self) -> int:
-        """Return the bytes saved by all changes, and losses outside the graph, if known."""
+        """Return the sum of known savings, of all changes and of losses outside the graph."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
