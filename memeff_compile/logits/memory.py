@@ -144,8 +144,8 @@ class Memory:
     ) -> Callable[[], Tensor | None]:
         """Return a function that later applies `function` to a copy of `view`'s values.
 
-        The returned function does not keep this memory alive. It returns None if the values no
-        longer exist or if a caller may have written to them.
+        The returned function does not keep this memory alive. It returns None if no values exist
+        when it is called, or if a caller may have written to the memory.
         """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference

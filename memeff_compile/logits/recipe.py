@@ -30,7 +30,10 @@ _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
 
 @dataclass(frozen=True)
 class Adapter:
-    """Computes ``scale * B(A(x))`` of the hidden states x, which a LoRA adapter adds to logits."""
+    """Computes the product that a LoRA adapter adds to the head's product.
+
+    It is ``scale * B(A(x))`` of the hidden states x.
+    """
 
     scale: float
     down: torch.dtype  # in which the product with A runs
