@@ -82,7 +82,8 @@ def linear_divergence(
         teacher_bias: (V,) or None.
         classes: (..., k) int64, if k classes of each row are known of the teacher, who is then
             (..., k): their log-probabilities, at the temperature, which are taken as they are. The
-            sums above are over these classes.
+            sums above are over these classes. A number that is no class raises an error on a CPU
+            and gives nan on a GPU.
         with_rest: whether all other classes count as one more, of student and of teacher.
 
     Returns:

@@ -57,8 +57,8 @@ def compile_once(
 ) -> None:
     """Compile a module in place, from its first call on for which ``is_idle`` holds.
 
-    A checkpoint compares what its forward pass saved with what the same call saves when it runs
-    again, so a module must not become compiled in between.
+    A checkpoint runs a module twice and requires that both runs save the same tensors. So a module
+    must not become compiled between the two runs.
     """
     original, owner, is_on = module._call_impl, weakref.ref(module), False
     compiled: Any = torch.compile(original, **given)

@@ -77,7 +77,7 @@ def runs_kernels(index: int) -> bool:
 
 
 def kernels_need(device: torch.device) -> str:
-    """Return what a GPU lacks if `kernels_serve` is false, as the object of the verb "need"."""
+    """Name what our kernels need and this machine lacks, for a sentence: "the kernels need ..."."""
     owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
     return f"triton and {owner}compute capability 8.0 or later"
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+# A tensor's class cannot have abstract methods, since its metaclass is PyTorch's.
+_OF_SUBCLASS = "each subclass of LazyTensor defines this"
 _NO_DATA = (
     "a {} was assigned to the .data of another tensor, or another one to its .data. It is computed "
     "when it is read and has no memory to share. Copy the values, tensor.copy_(logits), or "
@@ -64,7 +66,7 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one ATen operation that has such tensors among its arguments."""
-        raise NotImplementedError
+        raise NotImplementedError(_OF_SUBCLASS)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -77,15 +79,15 @@ class LazyTensor(torch.Tensor):
 
     def _values(self) -> Tensor:
         """Return the values as a plain tensor without autograd, for reading only."""
-        raise NotImplementedError
+        raise NotImplementedError(_OF_SUBCLASS)
 
     def _memory(self) -> Tensor:
         """Return the values as a plain tensor that callers may write to from now on."""
-        raise NotImplementedError
+        raise NotImplementedError(_OF_SUBCLASS)
 
     def _peek(self) -> Tensor | None:
         """Return the plain values if they are already computed."""
-        raise NotImplementedError
+        raise NotImplementedError(_OF_SUBCLASS)
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
         """Return a plain tensor with the same values; it is a leaf if `self` is one.

@@ -25,6 +25,7 @@ take 43.6 ms; a kept logit is written and read once, the gradient written once a
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool
     return Found(walk.found, *walk.gradients())
 
 
-class _Walk:
+class _Walk(ABC):
     """The buffers of a call, and the computation of its blocks of rows."""
 
     sides = 1
@@ -124,9 +125,9 @@ class _Walk:
             if self.of_hidden or self.of_weight or self.of_bias:
                 self.products(first, stop)
 
+    @abstractmethod
     def block(self, slot: int, here: slice) -> None:
         """Compute the logits of some rows, their results and their gradient, into a slot."""
-        raise NotImplementedError
 
     def student(self, slot: int, here: slice) -> Tensor:
         """Keep the student's logits of some rows in a slot, and return them."""

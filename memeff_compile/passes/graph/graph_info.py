@@ -521,8 +521,5 @@ def storage_of(value: torch.Tensor) -> int | None:
     """Return a key of the memory of a tensor, or None if it has no storage."""
     try:
         return compat.storage_key(value)
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # torch raises these for sparse and wrapped tensors
+    except (RuntimeError, NotImplementedError):  # raised by torch for sparse and wrapped tensors
         return None

@@ -632,7 +632,7 @@ _SAME = named("to.dtype detach.default contiguous.default clone.default alias.de
 
 
 def _asserts(node: Node, seen: list[Node]) -> bool:
-    """Return whether a size and what is computed from it only serve assertions; note its nodes."""
+    """Return whether assertions alone read a size; add it and its readers to `seen`."""
     name = node_name(node)
     seen.append(node)
     if name in _ASSERTIONS:
