@@ -58,10 +58,13 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _exact_products() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    kinds = (torch.backends.cuda.matmul, torch.backends.cudnn)  # cuDNN convolves in TF32 by default
+    before = [kind.allow_tf32 for kind in kinds]
+    for kind in kinds:
+        kind.allow_tf32 = False
     yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    for kind, allowed in zip(kinds, before, strict=True):
+        kind.allow_tf32 = allowed
 
 
 def gradients(model: nn.Module, run: Any, given: dict[str, Tensor]) -> list[Tensor | None]:
