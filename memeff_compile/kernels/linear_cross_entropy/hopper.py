@@ -34,22 +34,15 @@ walk 3 * 2NDV / 700e12. For one walk, the times at 790e12 (floors) and the predi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compat import is_aligned
-from .._triton import compat as triton_compat
-from .._triton.compat import described
-from .._triton.launch import Launches, run_kernel, start
-from ..device import on_device, processors
-from . import hopper_kernels as kernels
-from .call import (
+from .._head_loss.call import (
     Gradients,
     LossAndGradients,
     Operands,
-    Ranks,
     RowGradients,
     RowResults,
     Saved,
@@ -57,14 +50,18 @@ from .call import (
     Settings,
     vector,
 )
+from .._head_loss.ranks import Ranks
+from .._head_loss.rows import Selection, aligned, copy_rows, row_values, select_rows, tiles_of
+from .._head_loss.shapes import row_block, spans
+from .._head_loss.walks import Block, Differentiating, Statistics
+from .._triton import compat as triton_compat
+from .._triton.launch import Launches, start
+from . import hopper_kernels as kernels
 from .shapes import (
     GROUP,
     ROWS,
-    SCALED,
-    SCALING_PROGRAMS,
     SLICE,
     TILES,
-    FilterShapes,
     Shapes,
     forward_rows,
     hopper_columns,
@@ -72,64 +69,10 @@ from .shapes import (
     is_minimal,
     product_tile,
     room_inside,
-    row_block,
     shapes_for,
     slices_of,
-    spans,
     splits_of,
 )
-from .walk import Block, Differentiating, Statistics
-
-
-class Selection(NamedTuple):
-    """The rows that count, in order, in the form that kernels read.
-
-    `order`, `place` and `kept` are None if every row counts.
-    """
-
-    target: Tensor  # (N,) int32, compact, -1 for a row without a target
-    order: Tensor | None = None  # (N,) int32: original row of each compact row
-    place: Tensor | None = None  # (N,) int32: compact row of each original row, or -1
-    kept: Tensor | None = None  # (1,) int32
-
-
-def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) -> Selection:
-    """Return the rows that count: ignored ones only if a result other than the loss needs them."""
-    target = target.contiguous()
-    rows, ignore_index = target.numel(), settings.ignore_index
-    if ignore_index is None or settings.keeps_ignored_rows:
-        if ignore_index is not None:
-            target = target.masked_fill(target == ignore_index, -1)
-        return Selection(target.to(torch.int32))
-    compact, order, place = (target.new_empty(rows, dtype=torch.int32) for _ in range(3))
-    kept = target.new_empty(1, dtype=torch.int32)
-    launch(
-        kernels._linear_cross_entropy_hopper_compact_kernel,
-        (1,),
-        *(target, order, place, compact, kept, rows, ignore_index),
-        BLOCK=2048,
-        num_warps=8,
-    )
-    return Selection(compact, order, place, kept)
-
-
-def _gather(
-    hidden: Tensor,
-    out: Tensor,
-    selection: Selection,
-    first: int,
-    shapes: Shapes | FilterShapes,
-    launch: Any = run_kernel,
-) -> None:
-    """Copy the compact rows from `first` on into `out`."""
-    rows, depth = out.shape
-    launch(
-        kernels._linear_cross_entropy_hopper_gather_kernel,
-        (rows,),
-        *(hidden, hidden.stride(0), out, selection.order, selection.kept, first, depth),
-        PAD=max(shapes.rows, shapes.step),
-        BLOCK=row_block(depth, shapes),
-    )
 
 
 class Forward(Statistics):
@@ -137,7 +80,7 @@ class Forward(Statistics):
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.given = given._replace(
-            hidden=_aligned(given.hidden),
+            hidden=aligned(given.hidden),
             bias=vector(given.bias, None),
             column_weight=vector(given.column_weight, torch.float32),
         )
@@ -161,7 +104,8 @@ class Forward(Statistics):
         given, settings, shapes, found = self.given, self.settings, self.shapes, self.found
         selection, first, here = self.selection, block.first, block.stop - block.first
         if self.is_compact:
-            _gather(given.hidden, self.gathered[:here], selection, first, shapes)
+            out, order, kept = self.gathered[:here], selection.order, selection.kept
+            copy_rows(given.hidden, out, order, kept, first=first, **shapes.copies())
         start(
             kernels._linear_cross_entropy_hopper_statistics_kernel,
             (shapes.programs,),
@@ -204,7 +148,7 @@ class _Gradient:
         selection: Selection,
     ) -> None:
         self.settings, self.selection, self.weight = settings, selection, given.weight
-        self.values = _row_values(grads, saved, selection, settings)
+        self.values = row_values(grads, saved, selection, settings)
         column_weight = vector(given.column_weight, torch.float32)
         self.vectors = (vector(given.bias, None), column_weight, selection.target, self.values)
         self.flags, self.shapes = given.flags(settings), shapes_for(given.hidden.device)
@@ -250,7 +194,7 @@ class BackwardByClasses(Differentiating):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> None:
-        hidden, self.weight = _aligned(given.hidden), given.weight
+        hidden, self.weight = aligned(given.hidden), given.weight
         shapes = self.shapes = shapes_for(hidden.device)
         (self.rows, self.depth), self.extent = hidden.shape, len(given.weight)
         of_hidden, of_weight, of_bias = output_mask[:3]
@@ -262,7 +206,8 @@ class BackwardByClasses(Differentiating):
         self.original = self.hidden = hidden
         if self.selection.kept is not None:
             self.hidden = hidden.new_empty(hidden.shape)
-            _gather(hidden, self.hidden, self.selection, 0, shapes)
+            order, kept = self.selection.order, self.selection.kept
+            copy_rows(hidden, self.hidden, order, kept, **shapes.copies())
         self.gradient = _Gradient(grads, given, saved, settings, self.selection)
         size = (self.rows, self.depth, self.extent)
         self.step = hopper_columns(*size, settings.workspace, shapes)
@@ -334,12 +279,7 @@ class BackwardByClasses(Differentiating):
         if self.selection.place is None:
             self.grad_hidden = self.sums.to(self.hidden.dtype)
             return
-        start(
-            kernels._linear_cross_entropy_hopper_scatter_kernel,
-            (self.rows,),
-            *(self.sums, self.hidden, self.selection.place, self.depth),
-            BLOCK=row_block(self.depth, self.shapes),
-        )
+        copy_rows(self.sums, self.hidden, self.selection.place, **self.shapes.copies())
         self.grad_hidden = self.hidden
 
     def gradients(self, block: Block) -> None:
@@ -404,7 +344,7 @@ class ByRows(Differentiating):
         `height`, if not 0, is the block height that all ranks use: whole tiles of rows.
         """
         hidden, weight, bias, target, *_ = given
-        hidden = _aligned(hidden)
+        hidden = aligned(hidden)
         self.hidden, self.weight, self.settings = hidden, weight, settings
         self.bias = None if bias is None else bias.contiguous()
         (self.extent, self.depth), self.vocab = hidden.shape, weight.shape[0]
@@ -461,6 +401,11 @@ class ByRows(Differentiating):
     def floats(self, *sizes: int) -> Tensor:
         """Return an uninitialised fp32 tensor of these sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.float32)
+
+    def copy(self, source: Tensor, out: Tensor, order: Tensor | None, **how: Any) -> None:
+        """Copy rows that count, in an order and times a factor if there is one."""
+        how |= {"launch": self.launch, **self.shapes.copies()}
+        copy_rows(source, out, order, self.selection.kept, **how)
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = None) -> Any:
         """Return a matrix's descriptor for tiles of this shape; it is cached for all blocks."""
@@ -565,7 +510,7 @@ class BackwardByRows(ByRows):
         hidden = self.hidden[first : block.stop]
         if self.gathered is not None:
             hidden = self.gathered[:here]
-            _gather(self.hidden, hidden, self.selection, first, self.shapes, self.launch)
+            self.copy(self.hidden, hidden, self.selection.order, first=first)
         self.gradient.write(hidden, self.x, self.columns, (first, here, 0, self.width))
         # Rows after the last are zero in G, and after the end of the matrix that it is multiplied
         # with.
@@ -601,14 +546,14 @@ class Total(ByRows, Statistics):
         if self.is_compact:
             assert self.scaled is not None
             self.rows_here = self.scaled[:here]
-            _gather(self.hidden, self.rows_here, selection, first, self.shapes, self.launch)
+            self.copy(self.hidden, self.rows_here, selection.order, first=first)
         self.launch(
             kernels._linear_cross_entropy_hopper_base_kernel,
             (here,),
             *(self.rows_here, self.rows_here.stride(0), self.weight, self.bias),
             *(selection.target, selection.kept),
             *(self.base, first, here, self.vocab, self.depth, *self.cap),
-            BLOCK=row_block(self.depth, self.shapes),
+            BLOCK=row_block(self.depth, is_interpreted=self.shapes.is_interpreted),
             HAS_RANKS=self.ranks is not None,
             **self.flags,
         )
@@ -671,18 +616,10 @@ class Total(ByRows, Statistics):
 
     def gradients(self, block: Block) -> None:
         first, here = block.first, block.stop - block.first
-        hidden, rows = self.rows_here, self.shapes.rows
         if self.grad_weight is not None:
             assert self.scaled is not None
-            self.launch(
-                kernels._linear_cross_entropy_hopper_scale_rows_kernel,
-                (min(-(-here // rows) * rows, self.step),),
-                *(hidden, hidden.stride(0), self.row_scale, self.selection.kept, self.scaled),
-                *(first, here, self.depth),
-                PAD=rows,
-                BLOCK=row_block(self.depth, self.shapes),
-                **self.flags,
-            )
+            at = {"first": first, "rows": here, "scale": self.row_scale}
+            self.copy(self.rows_here, self.scaled, None, **at)
         self.add_products(block, self.scaled)
 
     def results(self) -> LossAndGradients:
@@ -709,65 +646,6 @@ def backward(
 forward, total = Forward, Total
 
 
-def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write gradient * by, in fp32 and rounded once, to `out`, which may be `gradient`.
-
-    A kernel reads the number on the GPU; all tensors are contiguous. In place, a factor of 1 costs
-    only the launch.
-    """
-    count, is_in_place = gradient.numel(), out is gradient
-    if not count:
-        return
-    programs = min(-(-count // SCALED), SCALING_PROGRAMS * processors(gradient.device))
-    with on_device(gradient):
-        run_kernel(
-            kernels._linear_cross_entropy_hopper_scale_kernel,
-            (programs,),
-            *(gradient, by, out, count),
-            IN_PLACE=is_in_place,
-            BLOCK=SCALED,
-            num_warps=4,
-        )
-    torch.autograd.graph.increment_version(out)
-
-
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
     """Return whether a tile of G needs only the registers of the plain loss."""
     return bias is None and not (settings.softcap or settings.with_logit_sum)
-
-
-def _row_values(
-    grads: RowGradients, saved: Saved, selection: Selection, settings: Settings
-) -> Tensor:
-    """Return the five numbers from which a row of G is computed, for each row that counts.
-
-    The result is (5, N) fp32, in compact order.
-    """
-    rows = saved.lse.numel()
-    values = saved.lse.new_empty((5, rows))
-    block = 512
-    start(
-        kernels._linear_cross_entropy_hopper_cotangents_kernel,
-        (-(-rows // block),),
-        *(selection.order, selection.kept, selection.target, saved.lse.contiguous()),
-        *(grads.nll.contiguous(), grads.lse.contiguous()),
-        grads.logit_sum.contiguous() if settings.with_logit_sum else None,
-        grads.entropy.contiguous() if settings.with_entropy else None,
-        *(saved.entropy.contiguous() if settings.with_entropy else None, values, rows),
-        HAS_KEPT=selection.kept is not None,
-        WITH_LOGIT_SUM=settings.with_logit_sum,
-        WITH_ENTROPY=settings.with_entropy,
-        BLOCK=block,
-    )
-    return values
-
-
-def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
-    """Describe a matrix to the kernels as tiles of this shape."""
-    return None if matrix is None else described(matrix, (rows, columns))
-
-
-def _aligned(hidden: Tensor) -> Tensor:
-    """Return hidden states that kernels can read tile by tile: a copy (N x D) if need be."""
-    hidden = hidden.contiguous()
-    return hidden if is_aligned(hidden) else hidden.clone()

@@ -36,10 +36,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._triton.launch import start
-from ..device import processors
-from . import library_kernels as kernels
-from .call import (
+from .._head_loss.call import (
     Gradients,
     LossAndGradients,
     Operands,
@@ -50,6 +47,11 @@ from .call import (
     Settings,
     vector,
 )
+from .._head_loss.shapes import spans, window
+from .._head_loss.walks import Block, Differentiating, Statistics
+from .._triton.launch import start
+from ..device import processors
+from . import library_kernels as kernels
 from .shapes import (
     LIBRARY_STATE,
     LIBRARY_WARPS,
@@ -57,10 +59,7 @@ from .shapes import (
     library_block,
     library_rows,
     library_widths,
-    spans,
-    window,
 )
-from .walk import Block, Differentiating, Statistics
 
 
 class Forward(Statistics):

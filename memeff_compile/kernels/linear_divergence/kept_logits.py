@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._head_loss.shapes import spans
 from .._triton.compat import described
 from .._triton.launch import run_kernel
 from ..device import gpu
@@ -47,7 +48,6 @@ from .call import (
     lent_rows,
     shapes_for,
     slots_for,
-    spans,
     tile_of,
     wanted,
 )
@@ -120,7 +120,7 @@ class _Walk(ABC):
         slots, rows = self.slots, self.given.rows
         for first in range(0, rows, slots.together):
             stop = min(first + slots.together, rows)
-            for slot, (begin, end) in enumerate(spans(stop - first, slots.rows)):
+            for slot, (begin, end) in enumerate(spans(0, stop - first, slots.rows)):
                 self.block(slot, slice(first + begin, first + end))
             if self.of_hidden or self.of_weight or self.of_bias:
                 self.products(first, stop)
@@ -150,7 +150,7 @@ class _Walk(ABC):
         if weight is not None and self._is_tiled(rows, weight):
             self._keep_tiles(side, out, rows, weight, bias, scale)
             return
-        for first, stop in spans(vocab, STRIP if weight is not None else vocab):
+        for first, stop in spans(0, vocab, STRIP if weight is not None else vocab):
             strip = rows
             if weight is not None:
                 if self.strip is None:
@@ -320,20 +320,6 @@ class _Classes(_Walk):
             **how,
             num_warps=4,
         )
-
-
-def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write `gradient * by` to `out`, which may be `gradient`, in fp32 and rounded once."""
-    count = gradient.numel()
-    block = 4096
-    run_kernel(
-        kernels._linear_divergence_kept_logits_scale_kernel,
-        (-(-count // block),),
-        *(gradient, by, out, count),
-        IN_PLACE=out is gradient,
-        BLOCK=block,
-        num_warps=8,
-    )
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:

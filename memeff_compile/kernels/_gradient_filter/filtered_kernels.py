@@ -16,8 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._head_loss.logits_kernels import (
+    FAR,
+    LN2,
+    count_rows,
+    halves_of,
+    logits_of,
+    quarter_of,
+)
 from .._triton.products_kernels import dot
-from .hopper_kernels import FAR, LN2, _halves, _logits, _rows_here
 
 # Bits of a word: groups of TILE rows in a block of rows of the walk.
 GROUPS = tl.constexpr(16)
@@ -93,7 +100,7 @@ def _linear_cross_entropy_filter_estimate_kernel(
         s = tl.load(
             products_ptr + local.to(tl.int64) * (likely + spread) + offs, mask=is_class, other=0.0
         )
-        z2, _slope = _logits(s.to(tl.float32)[None, :], column, bias_ptr, vocab, cap, C)
+        z2, _slope = logits_of(s.to(tl.float32)[None, :], column, bias_ptr, vocab, cap, C)
         z2 = tl.sum(z2, axis=0)
         is_spread = offs >= likely
         peak = tl.max(tl.where(is_spread, z2, float("-inf")), axis=0)
@@ -116,7 +123,7 @@ def _linear_cross_entropy_filter_estimate_kernel(
                 sums += e.to(tl.float32) * c.to(tl.float32)
             own = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
             its = tl.zeros((1,), tl.int32) + tl.where(has_target, target, vocab)
-            own2, _slope = _logits(own[:, None], its, bias_ptr, vocab, cap, C)
+            own2, _slope = logits_of(own[:, None], its, bias_ptr, vocab, cap, C)
             likeliest = tl.max(tl.where(is_spread, float("-inf"), z2), axis=0)
             highest = tl.maximum(tl.sum(tl.sum(own2, axis=1), axis=0), likeliest)
             larger = tl.maximum(highest, tail)
@@ -140,12 +147,6 @@ def _level(index, highest, C: tl.constexpr):
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
-
-
-@triton.jit
-def _quarter_of(tile, index: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    halves = _halves(tile, ROWS, COLUMNS)
-    return _halves(halves[index // 2], ROWS, COLUMNS // 2)[index % 2]
 
 
 @triton.jit
@@ -183,7 +184,7 @@ def _linear_cross_entropy_filter_score_kernel(
     group = tl.program_id(0)
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     is_needed = group * C.TILE < rows_here
     if C.HAS_AGAIN:
         is_needed = is_needed & (tl.load(again_ptr) > 0)
@@ -214,8 +215,8 @@ def _linear_cross_entropy_filter_score_kernel(
                 first = tile * C.BN + quarter * WIDE
                 offs = tl.arange(0, WIDE)
                 columns = first + offs
-                part = _quarter_of(acc, quarter, C.TILE, C.BN)
-                z2, slope = _logits(part, columns, bias_ptr, vocab, (scale, softcap), C)
+                part = quarter_of(acc, quarter, C.TILE, C.BN)
+                z2, slope = logits_of(part, columns, bias_ptr, vocab, (scale, softcap), C)
                 # tl.max passes over NaN; the sum keeps it.
                 peak = tl.maximum(peak, tl.max(z2, axis=1))
                 x = tl.exp2(z2 - base[:, None])
@@ -279,7 +280,7 @@ def _linear_cross_entropy_filter_check_kernel(
 ):
     """Record whether a row's largest logit is far from its base, and make that logit the base."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
-    is_row = rows < _rows_here(kept_ptr, first_row, piece_rows, C)
+    is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
     base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
     peak = tl.full((C.ROWS,), float("-inf"), tl.float32)
     for chunk in range(0, chunks):
@@ -327,7 +328,7 @@ def _linear_cross_entropy_filter_level_kernel(
     as without a filter. Otherwise classes that are never pushed down would rise over many steps.
     """
     group = tl.program_id(0)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     index = tl.arange(0, C.LEVELS)
     rows = group * C.TILE + tl.arange(0, C.TILE)
     is_row = rows < rows_here
@@ -577,7 +578,7 @@ def _linear_cross_entropy_filter_fill_kernel(
 
     Elements of classes that do not count in their group are zero, unless tiles are kept WHOLE.
     """
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
     # All groups of a tile run together: its rows of the weight stay in the L2 cache.
     first = tl.load(tile_start_ptr + tl.load(pass_tile_ptr))
@@ -604,7 +605,7 @@ def _linear_cross_entropy_filter_fill_kernel(
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
         own = tl.load(at_target_ptr + rows, mask=is_row, other=0.0)
         columns = tl.where(is_column, column.to(tl.int32), vocab)
-        z2, slope = _logits(acc, columns, bias_ptr, vocab, (scale, softcap), C)
+        z2, slope = logits_of(acc, columns, bias_ptr, vocab, (scale, softcap), C)
         x = tl.exp2(z2 - base[:, None])
         if C.HAS_SOFTCAP:
             x *= slope / scale
@@ -624,9 +625,9 @@ def _linear_cross_entropy_filter_fill_kernel(
 @triton.jit
 def _part(tile, index: tl.constexpr, C: tl.constexpr):
     """Return one of PARTS equal shares of the columns of a tile."""
-    part = _halves(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
+    part = halves_of(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
     if C.PARTS == 4:
-        part = _halves(part, C.TILE, C.BN // 2)[index % 2]
+        part = halves_of(part, C.TILE, C.BN // 2)[index % 2]
     return part
 
 
@@ -751,7 +752,7 @@ def _linear_cross_entropy_filter_rows_kernel(
 ):
     """Add the shares of dE in a fixed order, times the row's scale, at the rows' positions."""
     place = tl.program_id(0)
-    if place < _rows_here(kept_ptr, first_row, piece_rows, C):
+    if place < count_rows(kept_ptr, first_row, piece_rows, C):
         scale = tl.load(scale_ptr + place)
         out = tl.load(order_ptr + first_row + place).to(tl.int64) * depth
         for start in range(0, depth, C.BLOCK):

@@ -32,10 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._triton.launch import Launches
-from . import gradient_filter_kernels as kernels
-from . import hopper_kernels
-from .call import (
+from .._head_loss.call import (
     Gradients,
     LossAndGradients,
     Operands,
@@ -44,24 +41,26 @@ from .call import (
     ScalarLoss,
     Settings,
 )
-from .gradient_filter import LEVELS, ROUNDING, STEP, filter_level
-from .hopper import Selection, _aligned, _gather, _row_values, select_rows, tiles_of
+from .._head_loss.rows import Selection, aligned, copy_rows, row_values, select_rows, tiles_of
+from .._head_loss.shapes import row_block
+from .._head_loss.walks import Block, Differentiating, Statistics
+from .._triton.launch import Launches
+from . import filtered_kernels as kernels
+from .levels import LEVELS, ROUNDING, STEP, filter_level
 from .shapes import (
+    CHECKED,
+    LIKELY,
+    LISTED,
+    SAMPLED_ROWS,
+    SPREAD,
+    SUMMED,
+    WORDS,
     FilterShapes,
     filter_capacity,
     filter_rows,
     filter_shapes_for,
     filter_splits,
-    row_block,
 )
-from .walk import Block, Differentiating, Statistics
-
-# Classes of a sample: targets of some rows, and classes that are spread over the vocabulary.
-LIKELY = SPREAD = 1024
-# Rows whose logits of the sample exist at one time.
-SAMPLED_ROWS = 2048
-# Rows that a program checks; classes of which one writes the words, and tiles that one lists.
-CHECKED, WORDS, LISTED = 128, 512, 512
 
 
 class Filtered(Differentiating):
@@ -75,7 +74,7 @@ class Filtered(Differentiating):
         values: Tensor | None = None,  # (5, N), compact, of a call whose log-sum-exps are known
     ) -> None:
         hidden, weight, bias, target, *_ = given
-        self.hidden = hidden = _aligned(hidden)
+        self.hidden = hidden = aligned(hidden)
         self.weight, self.settings = weight, settings
         self.bias = None if bias is None else bias.contiguous()
         (self.extent, self.depth), self.vocab = hidden.shape, len(weight)
@@ -105,6 +104,13 @@ class Filtered(Differentiating):
         self.described: dict[tuple[Any, ...], Any] = {}
         sizes = (*hidden.shape, self.vocab, type(self), tuple(output_mask), settings)
         self.launch = Launches(*sizes, hidden.device, target.dtype)
+        is_interpreted = self.shapes.is_interpreted
+        self.block = row_block(self.depth, is_interpreted=is_interpreted)
+        self.copies: dict[str, Any] = {
+            "pad": max(tile, self.shapes.step),
+            "is_interpreted": is_interpreted,
+            "launch": self.launch,
+        }
         compact = select_rows(target, settings, self.launch)
         self.is_compact = compact.kept is not None
         new = torch.zeros_like if self.is_compact else torch.empty_like
@@ -182,7 +188,6 @@ class Filtered(Differentiating):
         if as_given is not None and values is not None:
             return self._selected(compact, as_given, values[0], values)
         likely, spread = min(LIKELY, rows), min(SPREAD, vocab)
-        block = row_block(depth, self.shapes)
         sample = self.hidden.new_empty((likely + spread, depth))
         classes = self.ints(likely + spread)
         self.run(
@@ -190,7 +195,7 @@ class Filtered(Differentiating):
             (likely + spread,),
             *(self.weight, target.contiguous(), sample, classes),
             *(rows, vocab, depth, likely, spread),
-            BLOCK=block,
+            BLOCK=self.block,
         )
         place = compact.place
         if place is None:
@@ -208,7 +213,7 @@ class Filtered(Differentiating):
                 SAMPLE=1 << (likely + spread - 1).bit_length(),
                 HAS_LSE=values is not None,
                 SUMS=self.is_mass,
-                BLOCK=block,
+                BLOCK=self.block,
                 num_warps=8,
                 **self.flags,
             )
@@ -238,7 +243,8 @@ class Filtered(Differentiating):
     def choose(self, block: Block) -> None:
         """Compute statistics of a block of rows, and which classes count in each of its groups."""
         first, here = block.first, block.stop - block.first
-        _gather(self.hidden, self.rows, self.selection, first, self.shapes, self.launch)
+        order, kept = self.selection.order, self.selection.kept
+        copy_rows(self.hidden, self.rows, order, kept, first=first, **self.copies)
         again = self.counters[block.number, self.passes]
         self._score(first, None)
         if not self.has_lse:
@@ -299,17 +305,10 @@ class Filtered(Differentiating):
         """List the tiles that count, and add their products to the gradients."""
         self._list(block.number)
         first, here = block.first, block.stop - block.first
-        shapes, tile, scaled = self.shapes, self.shapes.rows, self.scaled
+        scaled = self.scaled
         if scaled is not None:
-            self.launch(
-                hopper_kernels._linear_cross_entropy_hopper_scale_rows_kernel,
-                (min(-(-here // tile) * tile, self.step),),
-                *(self.rows, self.depth, self.scale, self.selection.kept, scaled),
-                *(first, self.step, self.depth),
-                PAD=tile,
-                BLOCK=row_block(self.depth, shapes),
-                **self.flags,
-            )
+            how = {"first": first, "rows": here, "scale": self.scale, **self.copies}
+            copy_rows(self.rows, scaled, None, self.selection.kept, **how)
         if self.grad_hidden is None and self.grad_weight is None:
             return
         for number in range(self.passes):
@@ -321,7 +320,7 @@ class Filtered(Differentiating):
                 (here,),
                 *(self.sums, self.grad_hidden, self.selection.order, self.selection.kept),
                 *(self.scale, first, self.step, self.splits, self.depth),
-                BLOCK=min(1024, row_block(self.depth, shapes)),
+                BLOCK=min(SUMMED, self.block),
                 HAS_KEPT=True,
             )
 
@@ -438,7 +437,7 @@ class FilteredBackward(Filtered):
         output_mask: Sequence[bool],
     ) -> None:
         selection = select_rows(given.target, settings)
-        values = _row_values(grads, saved, selection, settings)
+        values = row_values(grads, saved, selection, settings)
         super().__init__(given, settings, output_mask, values)
 
     def gradients(self, block: Block) -> None:
