@@ -41,10 +41,10 @@ from .._head_loss.call import (
     ScalarLoss,
     Settings,
 )
-from .._head_loss.rows import Selection, aligned, copy_rows, row_values, select_rows, tiles_of
+from .._head_loss.row_walks import RowWalk
+from .._head_loss.rows import Selection, row_values, select_rows
 from .._head_loss.shapes import row_block
 from .._head_loss.walks import Block, Differentiating, Statistics
-from .._triton.launch import Launches
 from . import filtered_kernels as kernels
 from .levels import LEVELS, ROUNDING, STEP, filter_level
 from .shapes import (
@@ -63,7 +63,7 @@ from .shapes import (
 )
 
 
-class Filtered(Differentiating):
+class Filtered(RowWalk):
     """The buffers of a walk under a filter, and the launches for each of its blocks of rows."""
 
     def __init__(
@@ -73,12 +73,11 @@ class Filtered(Differentiating):
         output_mask: Sequence[bool],
         values: Tensor | None = None,  # (5, N), compact, of a call whose log-sum-exps are known
     ) -> None:
-        hidden, weight, bias, target, *_ = given
-        self.hidden = hidden = aligned(hidden)
-        self.weight, self.settings = weight, settings
-        self.bias = None if bias is None else bias.contiguous()
-        (self.extent, self.depth), self.vocab = hidden.shape, len(weight)
-        self.shapes: FilterShapes = filter_shapes_for(hidden.device)
+        self.shapes: FilterShapes = filter_shapes_for(given.hidden.device)
+        super().__init__(given, settings, output_mask, self.shapes)
+        hidden, (of_hidden, of_weight) = self.hidden, output_mask[:2]
+        self.flags["HAS_KEPT"] = True
+        self.block = row_block(self.depth, self.shapes)
         tile = self.shapes.rows
         self.step = filter_rows(self.extent, tile)
         self.groups, self.tiles = self.step // tile, -(-self.vocab // tile)
@@ -99,36 +98,11 @@ class Filtered(Differentiating):
         self.levels: dict[str, Any] = {"TILE": tile, "LEVELS": LEVELS, "STEP": STEP}
         if not self.is_mass:
             self.levels |= {"LEVELS": 16, "STEP": 0.0}
-        self.cap = settings.scale, settings.softcap
-        of_hidden, of_weight, of_bias = output_mask[:3]
-        self.described: dict[tuple[Any, ...], Any] = {}
-        sizes = (*hidden.shape, self.vocab, type(self), tuple(output_mask), settings)
-        self.launch = Launches(*sizes, hidden.device, target.dtype)
-        is_interpreted = self.shapes.is_interpreted
-        self.block = row_block(self.depth, is_interpreted=is_interpreted)
-        self.copies: dict[str, Any] = {
-            "pad": max(tile, self.shapes.step),
-            "is_interpreted": is_interpreted,
-            "launch": self.launch,
-        }
-        compact = select_rows(target, settings, self.launch)
-        self.is_compact = compact.kept is not None
-        new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.flags = {
-            "HAS_BIAS": bias is not None,
-            "HAS_KEPT": True,
-            "HAS_SOFTCAP": settings.softcap > 0,
-        }
         self.has_lse = values is not None
         self.base = self.floats(self.extent)
         self.share: Tensor | None = None
         self.factor: Tensor | None = None
-        self.selection = self._ranked(compact, target, values)
-        self.grad_hidden = new(hidden) if of_hidden else None
-        self.grad_weight = torch.empty_like(weight) if of_weight else None
-        self.bias_sums: Tensor | None = None
-        if of_bias and bias is not None:
-            self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
+        self.selection = self._ranked(self.selection, given.target, values)
 
         levels, floats, ints = self.levels["LEVELS"], self.floats, self.ints
         self.rows = hidden.new_empty((self.step, self.depth))
@@ -156,27 +130,16 @@ class Filtered(Differentiating):
         self.counters = hidden.new_zeros((blocks, self.passes + 1, 4), dtype=torch.int32)
         self.dropped = hidden.new_zeros(self.extent, dtype=torch.float32)
         self.nll: Tensor | None = None
-        self.of_rows: Tensor | None = None
+        self.factors: Tensor | None = None
 
     def run(self, name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch the filter's kernel of a step."""
         kernel = getattr(kernels, f"_linear_cross_entropy_filter_{name}_kernel")
         self.launch(kernel, grid, *arguments, **constants)
 
-    def floats(self, *sizes: int) -> Tensor:
-        """Return an uninitialised fp32 tensor of these sizes."""
-        return self.hidden.new_empty(sizes, dtype=torch.float32)
-
     def ints(self, *sizes: int) -> Tensor:
         """Return an uninitialised int32 tensor of these sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.int32)
-
-    def tiles_of(self, matrix: Tensor, rows: int, columns: int) -> Any:
-        """Return a descriptor of a matrix for tiles of this shape, cached for all blocks."""
-        key = id(matrix), rows, columns
-        if key not in self.described:
-            self.described[key] = tiles_of(matrix, rows, columns)  # holds the matrix
-        return self.described[key]
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
         """Return the rows that count in the order of their estimated mass in unlikely classes.
@@ -243,8 +206,7 @@ class Filtered(Differentiating):
     def choose(self, block: Block) -> None:
         """Compute statistics of a block of rows, and which classes count in each of its groups."""
         first, here = block.first, block.stop - block.first
-        order, kept = self.selection.order, self.selection.kept
-        copy_rows(self.hidden, self.rows, order, kept, first=first, **self.copies)
+        self.copy(self.hidden, self.rows, self.selection.order, first=first)
         again = self.counters[block.number, self.passes]
         self._score(first, None)
         if not self.has_lse:
@@ -256,7 +218,7 @@ class Filtered(Differentiating):
                 **self.flags,
             )
             self._score(first, again)
-        factor = self.of_rows if self.factor is None else self.factor
+        factor = self.factors if self.factor is None else self.factor
         self.run(
             "level",
             (self.groups,),
@@ -307,8 +269,7 @@ class Filtered(Differentiating):
         first, here = block.first, block.stop - block.first
         scaled = self.scaled
         if scaled is not None:
-            how = {"first": first, "rows": here, "scale": self.scale, **self.copies}
-            copy_rows(self.rows, scaled, None, self.selection.kept, **how)
+            self.copy(self.rows, scaled, None, first=first, rows=here, scale=self.scale)
         if self.grad_hidden is None and self.grad_weight is None:
             return
         for number in range(self.passes):
@@ -400,22 +361,14 @@ class Filtered(Differentiating):
             **shapes.multiplying(),
         )
 
-    def made(self) -> Gradients:
-        """Return the requested gradients; call this after the last block."""
-        sums = self.bias_sums
-        of_bias = None if sums is None else sums.to(self.bias)
-        return Gradients(self.grad_hidden, self.grad_weight, of_bias)
-
 
 class FilteredTotal(Filtered, Statistics):
     """Walks for a loss that is one number; estimates each row's log-sum-exp, then computes it."""
 
     def __init__(self, given: ScalarLoss) -> None:
         super().__init__(Operands(*given[:4]), given.settings, given.output_mask)
-        self.given, self.of_rows = given, given.row_gradients(torch.float32)
-        # Ignored rows, which no kernel writes, have a loss of zero.
-        new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.nll = new(self.hidden[:, 0], dtype=torch.float32)
+        self.given, self.factors = given, given.row_gradients(torch.float32)
+        self.nll = self.of_rows(self.hidden[:, 0], torch.float32)
 
     def statistics(self, block: Block) -> None:
         self.choose(block)

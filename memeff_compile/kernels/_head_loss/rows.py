@@ -16,7 +16,7 @@ from .._triton.compat import described
 from .._triton.launch import run_kernel, start
 from . import rows_kernels as kernels
 from .call import RowGradients, Saved, Settings
-from .shapes import GATHERED, LISTED, row_block
+from .shapes import GATHERED, LISTED, Tiles, row_block
 
 
 class Selection(NamedTuple):
@@ -54,18 +54,17 @@ def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) ->
 def copy_rows(
     source: Tensor,
     out: Tensor,  # contiguous
+    shapes: Tiles,  # rows after the last one that counts become zero, up to a whole tile
     order: Tensor | None = None,  # which row of the source each row is, or -1
     kept: Tensor | None = None,  # how many rows of the call count; None for all
     *,
     first: int = 0,  # compact row where `out` starts
     rows: int = 0,  # to write; 0 for all of `out`, whose rows after them may be padding
     scale: Tensor | None = None,  # of each row
-    pad: int,  # rows after the last one that counts become zero, up to a multiple of this
-    is_interpreted: bool,
     launch: Any = run_kernel,
 ) -> None:
     """Copy rows into `out`, in an order and times a factor if there is one."""
-    height, depth = out.shape
+    (height, depth), pad = out.shape, max(shapes.rows, shapes.step)
     rows = rows or height
     launch(
         kernels._head_loss_rows_copy_kernel,
@@ -75,7 +74,7 @@ def copy_rows(
         HAS_SCALE=scale is not None,
         HAS_KEPT=kept is not None,
         PAD=pad,
-        BLOCK=row_block(depth, is_interpreted=is_interpreted),
+        BLOCK=row_block(depth, shapes),
     )
 
 

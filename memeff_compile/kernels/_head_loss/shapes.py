@@ -7,6 +7,7 @@ block, W classes of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from torch import Tensor
 
@@ -33,6 +34,22 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
     return buffer[: rows * width].view(rows, width)
 
 
-def row_block(depth: int, *, is_interpreted: bool) -> int:
+class Tiles(Protocol):
+    """The sizes of an engine's tiles that copies of rows depend on."""
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a tile."""
+
+    @property
+    def step(self) -> int:
+        """Return the step along the summed axis."""
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Return whether Triton's interpreter runs the kernels."""
+
+
+def row_block(depth: int, shapes: Tiles) -> int:
     """Return how many features of a row a program copies at a time."""
-    return 16 if is_interpreted else min(4096, 1 << (depth - 1).bit_length())
+    return 16 if shapes.is_interpreted else min(4096, 1 << (depth - 1).bit_length())

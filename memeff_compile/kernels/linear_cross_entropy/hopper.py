@@ -51,18 +51,20 @@ from .._head_loss.call import (
     vector,
 )
 from .._head_loss.ranks import Ranks
+from .._head_loss.row_walks import RowWalk
 from .._head_loss.rows import Selection, aligned, copy_rows, row_values, select_rows, tiles_of
 from .._head_loss.shapes import row_block, spans
 from .._head_loss.walks import Block, Differentiating, Statistics
 from .._triton import compat as triton_compat
-from .._triton.launch import Launches, start
+from .._triton.launch import start
 from . import hopper_kernels as kernels
 from .shapes import (
     GROUP,
     ROWS,
     SLICE,
+    SUMMED_COLUMNS,
+    SUMMED_ROWS,
     TILES,
-    Shapes,
     forward_rows,
     hopper_columns,
     hopper_rows,
@@ -105,7 +107,7 @@ class Forward(Statistics):
         selection, first, here = self.selection, block.first, block.stop - block.first
         if self.is_compact:
             out, order, kept = self.gathered[:here], selection.order, selection.kept
-            copy_rows(given.hidden, out, order, kept, first=first, **shapes.copies())
+            copy_rows(given.hidden, out, shapes, order, kept, first=first)
         start(
             kernels._linear_cross_entropy_hopper_statistics_kernel,
             (shapes.programs,),
@@ -200,14 +202,16 @@ class BackwardByClasses(Differentiating):
         of_hidden, of_weight, of_bias = output_mask[:3]
         self.selection = select_rows(given.target, settings)
         self.grad_weight = torch.empty_like(given.weight) if of_weight else None
-        bias = given.bias
-        self.grad_bias = torch.empty_like(bias) if of_bias and bias is not None else None
+        self.bias = given.bias
+        self.bias_sums: Tensor | None = None
+        if of_bias and given.bias is not None:
+            self.bias_sums = hidden.new_zeros(self.extent, dtype=torch.float32)
         # The hidden gradient's own memory holds the gathered rows until it is written.
         self.original = self.hidden = hidden
         if self.selection.kept is not None:
             self.hidden = hidden.new_empty(hidden.shape)
             order, kept = self.selection.order, self.selection.kept
-            copy_rows(hidden, self.hidden, order, kept, **shapes.copies())
+            copy_rows(hidden, self.hidden, shapes, order, kept)
         self.gradient = _Gradient(grads, given, saved, settings, self.selection)
         size = (self.rows, self.depth, self.extent)
         self.step = hopper_columns(*size, settings.workspace, shapes)
@@ -279,7 +283,7 @@ class BackwardByClasses(Differentiating):
         if self.selection.place is None:
             self.grad_hidden = self.sums.to(self.hidden.dtype)
             return
-        copy_rows(self.sums, self.hidden, self.selection.place, **self.shapes.copies())
+        copy_rows(self.sums, self.hidden, self.shapes, self.selection.place)
         self.grad_hidden = self.hidden
 
     def gradients(self, block: Block) -> None:
@@ -314,21 +318,16 @@ class BackwardByClasses(Differentiating):
                 **shapes.constants(columns),
                 HAS_KEPT=selection.kept is not None,
             )
-        if self.grad_bias is not None and self.writes_weight:
-            start(
-                kernels._linear_cross_entropy_hopper_class_sums_kernel,
-                (-(-width // 128),),
-                *(g, self.grad_bias, selection.kept, first, width, stop, self.rows),
-                HAS_KEPT=selection.kept is not None,
-                BLOCK=128,
-                ROWS=64,
-            )
+        if self.bias_sums is not None and self.writes_weight:
+            of_block = (0, self.rows, first, width, stop)
+            add_columns(g, None, self.bias_sums, selection.kept, of_block, start)
 
     def results(self) -> Gradients:
-        return Gradients(self.grad_hidden, self.grad_weight, self.grad_bias)
+        of_bias = None if self.bias_sums is None else self.bias_sums.to(self.bias)
+        return Gradients(self.grad_hidden, self.grad_weight, of_bias)
 
 
-class ByRows(Differentiating):
+class ByRows(RowWalk):
     """A walk over blocks of R rows that computes X of a block, and the gradients from X.
 
     X has R rows and the vocabulary in whole tiles as columns. Up to a factor per row, it is the
@@ -343,108 +342,55 @@ class ByRows(Differentiating):
 
         `height`, if not 0, is the block height that all ranks use: whole tiles of rows.
         """
-        hidden, weight, bias, target, *_ = given
-        hidden = aligned(hidden)
-        self.hidden, self.weight, self.settings = hidden, weight, settings
-        self.bias = None if bias is None else bias.contiguous()
-        (self.extent, self.depth), self.vocab = hidden.shape, weight.shape[0]
-        self.shapes: Shapes = shapes_for(hidden.device)
-        of_hidden, of_weight, of_bias = output_mask[:3]
-        self.described: dict[tuple[Any, ...], Any] = {}
-        sizes = (*hidden.shape, len(weight), type(self), tuple(output_mask), settings)
-        self.launch = Launches(*sizes, hidden.device, target.dtype)
-        self.selection = select_rows(target, settings, self.launch)
+        self.shapes = shapes = shapes_for(given.hidden.device)
+        super().__init__(given, settings, output_mask, shapes)
+        hidden, (of_hidden, of_weight) = self.hidden, output_mask[:2]
         sizes = self.depth, self.vocab, settings.workspace
-        self.is_compact = self.selection.kept is not None
-        self.cap = (settings.scale, settings.softcap)
-        self.flags = {
-            "HAS_BIAS": bias is not None,
-            "HAS_KEPT": self.is_compact,
-            "HAS_SOFTCAP": settings.softcap > 0,
-        }
-        tile = self.shapes.rows
-        self.columns = self.shapes.gradient_columns(is_plain=_is_plain(bias, settings))
-        self.step = height or hopper_rows(self.extent, *sizes, self.shapes)
+        self.columns = shapes.gradient_columns(is_plain=_is_plain(self.bias, settings))
+        self.step = height or hopper_rows(self.extent, *sizes, shapes)
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
-
-        # Ignored rows, which no kernel writes, have a gradient of zero.
-        new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.grad_hidden = new(hidden) if of_hidden else None
-        self.grad_weight = torch.empty_like(weight) if of_weight else None
-        self.bias_sums = None
-        if of_bias:
-            self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
         self.x = hidden.new_empty((self.step, self.width))
         self.row_scale = self.floats(self.step)
         blocks = -(-self.extent // self.step)
-        self.has_gluon = not self.shapes.is_interpreted and triton_compat.has_gluon()
-        self.tile = tile, self.shapes.columns
+        self.has_gluon = not shapes.is_interpreted and triton_compat.has_gluon()
+        self.tile = shapes.rows, shapes.columns
         if self.has_gluon:
-            self.tile = product_tile(self.depth, self.shapes)
+            self.tile = product_tile(self.depth, shapes)
         tiles = -(-self.step // self.tile[0]) * -(-self.depth // self.tile[1])
         # Exponents of dC between blocks, if it is in fp16 then.
         self.scales: Tensor | None = None
         if self.has_gluon and of_weight and blocks > 1:
-            slices = slices_of(self.depth, self.shapes)
+            slices = slices_of(self.depth, shapes)
             self.scales = hidden.new_empty((slices, self.width), dtype=torch.uint8)
         self.splits, self.parts = 1, None
         if self.has_gluon and of_hidden:
             sizes = self.step, self.depth, self.vocab
-            self.splits = splits_of(*sizes, self.shapes, needs_weight=of_weight)
+            self.splits = splits_of(*sizes, shapes, needs_weight=of_weight)
         if self.splits > 1:
             self.parts = self.floats(self.splits - 1, self.step, self.depth)
         # Per block: a counter of the products, and a flag for a base that was far off. Each block
         # has a multiple of 16 bytes, so that all use the same compiled kernels.
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
-    def floats(self, *sizes: int) -> Tensor:
-        """Return an uninitialised fp32 tensor of these sizes."""
-        return self.hidden.new_empty(sizes, dtype=torch.float32)
-
-    def copy(self, source: Tensor, out: Tensor, order: Tensor | None, **how: Any) -> None:
-        """Copy rows that count, in an order and times a factor if there is one."""
-        how |= {"launch": self.launch, **self.shapes.copies()}
-        copy_rows(source, out, order, self.selection.kept, **how)
-
-    def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = None) -> Any:
-        """Return a matrix's descriptor for tiles of this shape; it is cached for all blocks."""
-        key = id(matrix), rows, columns, describe
-        if key not in self.described:
-            self.described[key] = (describe or tiles_of)(matrix, rows, columns)  # holds the matrix
-        return self.described[key]
-
-    def made(self) -> Gradients:
-        """Return the requested gradients; call this after the last block."""
-        sums = self.bias_sums
-        of_bias = None if sums is None else sums.to(self.bias)
-        return Gradients(self.grad_hidden, self.grad_weight, of_bias)
-
     def add_products(self, block: Block, factor: Tensor | None) -> None:
         """Add the products of X to the gradients, with the kernels that this Triton supports.
 
         For dC, X is multiplied by `factor`, (R, D), which is zero after the last row.
         """
-        first, here = block.first, block.stop - block.first
         if self.grad_hidden is not None or self.grad_weight is not None:
             self._multiply(block, factor)
         if self.bias_sums is not None:
-            self.launch(
-                kernels._linear_cross_entropy_hopper_bias_kernel,
-                (-(-self.vocab // 128),),
-                *(self.x, self.row_scale, self.bias_sums, self.selection.kept),
-                *(first, here, self.width, self.vocab),
-                BLOCK=128,
-                ROWS=64,
-                **self.flags,
-            )
+            at = (block.first, block.stop - block.first, 0, self.width, self.vocab)
+            sums, kept = self.bias_sums, self.selection.kept
+            add_columns(self.x, self.row_scale, sums, kept, at, self.launch)
 
     def _multiply(self, block: Block, factor: Tensor | None) -> None:
         needs_hidden, needs_weight = self.grad_hidden is not None, self.grad_weight is not None
         shapes, selection = self.shapes, self.selection
         (rows, columns), step = self.tile, shapes.step
         kernel: Any = kernels._linear_cross_entropy_hopper_products_kernel
-        describe: Any = None
+        describe: Any = tiles_of
         parts, splits, constants, slices = [], [], shapes.constants(columns), columns // 4
         if self.has_gluon:
             from .._triton import specialized_products_kernels as specialized
@@ -529,9 +475,7 @@ class Total(ByRows, Statistics):
         operands = Operands(*given[:4])
         super().__init__(operands, given.settings, given.output_mask, height=height)
         self.factor = given.row_gradients(torch.float32)
-        # Ignored rows, which no kernel writes, have a loss of zero.
-        new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.nll = new(self.hidden[:, 0], dtype=torch.float32)
+        self.nll = self.of_rows(self.hidden[:, 0], torch.float32)
         self.stats = self.floats(2, self.tiles, self.step)
         self.base, self.target_logit = self.floats(self.step), self.floats(self.step)
         self.scaled: Tensor | None = None
@@ -553,7 +497,7 @@ class Total(ByRows, Statistics):
             *(self.rows_here, self.rows_here.stride(0), self.weight, self.bias),
             *(selection.target, selection.kept),
             *(self.base, first, here, self.vocab, self.depth, *self.cap),
-            BLOCK=row_block(self.depth, is_interpreted=self.shapes.is_interpreted),
+            BLOCK=row_block(self.depth, self.shapes),
             HAS_RANKS=self.ranks is not None,
             **self.flags,
         )
@@ -644,6 +588,26 @@ def backward(
 
 
 forward, total = Forward, Total
+
+
+def add_columns(
+    x: Tensor,  # (R, W)
+    row_scale: Tensor | None,  # (R,) fp32
+    sums: Tensor,  # (V,) fp32
+    kept: Tensor | None,
+    at: tuple[int, int, int, int, int],  # first row, rows, first column, width and last column
+    launch: Any,
+) -> None:
+    """Add the column sums of X, its rows times their scale, to the sums of the bias's gradient."""
+    launch(
+        kernels._linear_cross_entropy_hopper_bias_kernel,
+        (-(-x.shape[1] // SUMMED_COLUMNS),),
+        *(x, row_scale, sums, kept, *at),
+        BLOCK=SUMMED_COLUMNS,
+        ROWS=SUMMED_ROWS,
+        HAS_SCALE=row_scale is not None,
+        HAS_KEPT=kept is not None,
+    )
 
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:

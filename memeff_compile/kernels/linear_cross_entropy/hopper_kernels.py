@@ -390,36 +390,6 @@ def _linear_cross_entropy_hopper_class_products_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_hopper_class_sums_kernel(
-    g_ptr,  # (N, W) contiguous
-    out_ptr,  # (V,) out
-    kept_ptr,
-    first_column,
-    width,
-    stop_column,  # columns from here on do not exist
-    rows,
-    HAS_KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Sum G over its rows: the bias gradient of these columns."""
-    rows_here = rows
-    if HAS_KEPT:
-        rows_here = tl.load(kept_ptr)
-    local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (local < width) & (first_column + local < stop_column)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, rows_here, ROWS):
-        offs = start + tl.arange(0, ROWS)
-        mask = (offs < rows_here)[:, None] & inside[None, :]
-        g = tl.load(
-            g_ptr + offs.to(tl.int64)[:, None] * width + local[None, :], mask=mask, other=0.0
-        )
-        sums += tl.sum(g.to(tl.float32), axis=0)
-    tl.store(out_ptr + first_column + local, sums.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _linear_cross_entropy_hopper_base_kernel(
     hidden_ptr,  # (R, D) rows of this block
     stride_hidden_row,
@@ -774,26 +744,27 @@ def _linear_cross_entropy_hopper_products_kernel(
 @triton.jit
 def _linear_cross_entropy_hopper_bias_kernel(
     x_ptr,  # (R, W) contiguous
-    row_scale_ptr,  # (R,) fp32
+    row_scale_ptr,  # (R,) fp32, or None
     sums_ptr,  # (V,) fp32 in and out
     kept_ptr,
     first_row,
     piece_rows,
+    first_column,
     width,
-    vocab,
+    stop_column,  # columns from here on do not exist
     C: tl.constexpr,
 ):
-    """Add the column sums of X, whose rows are scaled, to the gradient of the bias."""
+    """Add the column sums of X, its rows times their scale, to the gradient of the bias."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
-    columns = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
-    inside = columns < vocab
-    sums = tl.load(sums_ptr + columns, mask=inside, other=0.0)
+    local = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
+    inside = (local < width) & (first_column + local < stop_column)
+    sums = tl.load(sums_ptr + first_column + local, mask=inside, other=0.0)
     for start in range(0, rows_here, C.ROWS):
         offs = start + tl.arange(0, C.ROWS)
         mask = (offs < rows_here)[:, None] & inside[None, :]
-        x = tl.load(
-            x_ptr + offs.to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0
-        )
-        scale = tl.load(row_scale_ptr + offs, mask=offs < rows_here, other=0.0)
-        sums += tl.sum(x.to(tl.float32) * scale[:, None], axis=0)
-    tl.store(sums_ptr + columns, sums, mask=inside)
+        place = offs.to(tl.int64)[:, None] * width + local[None, :]
+        x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        if C.HAS_SCALE:
+            x *= tl.load(row_scale_ptr + offs, mask=offs < rows_here, other=0.0)[:, None]
+        sums += tl.sum(x, axis=0)
+    tl.store(sums_ptr + first_column + local, sums, mask=inside)

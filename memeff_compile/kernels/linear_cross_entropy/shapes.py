@@ -199,6 +199,8 @@ TALLEST_SPLIT = 2048
 TILE_STEPS = 3
 # Columns of dE and dC that are written at a time; sums of dC have a scale for each class and slice.
 SLICE = 64
+# Columns and rows of X that a program of the bias's gradient reads at a time.
+SUMMED_COLUMNS, SUMMED_ROWS = 128, 64
 
 
 class Shapes(NamedTuple):
@@ -227,10 +229,6 @@ class Shapes(NamedTuple):
             "num_warps": self.warps,
             "num_stages": self.stages,
         }
-
-    def copies(self) -> dict[str, Any]:
-        """Return the padding of copied rows, whole tiles, and whether Triton is interpreted."""
-        return {"pad": max(self.rows, self.step), "is_interpreted": self.is_interpreted}
 
     def gradient_columns(self, *, is_plain: bool) -> int:
         """Return the width of a tile of G: narrower with a softcap, a bias or gathered rows, which
@@ -345,12 +343,6 @@ def room_inside(
     first = (vocab - taken) // step * step
     spare = max(SPARE_BYTES // (2 * rows) // step * step, step)
     return Room(first, width, spare, rows, depth, vocab, step)
-
-
-def bytes_of_row(depth: int, vocab: int, shapes: Shapes) -> int:
-    """Return the bytes of a row of X, its statistics in the narrowest tiles, and scaled copy."""
-    width = -(-vocab // shapes.columns) * shapes.columns
-    return 2 * width + 8 * (width // shapes.rows) + 2 * depth
 
 
 def slices_of(depth: int, shapes: Shapes) -> int:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._head_loss.products import product_into
 from .._head_loss.shapes import spans
 from .._triton.compat import described
 from .._triton.launch import run_kernel
@@ -157,7 +158,7 @@ class _Walk(ABC):
                     most = self.slots.rows * min(STRIP, vocab)
                     self.strip = rows.new_empty(most, dtype=torch.float32)
                 strip = self.strip[: len(rows) * (stop - first)].view(len(rows), stop - first)
-                _product(rows, weight[first:stop].t(), strip)
+                product_into(rows, weight[first:stop].t(), strip)
             run_kernel(
                 kernels._linear_divergence_kept_logits_keep_kernel,
                 (len(rows), -(-(stop - first) // CHUNK)),
@@ -320,18 +321,6 @@ class _Classes(_Walk):
             **how,
             num_warps=4,
         )
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write left @ right into fp32 `out` without rounding to 16 bits.
-
-    On other devices, products of 16-bit inputs have no fp32 output, so the inputs are widened
-    first, for tests under the interpreter.
-    """
-    if left.dtype == torch.float32 or not left.is_cuda:
-        torch.mm(left.float(), right.float(), out=out)
-    else:
-        torch.mm(left, right, out_dtype=torch.float32, out=out)
 
 
 def _power_of_two(count: int) -> int:

@@ -190,13 +190,14 @@ def test_product_compiles_for_sizes_of_one(
 
 
 COPY = {"PAD": 128, "BLOCK": 4096}
+SUMS = {"BLOCK": 128, "ROWS": 64}
 SMALL = [
     ("_head_loss_rows_compact_kernel", {"BLOCK": 2048}, 8),
     ("_head_loss_rows_copy_kernel", {**COPY, "HAS_ORDER": True, "HAS_SCALE": False}, 4),
     ("_head_loss_rows_copy_kernel", {**COPY, "HAS_ORDER": False, "HAS_SCALE": True}, 4),
     ("_head_loss_rows_cotangents_kernel", {"BLOCK": 512}, 4),
     ("_linear_cross_entropy_hopper_merge_kernel", {"ROWS": 8, "TILES": 128}, 4),
-    ("_linear_cross_entropy_hopper_class_sums_kernel", {"BLOCK": 128, "ROWS": 64}, 4),
+    ("_linear_cross_entropy_hopper_bias_kernel", {**SUMS, "HAS_SCALE": False}, 4),
 ]
 
 

@@ -228,7 +228,7 @@ def test_products_in_gluon_compile_within_the_limits(
         ("loss", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": False}),
         ("loss", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": True}),
         ("ranks", {"ROWS": 8}),
-        ("bias", {"BLOCK": 128, "ROWS": 64}),
+        ("bias", {"BLOCK": 128, "ROWS": 64, "HAS_SCALE": True}),
     ],
     ids=str,
 )

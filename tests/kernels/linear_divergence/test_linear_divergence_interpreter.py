@@ -56,7 +56,7 @@ def test_tiles_of_products_are_kept_without_a_strip(
 ) -> None:
     from memeff_compile.kernels.linear_divergence import kept_logits
 
-    monkeypatch.setattr(kept_logits, "_product", None)
+    monkeypatch.setattr(kept_logits, "product_into", None)
     new, vocab, dtype = torch.Generator().manual_seed(0), 600, torch.bfloat16
 
     def of(size: int, by: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
