@@ -134,7 +134,7 @@ class Filtered(RowWalk):
 
     def run(self, name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch the filter's kernel of a step."""
-        kernel = getattr(kernels, f"_linear_cross_entropy_filter_{name}_kernel")
+        kernel = getattr(kernels, f"_gradient_filter_{name}_kernel")
         self.launch(kernel, grid, *arguments, **constants)
 
     def ints(self, *sizes: int) -> Tensor:

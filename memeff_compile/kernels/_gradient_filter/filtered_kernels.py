@@ -41,7 +41,7 @@ def _finite(value):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_sample_kernel(
+def _gradient_filter_sample_kernel(
     weight_ptr,  # (V, D) contiguous
     target_ptr,  # (N,) original rows, any integers
     sample_ptr,  # (S, D) out
@@ -67,7 +67,7 @@ def _linear_cross_entropy_filter_sample_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_estimate_kernel(
+def _gradient_filter_estimate_kernel(
     products_ptr,  # (n, S) contiguous: of some rows with the sample's classes
     hidden_ptr,  # (N, D), original rows
     stride_hidden_row,
@@ -150,7 +150,7 @@ def _level(index, highest, C: tl.constexpr):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_score_kernel(
+def _gradient_filter_score_kernel(
     hidden_desc,  # (R, D), ranked rows, zero after the last, block TILE x BK
     weight_desc,  # (V, D), block BN x BK
     bias_ptr,  # (V,) or None
@@ -268,7 +268,7 @@ def _linear_cross_entropy_filter_score_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_check_kernel(
+def _gradient_filter_check_kernel(
     stats_ptr,  # (2, chunks, R) fp32
     base_ptr,  # (N,) fp32, ranked, in and, where it is too far off, out
     again_ptr,  # (1,) int32 out
@@ -295,7 +295,7 @@ def _linear_cross_entropy_filter_check_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_level_kernel(
+def _gradient_filter_level_kernel(
     part_ptr,  # (groups, chunks, LEVELS, TILE) fp32
     stats_ptr,  # (2, chunks, R) fp32
     base_ptr,  # (N,) fp32, ranked
@@ -400,7 +400,7 @@ def _larger(of_p, of_target):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_share_kernel(
+def _gradient_filter_share_kernel(
     values_ptr,  # (5, N) fp32, compact, of `hopper`
     rank_ptr,  # (N,) int64: compact row of each ranked row
     kept_ptr,
@@ -426,7 +426,7 @@ def _linear_cross_entropy_filter_share_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_word_kernel(
+def _gradient_filter_word_kernel(
     score_ptr,  # (groups, V) fp32
     level_ptr,  # (groups,) fp32
     word_ptr,  # (V,) int16 out
@@ -457,7 +457,7 @@ def _either(one, other):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_tile_kernel(
+def _gradient_filter_tile_kernel(
     word_ptr,  # (V,) int16, sorted
     tile_word_ptr,  # (T,) int32 out
     vocab,
@@ -481,7 +481,7 @@ def _bits(words):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_list_kernel(
+def _gradient_filter_list_kernel(
     tile_word_ptr,  # (T,) int32
     active_ptr,  # (1,) int32 out: how many tiles count
     group_start_ptr,  # (passes, starts) int32 out: where a group's slots start
@@ -548,7 +548,7 @@ def _linear_cross_entropy_filter_list_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_fill_kernel(
+def _gradient_filter_fill_kernel(
     hidden_desc,  # (R, D), ranked rows, zero after the last, block TILE x BK
     weight_ptr,  # (V, D) contiguous
     bias_ptr,
@@ -632,7 +632,7 @@ def _part(tile, index: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_products_kernel(
+def _gradient_filter_products_kernel(
     packed_by_row_desc,  # (slots * TILE, TILE), block TILE x BK
     packed_by_step_desc,  # (slots * TILE, TILE), block BK x TILE
     ranked_desc,  # (R, D) rows times their scale, block BK x BN
@@ -738,7 +738,7 @@ def _linear_cross_entropy_filter_products_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_rows_kernel(
+def _gradient_filter_rows_kernel(
     sums_ptr,  # (splits, R, D) fp32, ranked
     grad_hidden_ptr,  # (N, D) contiguous out, original rows
     order_ptr,  # (N,) int32

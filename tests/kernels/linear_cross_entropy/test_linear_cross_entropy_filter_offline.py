@@ -63,7 +63,7 @@ def _compile(capability: int, name: str, constants: dict[str, Any], *absent: str
             return WIDTHS.get(argument, f"*{kind}")
         return "fp32" if argument in ("scale", "softcap", "highest", "limit") else "i32"
 
-    kernel = getattr(filtered_kernels, f"_linear_cross_entropy_filter_{name}_kernel")
+    kernel = getattr(filtered_kernels, f"_gradient_filter_{name}_kernel")
     aligned = ("depth",)
     return compile_for(
         *(capability, kernel, constants, type_of, lambda argument: argument in aligned), **options
