@@ -42,7 +42,7 @@ GROUPS = {
 def group_of(name: str) -> str:
     """Return which group a kernel belongs to.
 
-    Example: group_of("_gradient_filter_pack_kernel") == "packing".
+    Example: group_of("_gradient_filter_fill_kernel") == "logits of tiles".
     """
     fitting = [
         (len(part), group) for group, parts in GROUPS.items() for part in parts if part in name
