@@ -26,10 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows, timing
 from benchmarks.distributed import many_gpus
 from memeff_compile import compat
+from memeff_compile.kernels._head_loss.call import ScalarLoss
+from memeff_compile.kernels._head_loss.ranks import Ranks, check_counts
+from memeff_compile.kernels._head_loss.shapes import spans
+from memeff_compile.kernels._head_loss.walks import Block
 from memeff_compile.kernels.linear_cross_entropy import Shard, vocabulary_parallel
-from memeff_compile.kernels.linear_cross_entropy.call import Ranks, ScalarLoss
-from memeff_compile.kernels.linear_cross_entropy.shapes import spans
-from memeff_compile.kernels.linear_cross_entropy.walk import ENGINES, Block
+from memeff_compile.kernels.linear_cross_entropy.walk import ENGINES
 
 REPEATS = 5
 CLASSES = 128256
@@ -60,7 +62,7 @@ def merge_of(count: int, device: str) -> tuple[Callable[[], Tensor], int]:
 
     def merge() -> Tensor:
         counted = torch.full((1,), count, dtype=torch.int64, device=device)
-        vocabulary_parallel.check_counts(gathered(counted), count)
+        check_counts(gathered(counted), count)
         for first, stop in parts:
             meet(first, stop)
         return gathered(hidden.new_zeros(1, dtype=torch.float32))

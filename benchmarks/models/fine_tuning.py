@@ -127,7 +127,7 @@ def measure(given: argparse.Namespace) -> int:
     """Train each method with each seed; return how many methods failed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if given.every_depth:
-        from memeff_compile.kernels.linear_cross_entropy import gradient_filter
+        from memeff_compile.kernels._gradient_filter import levels as gradient_filter
 
         gradient_filter.LEAST_DEPTH = 8
     text, failed, began = Text(given, device), 0, time.monotonic()

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._gradient_filter.filtered import FilteredTotal
+from memeff_compile.kernels._head_loss.call import ScalarLoss
 from memeff_compile.kernels.device import on_device
 from memeff_compile.kernels.linear_cross_entropy import engine_for, leaves_out
-from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
-from memeff_compile.kernels.linear_cross_entropy.filtered import FilteredTotal
 
 DTYPES = (torch.bfloat16,)
 

@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import measuring, methods, registry, rows, timing
 from benchmarks.ops import filter_activity
-from memeff_compile.kernels.linear_cross_entropy import gradient_filter
+from memeff_compile.kernels._gradient_filter import levels as gradient_filter
 
 SHAPES = ("8192x576x49152", "8192x896x151936", "8192x4096x128256")
 FILTERS = ("exact", "mass", "block", "published")
@@ -42,7 +42,7 @@ GROUPS = {
 def group_of(name: str) -> str:
     """Return which group a kernel belongs to.
 
-    Example: group_of("_linear_cross_entropy_filter_pack_kernel") == "packing".
+    Example: group_of("_gradient_filter_fill_kernel") == "logits of tiles".
     """
     fitting = [
         (len(part), group) for group, parts in GROUPS.items() for part in parts if part in name

@@ -88,6 +88,22 @@ def test_kernels_stand_beside_the_engine_that_launches_them(path: Path) -> None:
     assert engine.is_file() or shared or any(path.stem in text for text in beside)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [path for path in KERNEL_FILES if path.parent.name not in ("_triton", "coded_weight")],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_a_kernel_is_named_by_its_op_its_engine_and_its_step(path: Path) -> None:
+    """Kernels of `_triton` have the names of the ops that launch them, those of `coded_weight` of
+    the codec.
+    """
+    room, engine = path.parent.name, path.stem.removesuffix("_kernels")
+    start = f"{room}_" if room.startswith("_") else f"_{room}_{engine}_"
+    tree = ast.parse(path.read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert [n for n in names if n.endswith("_kernel") and not n.startswith(start)] == []
+
+
 @pytest.mark.parametrize("folder", OP_FOLDERS, ids=lambda folder: folder.name)
 def test_a_kernel_has_one_name_in_its_folder(folder: Path) -> None:
     """A profile names the kernel alone: two of one name could not be told apart."""

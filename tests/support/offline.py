@@ -173,7 +173,7 @@ SPILLS = {
     "3.9": {
         "_linear_cross_entropy_hopper_statistics_kernel": 168,
         "_linear_cross_entropy_hopper_specialized_products_kernel": 40,
-        "_coded_kv_cache_append_kernel": 104,
+        "_coded_kv_cache_append_codes_rows_kernel": 104,
     },
 }
 

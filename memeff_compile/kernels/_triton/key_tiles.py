@@ -151,7 +151,7 @@ def find_bounds(
     batch, tiles = like.shape[0], tiles_of(queries if ours_are_queries else keys, ours)
     bounds = like.new_empty((batch, tiles, 4), dtype=torch.int32)
     start(
-        kernels._attention_bounds_kernel,
+        kernels._attention_key_tiles_bounds_kernel,
         (batch * tiles,),
         *(tables_of(given, like), bounds if lse is None else lse, bounds, *positions_of(given)),
         *(*sizes, tiles),

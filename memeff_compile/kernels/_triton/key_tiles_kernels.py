@@ -105,7 +105,7 @@ def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS:
 
 
 @triton.jit
-def _attention_bounds_kernel(
+def _attention_key_tiles_bounds_kernel(
     tables,  # `key_tiles.Tables`
     lse_ptr,  # (B, H, M) fp32: minus infinity for queries without keys, with FROM_LSE
     bounds_ptr,  # (B, program tiles, 4) int32

@@ -143,7 +143,7 @@ def dense_of(
         (heads, ours, others, *lengths),
     )
     constants = {"OURS": tile[0], "OTHERS": tile[1], "TILE": TILE, **LISTS}
-    kernel, grid = kernels._attention_mask_lists_kernel, (batch * heads * ours,)
+    kernel, grid = kernels._attention_mask_tiles_lists_kernel, (batch * heads * ours,)
     launch(kernel, grid, arguments, constants, tile)
     return Dense(_as_bytes(mask), *_strides(mask), lists, *_strides(lists)[:2])
 

@@ -73,7 +73,7 @@ def _attention_mask_tiles_kernel(
 
 
 @triton.jit
-def _attention_mask_lists_kernel(
+def _attention_mask_tiles_lists_kernel(
     codes,  # a `key_tiles.Cells` of bytes, its row along ours and its depth along others
     lists_ptr,  # (B, H, program tiles, 3 + visited tiles) int32
     sizes,  # heads, program tiles, visited tiles, and the lengths of both sides

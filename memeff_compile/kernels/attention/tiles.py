@@ -185,7 +185,7 @@ def attend(
     lse = q.new_empty((*planes, batch, heads, queries), dtype=torch.float32)
     with on_device(q):
         read, others = (call.q, call.k, call.v), (out, lse, call.scales())
-        call.run(kernels._attention_kernel, shape, read, others)
+        call.run(kernels._attention_tiles_forward_kernel, shape, read, others)
     return out.transpose(1, 2), lse
 
 
@@ -214,14 +214,14 @@ def gradients(
     sums, delta = lse.new_empty((2, batch, heads, queries))
     with on_device(q):
         # sums and delta are made by the first kernel and read by the others
-        kernel, made = kernels._attention_query_gradient_kernel, (lse, sums, delta, grad_q)
+        kernel, made = kernels._attention_tiles_query_gradient_kernel, (lse, sums, delta, grad_q)
         scales = (call.scales(), call.given.scale)
         call.run(kernel, plan.query_gradient, (grad, out, q, k, v), (*made, *scales), lse=lse)
         parts = [(True, True)]
         if plan.key_gradient.is_split:
             parts = [(False, True), (True, False)]
         call.run(
-            kernels._attention_key_gradient_kernel,
+            kernels._attention_tiles_key_gradient_kernel,
             plan.key_gradient,
             (grad, q, k, v),
             (lse, sums, delta, grad_k, grad_v, *scales),

@@ -190,7 +190,7 @@ def _attend_tile(sums, ours, tile, seen, told, C: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit(do_not_specialize=["ahead", "behind"])
-def _attention_kernel(
+def _attention_tiles_forward_kernel(
     q,  # (B, H, M, D), as k and v `key_tiles.Rows`
     k,  # (B, G, N, D)
     v,  # (B, G, N, D)
@@ -285,7 +285,7 @@ def _query_gradient_tile(acc, ours, tile, seen, told, C: tl.constexpr, MASKED: t
 
 
 @triton.jit(do_not_specialize=["ahead", "behind"])
-def _attention_query_gradient_kernel(
+def _attention_tiles_query_gradient_kernel(
     grad,  # (B, H, M, D), as all of these `key_tiles.Rows`
     out,  # (B, H, M, D)
     q,  # (B, H, M, D)
@@ -302,7 +302,7 @@ def _attention_query_gradient_kernel(
     factor,  # of the scores, as the caller passed it
     ahead,
     behind,
-    sizes,  # as of _attention_kernel
+    sizes,  # as of _attention_tiles_forward_kernel
     C: tl.constexpr,
 ):
     batch_heads, heads, repeat, queries, keys, query_tiles = sizes
@@ -447,7 +447,7 @@ def _over_queries(
 
 
 @triton.jit(do_not_specialize=["ahead", "behind"])
-def _attention_key_gradient_kernel(
+def _attention_tiles_key_gradient_kernel(
     grad,  # (B, H, M, D), as all of these `key_tiles.Rows`
     q,  # (B, H, M, D)
     k,  # (B, G, N, D)

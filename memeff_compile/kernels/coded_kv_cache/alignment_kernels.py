@@ -26,7 +26,7 @@ def _tile(x, sequence, head, place, is_token, column):
 
 
 @triton.jit
-def _coded_kv_cache_sum_rows_kernel(
+def _coded_kv_cache_alignment_sum_rows_kernel(
     lower_k,  # (B, KV_HEADS, count, D), as the others `key_tiles.Cells`
     lower_v,
     upper_k,
@@ -59,7 +59,7 @@ def _coded_kv_cache_sum_rows_kernel(
 
 
 @triton.jit
-def _coded_kv_cache_multiply_rows_kernel(
+def _coded_kv_cache_alignment_multiply_rows_kernel(
     lower_rows,  # keys or values, (B, KV_HEADS, count, D), as the upper layer's `key_tiles.Cells`
     upper_rows,
     counted_ptr,  # (B, count) bytes
@@ -138,7 +138,7 @@ def _centre_and_turn(rows, slot, row, map_of, made, C: tl.constexpr, SHARE: tl.c
 
 
 @triton.jit
-def _coded_kv_cache_align_rows_kernel(
+def _coded_kv_cache_alignment_align_rows_kernel(
     lower_k_ptr,  # (B, KV_HEADS, n, D), consecutive tokens are `k_rows` times D apart
     upper_k_ptr,
     stride_k_batch,

@@ -79,8 +79,8 @@ def append(
             share = max(1, min(new_groups[0], depth // 32))
             parts = share * max(1, min(new // group, programs // (2 * batch * heads * share)))
             more = {"PIECES": share, "num_warps": new_groups[1]}
-            kernel = kernels._coded_kv_cache_append_groups_kernel
+            kernel = kernels._coded_kv_cache_append_codes_groups_kernel
             start(kernel, (batch * heads, 2 * parts), *given, **constants, **more)
         more = {"PIECES": pieces, "num_warps": warps}
-        kernel = kernels._coded_kv_cache_append_kernel
+        kernel = kernels._coded_kv_cache_append_codes_rows_kernel
         start(kernel, (batch * heads, 2 * pieces), *given, **constants, **more)

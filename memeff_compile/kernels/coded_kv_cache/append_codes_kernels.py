@@ -395,8 +395,8 @@ def _begin(pool, C: tl.constexpr):
 
 
 @triton.jit
-def _coded_kv_cache_append_groups_kernel(
-    k,  # as of `_coded_kv_cache_append_kernel`, which comes next and writes the rest
+def _coded_kv_cache_append_codes_groups_kernel(
+    k,  # as of `_coded_kv_cache_append_codes_rows_kernel`, which comes next and writes the rest
     v,
     pool,
     sizes,
@@ -412,7 +412,7 @@ def _coded_kv_cache_append_groups_kernel(
 
 
 @triton.jit
-def _coded_kv_cache_append_kernel(
+def _coded_kv_cache_append_codes_rows_kernel(
     k,  # (B, KV_HEADS, new, D), as v `key_tiles.Cells`
     v,
     pool,  # `layout.Pool`

@@ -29,7 +29,7 @@ def append_lower(
     batch, heads, window, depth = k_window.shape
     new = k.shape[2]
     with on_device(k):
-        kernels._coded_kv_cache_append_lower_kernel[(batch * heads,)](
+        kernels._coded_kv_cache_append_pairs_lower_kernel[(batch * heads,)](
             *(cells_of(k), cells_of(v), k_window, v_window, counts, (heads, new, limit)),
             DEPTH=depth,
             WINDOW=window,
@@ -65,7 +65,7 @@ def append_pair(
         scratch = k.new_empty((batch * heads, 4, group, depth), dtype=torch.float32)
     with on_device(k):
         start(
-            kernels._coded_kv_cache_append_pair_kernel,
+            kernels._coded_kv_cache_append_pairs_merge_kernel,
             (batch * heads,),
             *(cells_of(lower_k), cells_of(lower_v), cells_of(k), cells_of(v), shared, lower, upper),
             *(Maps(None, None, None, None) if maps is None else maps, scratch),
@@ -148,7 +148,7 @@ def align_prompt(
     made = torch.empty((4, batch, kv_heads, count, depth), dtype=torch.float32, device=heads.device)
     with on_device(made):
         start(
-            kernels._coded_kv_cache_align_rows_kernel,
+            kernels._coded_kv_cache_alignment_align_rows_kernel,
             (batch * kv_heads, count // group),
             *(*keys, *_steps(keys[0]), *values, *_steps(values[0]), maps, heads, made),
             (kv_heads, count),
@@ -169,7 +169,7 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
     sums = torch.empty((parts, batch, heads, 4, depth), dtype=torch.float32, device=counted.device)
     with on_device(sums):
         start(
-            kernels._coded_kv_cache_sum_rows_kernel,
+            kernels._coded_kv_cache_alignment_sum_rows_kernel,
             (batch * heads, parts),
             *(*map(cells_of, rows), counted.view(torch.uint8), sums, (heads, count, share)),
             DEPTH=depth,
@@ -196,7 +196,7 @@ def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor
     with on_device(found):
         for place in (0, 1):
             start(
-                kernels._coded_kv_cache_multiply_rows_kernel,
+                kernels._coded_kv_cache_alignment_multiply_rows_kernel,
                 (batch * heads, depth // columns, parts),
                 *(cells_of(rows[place]), cells_of(rows[place + 2]), counted.view(torch.uint8)),
                 *(maps.slots, maps.lower_means[:, :, place], maps.upper_means[:, :, place]),
@@ -241,7 +241,7 @@ def measure_prompt(
     batch, heads, count, depth = keys[0].shape
     apart = torch.empty((batch, heads, count), dtype=torch.float32, device=keys[0].device)
     with on_device(apart):
-        kernels._coded_kv_cache_measure_pair_kernel[(batch * heads, count // group)](
+        kernels._coded_kv_cache_append_pairs_measure_kernel[(batch * heads, count // group)](
             *(*keys, *_steps(keys[0]), *values, *_steps(values[0]), apart, heads, count),
             DEPTH=depth,
             GROUP=group,
@@ -269,7 +269,7 @@ def code_prompt(
     batch, kv_heads, count, depth = rows[0].shape
     with on_device(is_kept):
         start(
-            kernels._coded_kv_cache_code_pair_kernel,
+            kernels._coded_kv_cache_append_pairs_code_kernel,
             (batch * kv_heads, count // group),
             *(*rows, *_steps(rows[0]), shared[place], shared[2 + place], is_kept.view(torch.uint8)),
             *(shared.starts, lower.norms, upper.norms, heads),

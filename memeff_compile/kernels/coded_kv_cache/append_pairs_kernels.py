@@ -236,7 +236,7 @@ def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _coded_kv_cache_append_lower_kernel(
+def _coded_kv_cache_append_pairs_lower_kernel(
     k,  # (B, KV_HEADS, new, D), as v `key_tiles.Cells`
     v,
     k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
@@ -269,7 +269,7 @@ def _coded_kv_cache_append_lower_kernel(
 
 
 @triton.jit
-def _coded_kv_cache_append_pair_kernel(
+def _coded_kv_cache_append_pairs_merge_kernel(
     lower_k_new,  # (B, KV_HEADS, new, D), as the others `key_tiles.Cells`; with HAS_LOWER
     lower_v_new,
     k,
@@ -414,7 +414,7 @@ def _coded_kv_cache_append_pair_kernel(
 
 
 @triton.jit
-def _coded_kv_cache_measure_pair_kernel(
+def _coded_kv_cache_append_pairs_measure_kernel(
     lower_k_ptr,  # (B, KV_HEADS, count, D), consecutive tokens are `k_rows` times D apart
     upper_k_ptr,
     stride_k_batch,
@@ -450,7 +450,7 @@ def _coded_kv_cache_measure_pair_kernel(
 
 
 @triton.jit
-def _coded_kv_cache_code_pair_kernel(
+def _coded_kv_cache_append_pairs_code_kernel(
     lower_ptr,  # (B, KV_HEADS, count, D): keys or values
     upper_ptr,
     stride_batch,

@@ -75,7 +75,7 @@ def turned(q: Tensor, turns: Tensor) -> Tensor:
     batch, heads, _, depth = q.shape
     found = q.new_empty((batch, heads, depth), dtype=torch.float32)
     chunk = min(CHUNK, depth)
-    kernels._coded_kv_cache_turn_kernel[(batch * heads, depth // chunk)](
+    kernels._coded_kv_cache_split_codes_turn_kernel[(batch * heads, depth // chunk)](
         *((q, q.stride(0), q.stride(1), q.stride(3)), turns, found),
         (heads, heads // turns.shape[1]),
         DEPTH=depth,
@@ -118,7 +118,7 @@ def combine(
     means, turns, _ = maps
     if turns is not None:
         chunk = min(CHUNK, depth)
-        kernels._coded_kv_cache_combine_turned_kernel[(batch * heads, depth // chunk)](
+        kernels._coded_kv_cache_split_codes_combine_turned_kernel[(batch * heads, depth // chunk)](
             *(share, stat, out, means, turns),
             (shares - exact, exact, heads // turns.shape[1], batch * heads * shares),
             DEPTH=depth,
@@ -129,7 +129,7 @@ def combine(
         )
         return
     if shares > 1:
-        kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
+        kernels._coded_kv_cache_split_codes_combine_kernel[(batch * heads,)](
             *(share, stat, out, shares, batch * heads * shares),
             DEPTH=depth,
             SPLIT_BLOCK=1 << (shares - 1).bit_length(),
@@ -173,7 +173,7 @@ def attend(
     with on_device(q):
         read = means, None if turns is None else turned(q, turns), slots
         start(
-            kernels._coded_kv_cache_attention_kernel,
+            kernels._coded_kv_cache_split_codes_attention_kernel,
             (pairs, splits),
             *((q, q.stride(0), q.stride(1), q.stride(3)), Pool(*pool)),
             *(counts if paired is None else paired, read, mask_argument(mask, counts)),

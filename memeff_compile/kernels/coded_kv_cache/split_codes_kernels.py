@@ -271,7 +271,7 @@ def _attend_exact(
 
 
 @triton.jit
-def _coded_kv_cache_attention_kernel(
+def _coded_kv_cache_split_codes_attention_kernel(
     q,  # (B, KV_HEADS * REPEAT, 1, D), and strides of its first, second and last axis
     pool,  # `layout.Pool`
     norms_ptr,  # (B, KV_HEADS, norm_count, 2) of key and value, with HAS_NORMS
@@ -628,7 +628,7 @@ def _store_share(state, share_ptr, stat_ptr, place, is_row, stat_count, C: tl.co
 
 
 @triton.jit
-def _coded_kv_cache_turn_kernel(
+def _coded_kv_cache_split_codes_turn_kernel(
     q,  # (B, HEADS, 1, D), and strides of its first, second and last axis
     turns_ptr,  # (B, KV_HEADS, 2, D, D)
     turned_ptr,  # (B, HEADS, D) fp32
@@ -650,7 +650,7 @@ def _coded_kv_cache_turn_kernel(
 
 
 @triton.jit
-def _coded_kv_cache_combine_turned_kernel(
+def _coded_kv_cache_split_codes_combine_turned_kernel(
     share_ptr,  # (rows, merged + exact, D) fp32: of merged tokens, then of those that are not
     stat_ptr,  # (2, rows, merged + exact) fp32
     out_ptr,  # (rows, D)
@@ -705,7 +705,7 @@ def _coded_kv_cache_combine_turned_kernel(
 
 
 @triton.jit
-def _coded_kv_cache_combine_kernel(
+def _coded_kv_cache_split_codes_combine_kernel(
     share_ptr,  # (rows, splits, D) fp32
     stat_ptr,  # (2, rows, splits) fp32
     out_ptr,  # (rows, D)

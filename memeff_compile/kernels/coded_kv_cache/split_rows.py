@@ -75,7 +75,7 @@ def attend(
     with on_device(q):
         read = means, None if turns is None else turned(q, turns), slots
         start(
-            split_rows_kernels._coded_kv_cache_rows_kernel,
+            split_rows_kernels._coded_kv_cache_split_rows_attention_kernel,
             (pairs, splits),
             *((q, q.stride(0), q.stride(1), q.stride(3)), rows, paired, read),
             *(mask_argument(mask, rows.counts), out, share, stat, scale * math.log2(math.e)),

@@ -49,11 +49,11 @@ def _attend(
 
 
 @triton.jit
-def _coded_kv_cache_rows_kernel(
+def _coded_kv_cache_split_rows_attention_kernel(
     q,  # (B, KV_HEADS * REPEAT, 1, D), and strides of its first, second and last axis
     pool,  # `layout.Pool`, without scales; codes are rows
     norms_ptr,  # (B, KV_HEADS, row_count, 2); keys with a negative one are among the kept rows
-    maps,  # as `_coded_kv_cache_attention_kernel` takes them
+    maps,  # as `_coded_kv_cache_split_codes_attention_kernel` takes them
     mask,  # (B, mask_count) bytes and its strides, with HAS_MASK
     out_ptr,  # (B, KV_HEADS * REPEAT, D), with IS_ALONE
     share_ptr,  # (B, KV_HEADS, REPEAT, shares, D) fp32, otherwise

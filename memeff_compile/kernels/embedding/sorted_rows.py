@@ -36,7 +36,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     sizes = (places, depth, vocab, padding_idx)
     with on_device(grad_weight):
         start(
-            kernels._embedding_runs_kernel,
+            kernels._embedding_sorted_rows_runs_kernel,
             (chunks, -(-depth // block)),
             *(sorted_ids, order, grad_rows, *grad_rows.stride()),
             *(grad_weight, *grad_weight.stride(), partial, *sizes),
@@ -46,7 +46,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
         )
         if chunks > 1:
             start(
-                kernels._embedding_borders_kernel,
+                kernels._embedding_sorted_rows_borders_kernel,
                 (chunks - 1, -(-depth // border)),
                 *(sorted_ids, grad_weight, *grad_weight.stride(), partial, *sizes),
                 CHUNK=kernels.CHUNK,

@@ -25,7 +25,7 @@ BORDER_BLOCK = 256
 
 
 @triton.jit
-def _embedding_runs_kernel(
+def _embedding_sorted_rows_runs_kernel(
     ids_ptr,  # (N,) sorted, int32 or int64
     order_ptr,  # (N,) int64: the token at each sorted position
     rows_ptr,  # (N, D) gradients of the rows
@@ -79,7 +79,7 @@ def _embedding_runs_kernel(
 
 
 @triton.jit
-def _embedding_borders_kernel(
+def _embedding_sorted_rows_borders_kernel(
     ids_ptr,  # (N,) sorted, int32 or int64
     out_ptr,  # (V, D) gradient of the table, added to
     stride_out_row,

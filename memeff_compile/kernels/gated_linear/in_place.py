@@ -17,7 +17,7 @@ from ..device import on_device
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
     """Write act(gate) * up to ``out``, as `reference.product` does, for bf16, fp16 or fp32."""
-    _launch("_gated_product_kernel", gate, up, out, activation)
+    _launch("_gated_linear_in_place_product_kernel", gate, up, out, activation)
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
@@ -25,7 +25,7 @@ def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
 
     The contract is that of `reference.gradients`, for bf16, fp16 or fp32.
     """
-    _launch("_gated_gradients_kernel", gate, up, grad, activation)
+    _launch("_gated_linear_in_place_gradients_kernel", gate, up, grad, activation)
 
 
 def _launch(name: str, gate: Tensor, up: Tensor, third: Tensor, activation: str) -> None:

@@ -42,7 +42,7 @@ def _value_and_slope(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated_product_kernel(
+def _gated_linear_in_place_product_kernel(
     gate_ptr, up_ptr, out_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def _gated_product_kernel(
 
 
 @triton.jit
-def _gated_gradients_kernel(
+def _gated_linear_in_place_gradients_kernel(
     gate_ptr,  # read, then the gradient of gate
     up_ptr,  # read, then the gradient of up
     grad_ptr,  # gradient of the product, then the product

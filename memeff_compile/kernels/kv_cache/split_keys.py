@@ -108,7 +108,7 @@ def attend(
     sizes = (kv_heads, queries, keys, splits, stat_count)
     with on_device(q):
         start(
-            kernels._kv_cache_attention_kernel,
+            kernels._kv_cache_split_keys_attention_kernel,
             (groups, splits, plan.row_tiles),
             *(cells_of(q), _in_units(k_cache, align), _in_units(v_cache, align), last_keys),
             *((seen, *(seen.stride() if mask is not None else (0, 0, 0))), (out, share, stat)),
@@ -127,7 +127,7 @@ def attend(
         )
         if splits > 1:
             start(
-                kernels._kv_cache_combine_kernel,
+                kernels._kv_cache_split_keys_combine_kernel,
                 (rows * groups,),
                 *(share, stat, out, last_keys, sizes),
                 REPEAT=repeat,

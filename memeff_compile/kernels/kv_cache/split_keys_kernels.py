@@ -33,7 +33,7 @@ def _last_key_of_rows(given, batch, query, is_row, keys):
 
 
 @triton.jit
-def _kv_cache_attention_kernel(
+def _kv_cache_split_keys_attention_kernel(
     q_cells,  # (B, H, M, D), as the others `key_tiles.Cells`
     k_cells,  # (B, KV_HEADS, N, D); the stride of keys is over ALIGN
     v_cells,
@@ -131,11 +131,11 @@ def _kv_cache_attention_kernel(
 
 
 @triton.jit
-def _kv_cache_combine_kernel(
+def _kv_cache_split_keys_combine_kernel(
     share_ptr,  # (B, KV_HEADS, rows, splits, D) fp32
     stat_ptr,  # (2, B, KV_HEADS, rows, splits) fp32
     out_ptr,  # (B, M, H, D)
-    last_keys,  # as of _kv_cache_attention_kernel
+    last_keys,  # as of _kv_cache_split_keys_attention_kernel
     sizes,  # the same
     C: tl.constexpr,
 ):

@@ -18,13 +18,20 @@ keeps adapters, their products are computed in fp32 from unrounded gradients of 
 sums, class weights of the target and shifts stay outside the op, in ordinary ops on N numbers.
 
 `op` calls `walk`, which chooses the engine (`reference`, `library` or `hopper`) and runs it block
-by block. `call` defines the request, and `shapes` every size of a block.
+by block. `_head_loss.call` defines the request, `shapes` every size of a block, and
+`_gradient_filter` the walks that drop classes.
 """
 
 from __future__ import annotations
 
-from .gradient_filter import filter_level as filter_level
-from .gradient_filter import leaves_out as leaves_out
+from .._gradient_filter.levels import filter_level as filter_level
+from .._gradient_filter.levels import leaves_out as leaves_out
+from .._head_loss.ranks import Shard as Shard
+from .._head_loss.ranks import Split as Split
+from .._head_loss.ranks import layout as layout
+from .._head_loss.ranks import part_of_rank as part_of_rank
+from .._head_loss.ranks import split_of as split_of
+from .._head_loss.scaling import scaled_gradients as scaled_gradients
 from .memory import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
 from .memory import Pieces as Pieces
 from .memory import adapted_total_bytes as adapted_total_bytes
@@ -42,15 +49,9 @@ from .op import linear_cross_entropy_shard as linear_cross_entropy_shard
 from .op import linear_cross_entropy_total as linear_cross_entropy_total
 from .op import linear_cross_entropy_total_over_ranks as linear_cross_entropy_total_over_ranks
 from .op import linear_cross_entropy_total_shard as linear_cross_entropy_total_shard
-from .op import scaled_gradients as scaled_gradients
 from .op import supports as supports
 from .shapes import is_minimal as is_minimal
-from .vocabulary_parallel import Shard as Shard
-from .vocabulary_parallel import Split as Split
-from .vocabulary_parallel import layout as layout
-from .vocabulary_parallel import part_of_rank as part_of_rank
 from .vocabulary_parallel import rows_of_a_block as rows_of_a_block
-from .vocabulary_parallel import split_of as split_of
 from .walk import ENGINES as ENGINES
 from .walk import engine_for as engine_for
 from .walk import makes_gradients_in_forward as makes_gradients_in_forward

@@ -34,22 +34,15 @@ walk 3 * 2NDV / 700e12. For one walk, the times at 790e12 (floors) and the predi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compat import is_aligned
-from .._triton import compat as triton_compat
-from .._triton.compat import described
-from .._triton.launch import Launches, run_kernel, start
-from ..device import on_device, processors
-from . import hopper_kernels as kernels
-from .call import (
+from .._head_loss.call import (
     Gradients,
     LossAndGradients,
     Operands,
-    Ranks,
     RowGradients,
     RowResults,
     Saved,
@@ -57,79 +50,31 @@ from .call import (
     Settings,
     vector,
 )
+from .._head_loss.ranks import Ranks
+from .._head_loss.row_walks import RowWalk
+from .._head_loss.rows import Selection, aligned, copy_rows, row_values, select_rows, tiles_of
+from .._head_loss.shapes import row_block, spans
+from .._head_loss.walks import Block, Differentiating, Statistics
+from .._triton import compat as triton_compat
+from .._triton.launch import start
+from . import hopper_kernels as kernels
 from .shapes import (
     GROUP,
     ROWS,
-    SCALED,
-    SCALING_PROGRAMS,
     SLICE,
+    SUMMED_COLUMNS,
+    SUMMED_ROWS,
     TILES,
-    FilterShapes,
-    Shapes,
     forward_rows,
     hopper_columns,
     hopper_rows,
     is_minimal,
     product_tile,
     room_inside,
-    row_block,
     shapes_for,
     slices_of,
-    spans,
     splits_of,
 )
-from .walk import Block, Differentiating, Statistics
-
-
-class Selection(NamedTuple):
-    """The rows that count, in order, in the form that kernels read.
-
-    `order`, `place` and `kept` are None if every row counts.
-    """
-
-    target: Tensor  # (N,) int32, compact, -1 for a row without a target
-    order: Tensor | None = None  # (N,) int32: original row of each compact row
-    place: Tensor | None = None  # (N,) int32: compact row of each original row, or -1
-    kept: Tensor | None = None  # (1,) int32
-
-
-def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) -> Selection:
-    """Return the rows that count: ignored ones only if a result other than the loss needs them."""
-    target = target.contiguous()
-    rows, ignore_index = target.numel(), settings.ignore_index
-    if ignore_index is None or settings.keeps_ignored_rows:
-        if ignore_index is not None:
-            target = target.masked_fill(target == ignore_index, -1)
-        return Selection(target.to(torch.int32))
-    compact, order, place = (target.new_empty(rows, dtype=torch.int32) for _ in range(3))
-    kept = target.new_empty(1, dtype=torch.int32)
-    launch(
-        kernels._linear_cross_entropy_hopper_compact_kernel,
-        (1,),
-        *(target, order, place, compact, kept, rows, ignore_index),
-        BLOCK=2048,
-        num_warps=8,
-    )
-    return Selection(compact, order, place, kept)
-
-
-def _gather(
-    hidden: Tensor,
-    out: Tensor,
-    selection: Selection,
-    first: int,
-    shapes: Shapes | FilterShapes,
-    launch: Any = run_kernel,
-) -> None:
-    """Copy the compact rows from `first` on into `out`."""
-    rows, depth = out.shape
-    launch(
-        kernels._linear_cross_entropy_hopper_gather_kernel,
-        (rows,),
-        *(hidden, hidden.stride(0), out, selection.order, selection.kept, first, depth),
-        PAD=max(shapes.rows, shapes.step),
-        BLOCK=row_block(depth, shapes),
-    )
 
 
 class Forward(Statistics):
@@ -137,7 +82,7 @@ class Forward(Statistics):
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.given = given._replace(
-            hidden=_aligned(given.hidden),
+            hidden=aligned(given.hidden),
             bias=vector(given.bias, None),
             column_weight=vector(given.column_weight, torch.float32),
         )
@@ -161,7 +106,8 @@ class Forward(Statistics):
         given, settings, shapes, found = self.given, self.settings, self.shapes, self.found
         selection, first, here = self.selection, block.first, block.stop - block.first
         if self.is_compact:
-            _gather(given.hidden, self.gathered[:here], selection, first, shapes)
+            out, order, kept = self.gathered[:here], selection.order, selection.kept
+            copy_rows(given.hidden, out, shapes, order, kept, first=first)
         start(
             kernels._linear_cross_entropy_hopper_statistics_kernel,
             (shapes.programs,),
@@ -204,7 +150,7 @@ class _Gradient:
         selection: Selection,
     ) -> None:
         self.settings, self.selection, self.weight = settings, selection, given.weight
-        self.values = _row_values(grads, saved, selection, settings)
+        self.values = row_values(grads, saved, selection, settings)
         column_weight = vector(given.column_weight, torch.float32)
         self.vectors = (vector(given.bias, None), column_weight, selection.target, self.values)
         self.flags, self.shapes = given.flags(settings), shapes_for(given.hidden.device)
@@ -250,19 +196,22 @@ class BackwardByClasses(Differentiating):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> None:
-        hidden, self.weight = _aligned(given.hidden), given.weight
+        hidden, self.weight = aligned(given.hidden), given.weight
         shapes = self.shapes = shapes_for(hidden.device)
         (self.rows, self.depth), self.extent = hidden.shape, len(given.weight)
         of_hidden, of_weight, of_bias = output_mask[:3]
         self.selection = select_rows(given.target, settings)
         self.grad_weight = torch.empty_like(given.weight) if of_weight else None
-        bias = given.bias
-        self.grad_bias = torch.empty_like(bias) if of_bias and bias is not None else None
+        self.bias = given.bias
+        self.bias_sums: Tensor | None = None
+        if of_bias and given.bias is not None:
+            self.bias_sums = hidden.new_zeros(self.extent, dtype=torch.float32)
         # The hidden gradient's own memory holds the gathered rows until it is written.
         self.original = self.hidden = hidden
         if self.selection.kept is not None:
             self.hidden = hidden.new_empty(hidden.shape)
-            _gather(hidden, self.hidden, self.selection, 0, shapes)
+            order, kept = self.selection.order, self.selection.kept
+            copy_rows(hidden, self.hidden, shapes, order, kept)
         self.gradient = _Gradient(grads, given, saved, settings, self.selection)
         size = (self.rows, self.depth, self.extent)
         self.step = hopper_columns(*size, settings.workspace, shapes)
@@ -334,12 +283,7 @@ class BackwardByClasses(Differentiating):
         if self.selection.place is None:
             self.grad_hidden = self.sums.to(self.hidden.dtype)
             return
-        start(
-            kernels._linear_cross_entropy_hopper_scatter_kernel,
-            (self.rows,),
-            *(self.sums, self.hidden, self.selection.place, self.depth),
-            BLOCK=row_block(self.depth, self.shapes),
-        )
+        copy_rows(self.sums, self.hidden, self.shapes, self.selection.place)
         self.grad_hidden = self.hidden
 
     def gradients(self, block: Block) -> None:
@@ -374,21 +318,16 @@ class BackwardByClasses(Differentiating):
                 **shapes.constants(columns),
                 HAS_KEPT=selection.kept is not None,
             )
-        if self.grad_bias is not None and self.writes_weight:
-            start(
-                kernels._linear_cross_entropy_hopper_class_sums_kernel,
-                (-(-width // 128),),
-                *(g, self.grad_bias, selection.kept, first, width, stop, self.rows),
-                HAS_KEPT=selection.kept is not None,
-                BLOCK=128,
-                ROWS=64,
-            )
+        if self.bias_sums is not None and self.writes_weight:
+            of_block = (0, self.rows, first, width, stop)
+            add_columns(g, None, self.bias_sums, selection.kept, of_block, start)
 
     def results(self) -> Gradients:
-        return Gradients(self.grad_hidden, self.grad_weight, self.grad_bias)
+        of_bias = None if self.bias_sums is None else self.bias_sums.to(self.bias)
+        return Gradients(self.grad_hidden, self.grad_weight, of_bias)
 
 
-class ByRows(Differentiating):
+class ByRows(RowWalk):
     """A walk over blocks of R rows that computes X of a block, and the gradients from X.
 
     X has R rows and the vocabulary in whole tiles as columns. Up to a factor per row, it is the
@@ -403,103 +342,55 @@ class ByRows(Differentiating):
 
         `height`, if not 0, is the block height that all ranks use: whole tiles of rows.
         """
-        hidden, weight, bias, target, *_ = given
-        hidden = _aligned(hidden)
-        self.hidden, self.weight, self.settings = hidden, weight, settings
-        self.bias = None if bias is None else bias.contiguous()
-        (self.extent, self.depth), self.vocab = hidden.shape, weight.shape[0]
-        self.shapes: Shapes = shapes_for(hidden.device)
-        of_hidden, of_weight, of_bias = output_mask[:3]
-        self.described: dict[tuple[Any, ...], Any] = {}
-        sizes = (*hidden.shape, len(weight), type(self), tuple(output_mask), settings)
-        self.launch = Launches(*sizes, hidden.device, target.dtype)
-        self.selection = select_rows(target, settings, self.launch)
+        self.shapes = shapes = shapes_for(given.hidden.device)
+        super().__init__(given, settings, output_mask, shapes)
+        hidden, (of_hidden, of_weight) = self.hidden, output_mask[:2]
         sizes = self.depth, self.vocab, settings.workspace
-        self.is_compact = self.selection.kept is not None
-        self.cap = (settings.scale, settings.softcap)
-        self.flags = {
-            "HAS_BIAS": bias is not None,
-            "HAS_KEPT": self.is_compact,
-            "HAS_SOFTCAP": settings.softcap > 0,
-        }
-        tile = self.shapes.rows
-        self.columns = self.shapes.gradient_columns(is_plain=_is_plain(bias, settings))
-        self.step = height or hopper_rows(self.extent, *sizes, self.shapes)
+        self.columns = shapes.gradient_columns(is_plain=_is_plain(self.bias, settings))
+        self.step = height or hopper_rows(self.extent, *sizes, shapes)
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
-
-        # Ignored rows, which no kernel writes, have a gradient of zero.
-        new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.grad_hidden = new(hidden) if of_hidden else None
-        self.grad_weight = torch.empty_like(weight) if of_weight else None
-        self.bias_sums = None
-        if of_bias:
-            self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
         self.x = hidden.new_empty((self.step, self.width))
         self.row_scale = self.floats(self.step)
         blocks = -(-self.extent // self.step)
-        self.has_gluon = not self.shapes.is_interpreted and triton_compat.has_gluon()
-        self.tile = tile, self.shapes.columns
+        self.has_gluon = not shapes.is_interpreted and triton_compat.has_gluon()
+        self.tile = shapes.rows, shapes.columns
         if self.has_gluon:
-            self.tile = product_tile(self.depth, self.shapes)
+            self.tile = product_tile(self.depth, shapes)
         tiles = -(-self.step // self.tile[0]) * -(-self.depth // self.tile[1])
         # Exponents of dC between blocks, if it is in fp16 then.
         self.scales: Tensor | None = None
         if self.has_gluon and of_weight and blocks > 1:
-            slices = slices_of(self.depth, self.shapes)
+            slices = slices_of(self.depth, shapes)
             self.scales = hidden.new_empty((slices, self.width), dtype=torch.uint8)
         self.splits, self.parts = 1, None
         if self.has_gluon and of_hidden:
             sizes = self.step, self.depth, self.vocab
-            self.splits = splits_of(*sizes, self.shapes, needs_weight=of_weight)
+            self.splits = splits_of(*sizes, shapes, needs_weight=of_weight)
         if self.splits > 1:
             self.parts = self.floats(self.splits - 1, self.step, self.depth)
         # Per block: a counter of the products, and a flag for a base that was far off. Each block
         # has a multiple of 16 bytes, so that all use the same compiled kernels.
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
-    def floats(self, *sizes: int) -> Tensor:
-        """Return an uninitialised fp32 tensor of these sizes."""
-        return self.hidden.new_empty(sizes, dtype=torch.float32)
-
-    def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = None) -> Any:
-        """Return a matrix's descriptor for tiles of this shape; it is cached for all blocks."""
-        key = id(matrix), rows, columns, describe
-        if key not in self.described:
-            self.described[key] = (describe or tiles_of)(matrix, rows, columns)  # holds the matrix
-        return self.described[key]
-
-    def made(self) -> Gradients:
-        """Return the requested gradients; call this after the last block."""
-        sums = self.bias_sums
-        of_bias = None if sums is None else sums.to(self.bias)
-        return Gradients(self.grad_hidden, self.grad_weight, of_bias)
-
     def add_products(self, block: Block, factor: Tensor | None) -> None:
         """Add the products of X to the gradients, with the kernels that this Triton supports.
 
         For dC, X is multiplied by `factor`, (R, D), which is zero after the last row.
         """
-        first, here = block.first, block.stop - block.first
         if self.grad_hidden is not None or self.grad_weight is not None:
             self._multiply(block, factor)
         if self.bias_sums is not None:
-            self.launch(
-                kernels._linear_cross_entropy_hopper_bias_kernel,
-                (-(-self.vocab // 128),),
-                *(self.x, self.row_scale, self.bias_sums, self.selection.kept),
-                *(first, here, self.width, self.vocab),
-                BLOCK=128,
-                ROWS=64,
-                **self.flags,
-            )
+            at = (block.first, block.stop - block.first, 0, self.width, self.vocab)
+            sums, kept = self.bias_sums, self.selection.kept
+            add_columns(self.x, self.row_scale, sums, kept, at, self.launch)
 
     def _multiply(self, block: Block, factor: Tensor | None) -> None:
         needs_hidden, needs_weight = self.grad_hidden is not None, self.grad_weight is not None
         shapes, selection = self.shapes, self.selection
         (rows, columns), step = self.tile, shapes.step
         kernel: Any = kernels._linear_cross_entropy_hopper_products_kernel
-        describe: Any = None
+        describe: Any = tiles_of
         parts, splits, constants, slices = [], [], shapes.constants(columns), columns // 4
         if self.has_gluon:
             from .._triton import specialized_products_kernels as specialized
@@ -565,7 +456,7 @@ class BackwardByRows(ByRows):
         hidden = self.hidden[first : block.stop]
         if self.gathered is not None:
             hidden = self.gathered[:here]
-            _gather(self.hidden, hidden, self.selection, first, self.shapes, self.launch)
+            self.copy(self.hidden, hidden, self.selection.order, first=first)
         self.gradient.write(hidden, self.x, self.columns, (first, here, 0, self.width))
         # Rows after the last are zero in G, and after the end of the matrix that it is multiplied
         # with.
@@ -584,9 +475,7 @@ class Total(ByRows, Statistics):
         operands = Operands(*given[:4])
         super().__init__(operands, given.settings, given.output_mask, height=height)
         self.factor = given.row_gradients(torch.float32)
-        # Ignored rows, which no kernel writes, have a loss of zero.
-        new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.nll = new(self.hidden[:, 0], dtype=torch.float32)
+        self.nll = self.of_rows(self.hidden[:, 0], torch.float32)
         self.stats = self.floats(2, self.tiles, self.step)
         self.base, self.target_logit = self.floats(self.step), self.floats(self.step)
         self.scaled: Tensor | None = None
@@ -601,7 +490,7 @@ class Total(ByRows, Statistics):
         if self.is_compact:
             assert self.scaled is not None
             self.rows_here = self.scaled[:here]
-            _gather(self.hidden, self.rows_here, selection, first, self.shapes, self.launch)
+            self.copy(self.hidden, self.rows_here, selection.order, first=first)
         self.launch(
             kernels._linear_cross_entropy_hopper_base_kernel,
             (here,),
@@ -671,18 +560,10 @@ class Total(ByRows, Statistics):
 
     def gradients(self, block: Block) -> None:
         first, here = block.first, block.stop - block.first
-        hidden, rows = self.rows_here, self.shapes.rows
         if self.grad_weight is not None:
             assert self.scaled is not None
-            self.launch(
-                kernels._linear_cross_entropy_hopper_scale_rows_kernel,
-                (min(-(-here // rows) * rows, self.step),),
-                *(hidden, hidden.stride(0), self.row_scale, self.selection.kept, self.scaled),
-                *(first, here, self.depth),
-                PAD=rows,
-                BLOCK=row_block(self.depth, self.shapes),
-                **self.flags,
-            )
+            at = {"first": first, "rows": here, "scale": self.row_scale}
+            self.copy(self.rows_here, self.scaled, None, **at)
         self.add_products(block, self.scaled)
 
     def results(self) -> LossAndGradients:
@@ -709,65 +590,26 @@ def backward(
 forward, total = Forward, Total
 
 
-def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write gradient * by, in fp32 and rounded once, to `out`, which may be `gradient`.
-
-    A kernel reads the number on the GPU; all tensors are contiguous. In place, a factor of 1 costs
-    only the launch.
-    """
-    count, is_in_place = gradient.numel(), out is gradient
-    if not count:
-        return
-    programs = min(-(-count // SCALED), SCALING_PROGRAMS * processors(gradient.device))
-    with on_device(gradient):
-        run_kernel(
-            kernels._linear_cross_entropy_hopper_scale_kernel,
-            (programs,),
-            *(gradient, by, out, count),
-            IN_PLACE=is_in_place,
-            BLOCK=SCALED,
-            num_warps=4,
-        )
-    torch.autograd.graph.increment_version(out)
+def add_columns(
+    x: Tensor,  # (R, W)
+    row_scale: Tensor | None,  # (R,) fp32
+    sums: Tensor,  # (V,) fp32
+    kept: Tensor | None,
+    at: tuple[int, int, int, int, int],  # first row, rows, first column, width and last column
+    launch: Any,
+) -> None:
+    """Add the column sums of X, its rows times their scale, to the sums of the bias's gradient."""
+    launch(
+        kernels._linear_cross_entropy_hopper_bias_kernel,
+        (-(-x.shape[1] // SUMMED_COLUMNS),),
+        *(x, row_scale, sums, kept, *at),
+        BLOCK=SUMMED_COLUMNS,
+        ROWS=SUMMED_ROWS,
+        HAS_SCALE=row_scale is not None,
+        HAS_KEPT=kept is not None,
+    )
 
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
     """Return whether a tile of G needs only the registers of the plain loss."""
     return bias is None and not (settings.softcap or settings.with_logit_sum)
-
-
-def _row_values(
-    grads: RowGradients, saved: Saved, selection: Selection, settings: Settings
-) -> Tensor:
-    """Return the five numbers from which a row of G is computed, for each row that counts.
-
-    The result is (5, N) fp32, in compact order.
-    """
-    rows = saved.lse.numel()
-    values = saved.lse.new_empty((5, rows))
-    block = 512
-    start(
-        kernels._linear_cross_entropy_hopper_cotangents_kernel,
-        (-(-rows // block),),
-        *(selection.order, selection.kept, selection.target, saved.lse.contiguous()),
-        *(grads.nll.contiguous(), grads.lse.contiguous()),
-        grads.logit_sum.contiguous() if settings.with_logit_sum else None,
-        grads.entropy.contiguous() if settings.with_entropy else None,
-        *(saved.entropy.contiguous() if settings.with_entropy else None, values, rows),
-        HAS_KEPT=selection.kept is not None,
-        WITH_LOGIT_SUM=settings.with_logit_sum,
-        WITH_ENTROPY=settings.with_entropy,
-        BLOCK=block,
-    )
-    return values
-
-
-def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
-    """Describe a matrix to the kernels as tiles of this shape."""
-    return None if matrix is None else described(matrix, (rows, columns))
-
-
-def _aligned(hidden: Tensor) -> Tensor:
-    """Return hidden states that kernels can read tile by tile: a copy (N x D) if need be."""
-    hidden = hidden.contiguous()
-    return hidden if is_aligned(hidden) else hidden.clone()

@@ -24,44 +24,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._head_loss.logits_kernels import (
+    FAR,
+    LN2,
+    LOG2E,
+    count_rows,
+    halves_of,
+    logits_of,
+    quarter_of,
+)
 from .._triton.products_kernels import dot
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 # Logarithms of probabilities are cut off at this number: exp2 of it is 0, and 0 times it is 0,
 # whereas 0 times minus infinity is nan.
 LOWEST = tl.constexpr(-256.0)
-# How far above its base a row's largest logit may lie, in base 2: sums of 2^96 stay in fp32.
-FAR = tl.constexpr(64.0)
 # Lower bound for the share of a row's mass in this rank's classes when its target is among them: X
 # sums to at least 1 / HEAVIEST of the whole row's mass. X at the target is multiplied by HEAVIEST,
 # which 16 bits can hold, and so can the rows of hidden states divided by it; a probability is off
 # by at most 2^-32.
 HEAVIEST = tl.constexpr(2.0**96)
-
-
-@triton.jit
-def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """Split the columns of a tile in two without moving them between threads.
-
-    An epilogue that processes one half at a time needs half the registers.
-    """
-    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _quarter(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    halves = _halves(tile, BM, BN)
-    quarters = _halves(halves[index // 2], BM, BN // 2)
-    return quarters[index % 2]
-
-
-@triton.jit
-def _rows_here(kept_ptr, first_row, rows, C: tl.constexpr):
-    """Return how many of these rows exist."""
-    if C.HAS_KEPT:
-        return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
-    return rows
 
 
 @triton.jit
@@ -91,154 +72,6 @@ def _place(tile, row_blocks, column_blocks, C: tl.constexpr):
 
 
 @triton.jit
-def _logits(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
-    """Return logits in base 2, and dz/ds, of one tile of products.
-
-    Columns after the last class get -inf: a number per column is added to the products. A condition
-    for each element would take four times as long. If there is no softcap, dz/ds is the scale.
-    """
-    scale, softcap = cap
-    edge = tl.where(columns < vocab, 0.0, float("-inf"))
-    bias = tl.zeros_like(edge)
-    if C.HAS_BIAS:
-        bias = tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
-    if C.HAS_SOFTCAP:
-        u = (acc + bias[None, :]) * scale
-        shrink = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))
-        inverse = 1.0 / (1.0 + shrink)
-        tanh = (1.0 - shrink) * inverse
-        z2 = tl.where(u < 0.0, -tanh, tanh) * (softcap * LOG2E) + edge[None, :]
-        slope = 4.0 * scale * shrink * inverse * inverse
-    else:
-        z2 = acc * (scale * LOG2E) + (bias * (scale * LOG2E) + edge)[None, :]
-        slope = scale
-    return z2, slope
-
-
-@triton.jit
-def _linear_cross_entropy_hopper_compact_kernel(
-    target_ptr,  # (N,) int32 or int64
-    order_ptr,  # (N,) int32 out: the original row of each compact row
-    place_ptr,  # (N,) int32 out: the compact row of each original row, -1 for ignored rows
-    compact_target_ptr,  # (N,) int32 out
-    kept_ptr,  # (1,) int32 out
-    rows,
-    ignore_index,
-    BLOCK: tl.constexpr,
-):
-    """List the rows that count, in order. One program computes a prefix sum over N flags."""
-    count = 0
-    for start in range(0, rows, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        in_range = offs < rows
-        target = tl.load(target_ptr + offs, mask=in_range, other=0).to(tl.int64)
-        is_kept = (target != ignore_index) & in_range
-        flags = is_kept.to(tl.int32)
-        place = count + tl.cumsum(flags, axis=0) - flags
-        tl.store(order_ptr + place, offs, mask=is_kept)
-        tl.store(compact_target_ptr + place, target.to(tl.int32), mask=is_kept)
-        tl.store(place_ptr + offs, tl.where(is_kept, place, -1), mask=in_range)
-        count += tl.sum(flags, axis=0)
-    tl.store(kept_ptr, count)
-
-
-@triton.jit
-def _linear_cross_entropy_hopper_gather_kernel(
-    source_ptr,  # (N, D)
-    stride_source_row,
-    out_ptr,  # (R, D) contiguous
-    order_ptr,
-    kept_ptr,
-    first_row,
-    depth,
-    PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy the compact rows first_row .. first_row + R; rows after the last one, up to PAD, become
-    zero."""
-    row = tl.program_id(0)
-    kept = tl.load(kept_ptr)
-    compact = first_row + row
-    if compact < tl.cdiv(kept, PAD) * PAD:
-        is_row = compact < kept
-        source = tl.load(order_ptr + compact, mask=is_row, other=0).to(tl.int64)
-        filled = tl.where(is_row, depth, 0)
-        for start in range(0, depth, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            inside = offs < depth
-            values = tl.load(
-                source_ptr + source * stride_source_row + offs, mask=offs < filled, other=0.0
-            )
-            tl.store(out_ptr + row.to(tl.int64) * depth + offs, values, mask=inside)
-
-
-@triton.jit
-def _linear_cross_entropy_hopper_scatter_kernel(
-    sums_ptr,  # (N, D) fp32, compact rows
-    out_ptr,  # (N, D) contiguous
-    place_ptr,
-    depth,
-    BLOCK: tl.constexpr,
-):
-    """Round the sums of compact rows and write them to their original rows.
-
-    Ignored rows get zero.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(place_ptr + row).to(tl.int64)
-    filled = tl.where(place >= 0, depth, 0)
-    for start in range(0, depth, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        inside = offs < depth
-        values = tl.load(sums_ptr + place * depth + offs, mask=offs < filled, other=0.0)
-        tl.store(out_ptr + row * depth + offs, values.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _linear_cross_entropy_hopper_cotangents_kernel(
-    order_ptr,  # (N,) int32 or None if rows have their original order
-    kept_ptr,  # (1,) int32, or None if every row counts
-    target_ptr,  # (N,) int32, compact, -1 for a row without a target
-    lse_ptr,  # (N,) fp32, original rows
-    grad_nll_ptr,
-    grad_lse_ptr,
-    grad_logit_sum_ptr,  # or None
-    grad_entropy_ptr,  # or None
-    entropy_ptr,  # (N,) fp32, original rows, or None
-    # (5, N) fp32 out, compact: lse in base 2, and the factors of p, 1(j = t), the weights, p log2 p
-    row_values_ptr,
-    rows,
-    HAS_KEPT: tl.constexpr,
-    WITH_LOGIT_SUM: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Gather the numbers from which a row of G is computed; rows after the last one get zeros."""
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    in_range = offs < rows
-    is_row = in_range
-    source = offs
-    if HAS_KEPT:
-        is_row = offs < tl.load(kept_ptr)
-        source = tl.load(order_ptr + offs, mask=is_row, other=0)
-    target = tl.load(target_ptr + offs, mask=is_row, other=-1)
-    has_target = is_row & (target >= 0)
-    lse = tl.load(lse_ptr + source, mask=is_row, other=0.0)
-    grad_nll = tl.load(grad_nll_ptr + source, mask=has_target, other=0.0)
-    of_p = grad_nll + tl.load(grad_lse_ptr + source, mask=is_row, other=0.0)
-    if WITH_ENTROPY:
-        grad_entropy = tl.load(grad_entropy_ptr + source, mask=is_row, other=0.0)
-        of_p -= grad_entropy * tl.load(entropy_ptr + source, mask=is_row, other=0.0)
-        tl.store(row_values_ptr + 4 * rows + offs, grad_entropy * LN2, mask=in_range)
-    tl.store(row_values_ptr + offs, lse * LOG2E, mask=in_range)
-    tl.store(row_values_ptr + rows + offs, of_p, mask=in_range)
-    tl.store(row_values_ptr + 2 * rows + offs, grad_nll, mask=in_range)
-    if WITH_LOGIT_SUM:
-        grad_sum = tl.load(grad_logit_sum_ptr + source, mask=has_target, other=0.0)
-        tl.store(row_values_ptr + 3 * rows + offs, grad_sum, mask=in_range)
-
-
-@triton.jit
 def _linear_cross_entropy_hopper_statistics_kernel(
     hidden_desc,  # (., D), block BM x BK
     weight_desc,  # (V, D), block BN x BK
@@ -260,7 +93,7 @@ def _linear_cross_entropy_hopper_statistics_kernel(
     C: tl.constexpr,
 ):
     """Reduce each tile of logits to a maximum and a sum per row; pick out the target's logit."""
-    rows_here = _rows_here(kept_ptr, first_row, group_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, group_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
     plane = tl.cast(column_blocks, tl.int64) * group_rows
@@ -276,7 +109,7 @@ def _linear_cross_entropy_hopper_statistics_kernel(
         is_row = rows < rows_here
         offs = tl.arange(0, C.BN)
         columns = column_block * C.BN + offs
-        z2, _slope = _logits(acc, columns, bias_ptr, vocab, (scale, softcap), C)
+        z2, _slope = logits_of(acc, columns, bias_ptr, vocab, (scale, softcap), C)
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1) - column_block * C.BN
         is_here = (target >= 0) & (target < C.BN)
         if tl.max(is_here.to(tl.int32), axis=0) > 0:
@@ -297,7 +130,7 @@ def _linear_cross_entropy_hopper_statistics_kernel(
             mass = tl.zeros((C.BM,), tl.float32)
             moment = tl.zeros((C.BM,), tl.float32)
             for quarter in tl.static_range(4):
-                away = _quarter(z2, quarter, C.BM, C.BN) - base[:, None]
+                away = quarter_of(z2, quarter, C.BM, C.BN) - base[:, None]
                 power = tl.exp2(away)
                 mass += tl.sum(power, axis=1)
                 moment += tl.sum(power * tl.maximum(away, LOWEST), axis=1)
@@ -381,7 +214,7 @@ def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
     all_rows, vocab = sizes
-    z2, slope = _logits(acc, columns, bias_ptr, vocab, cap, C)
+    z2, slope = logits_of(acc, columns, bias_ptr, vocab, cap, C)
     lse2 = tl.load(row_values_ptr + rows, mask=is_row, other=0.0)
     of_p = tl.load(row_values_ptr + all_rows + rows, mask=is_row, other=0.0)
     of_target = tl.load(row_values_ptr + 2 * all_rows + rows, mask=is_row, other=0.0)
@@ -462,7 +295,7 @@ def _linear_cross_entropy_hopper_gradient_kernel(
             acc = dot(e, c.T, acc, C.UPCAST)
         for quarter in tl.static_range(4):
             local = column_block * C.BN + quarter * (C.BN // 4)
-            part = _quarter(acc, quarter, C.BM, C.BN)
+            part = quarter_of(acc, quarter, C.BM, C.BN)
             row = offs_n if C.GATHER else first_row + offs_n
             place = (row, offs_n < rows_here, first_column + local + tl.arange(0, C.BN // 4))
             g = _gradient_tile(part, place, given, (rows, vocab), cap, C)
@@ -477,9 +310,9 @@ def _store_tile(desc, at, tile, ADD: tl.constexpr, C: tl.constexpr):
     """
     row, first = at
     ROWS: tl.constexpr = tile.shape[0]
-    parts = _halves(tile, ROWS, C.BN)
+    parts = halves_of(tile, ROWS, C.BN)
     for half in tl.static_range(2):
-        quarters = _halves(parts[half], ROWS, C.BN // 2)
+        quarters = halves_of(parts[half], ROWS, C.BN // 2)
         for quarter in tl.static_range(2):
             column = first + half * (C.BN // 2) + quarter * (C.BN // 4)
             if not ADD:
@@ -557,36 +390,6 @@ def _linear_cross_entropy_hopper_class_products_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_hopper_class_sums_kernel(
-    g_ptr,  # (N, W) contiguous
-    out_ptr,  # (V,) out
-    kept_ptr,
-    first_column,
-    width,
-    stop_column,  # columns from here on do not exist
-    rows,
-    HAS_KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Sum G over its rows: the bias gradient of these columns."""
-    rows_here = rows
-    if HAS_KEPT:
-        rows_here = tl.load(kept_ptr)
-    local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (local < width) & (first_column + local < stop_column)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, rows_here, ROWS):
-        offs = start + tl.arange(0, ROWS)
-        mask = (offs < rows_here)[:, None] & inside[None, :]
-        g = tl.load(
-            g_ptr + offs.to(tl.int64)[:, None] * width + local[None, :], mask=mask, other=0.0
-        )
-        sums += tl.sum(g.to(tl.float32), axis=0)
-    tl.store(out_ptr + first_column + local, sums.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _linear_cross_entropy_hopper_base_kernel(
     hidden_ptr,  # (R, D) rows of this block
     stride_hidden_row,
@@ -609,7 +412,7 @@ def _linear_cross_entropy_hopper_base_kernel(
     is another class's logit.
     """
     row = tl.program_id(0)
-    is_row = row < _rows_here(kept_ptr, first_row, piece_rows, C)
+    is_row = row < count_rows(kept_ptr, first_row, piece_rows, C)
     target = tl.load(target_ptr + first_row + row, mask=is_row, other=-1)
     if C.HAS_RANKS:
         target = tl.where(target <= -2, -2 - target, target)
@@ -624,7 +427,7 @@ def _linear_cross_entropy_hopper_base_kernel(
         sums += e.to(tl.float32) * c.to(tl.float32)
     s = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
     column = tl.zeros((1,), tl.int32) + tl.where(is_class, target, vocab)
-    z2, _slope = _logits(s[:, None], column, bias_ptr, vocab, (scale, softcap), C)
+    z2, _slope = logits_of(s[:, None], column, bias_ptr, vocab, (scale, softcap), C)
     tl.store(base_ptr + row, tl.where(is_class, tl.sum(tl.sum(z2, axis=1), axis=0), 0.0))
 
 
@@ -650,7 +453,7 @@ def _linear_cross_entropy_hopper_logits_kernel(
     C: tl.constexpr,
 ):
     """Write X and its row statistics, tile by tile; rows and columns that do not exist are zero."""
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
     tiles = row_blocks * column_blocks
@@ -673,8 +476,8 @@ def _linear_cross_entropy_hopper_logits_kernel(
             first = column_block * C.BN + quarter * (C.BN // 4)
             offs = tl.arange(0, C.BN // 4)
             columns = first + offs
-            part = _quarter(acc, quarter, C.BM, C.BN)
-            z2, slope = _logits(part, columns, bias_ptr, vocab, (scale, softcap), C)
+            part = quarter_of(acc, quarter, C.BM, C.BN)
+            z2, slope = logits_of(part, columns, bias_ptr, vocab, (scale, softcap), C)
             if has_target:
                 local = target - quarter * (C.BN // 4)
                 is_here = (local >= 0) & (local < C.BN // 4)
@@ -724,7 +527,7 @@ def _linear_cross_entropy_hopper_loss_kernel(
     the values to exchange.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     is_row = rows < rows_here
     plane = tl.cast(tiles, tl.int64) * piece_rows
     base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
@@ -813,7 +616,7 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     They are merged in rank order, so all ranks get the same loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
-    is_row = rows < _rows_here(kept_ptr, first_row, piece_rows, C)
+    is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
     source = first_row + rows
     if C.HAS_KEPT:
         source = tl.load(order_ptr + source, mask=is_row, other=0)
@@ -858,37 +661,6 @@ def _linear_cross_entropy_hopper_ranks_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_hopper_scale_rows_kernel(
-    hidden_ptr,  # (R, D) rows of this block, or out_ptr itself
-    stride_hidden_row,
-    row_scale_ptr,  # (R,) fp32
-    kept_ptr,
-    out_ptr,  # (R, D) contiguous
-    first_row,
-    piece_rows,
-    depth,
-    C: tl.constexpr,
-):
-    """Multiply rows by their scale.
-
-    Rows after the last one, up to a multiple of PAD, become zero.
-    """
-    row = tl.program_id(0)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
-    if row < tl.cdiv(rows_here, C.PAD) * C.PAD:
-        is_row = row < rows_here
-        scale = tl.load(row_scale_ptr + row, mask=is_row, other=0.0)
-        filled = tl.where(is_row, depth, 0)
-        for start in range(0, depth, C.BLOCK):
-            offs = start + tl.arange(0, C.BLOCK)
-            inside = offs < depth
-            place = row.to(tl.int64) * stride_hidden_row + offs
-            values = tl.load(hidden_ptr + place, mask=offs < filled, other=0.0)
-            scaled = (values.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row.to(tl.int64) * depth + offs, scaled, mask=inside)
-
-
-@triton.jit
 def _linear_cross_entropy_hopper_products_kernel(
     x_by_column_desc,  # (R, W), block BK x BM
     x_by_row_desc,  # (R, W), block BM x BK
@@ -913,7 +685,7 @@ def _linear_cross_entropy_hopper_products_kernel(
     rows and fill the multiprocessors that dE leaves idle, during and after it. A program takes the
     next tile when it has finished one. One program computes each tile, so the order changes no bit.
     """
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_tiles = 0
     if C.NEEDS_HIDDEN:
@@ -943,7 +715,7 @@ def _linear_cross_entropy_hopper_products_kernel(
                     out = tl.load(order_ptr + out, mask=is_row, other=0)
                 for quarter in tl.static_range(4):
                     columns = depth_block * C.BN + quarter * (C.BN // 4) + tl.arange(0, C.BN // 4)
-                    part = _quarter(acc, quarter, C.BM, C.BN) * scale[:, None]
+                    part = quarter_of(acc, quarter, C.BM, C.BN) * scale[:, None]
                     place = out.to(tl.int64)[:, None] * depth + columns[None, :]
                     mask = is_row[:, None] & (columns < depth)[None, :]
                     out_ptrs = grad_hidden_ptr + place
@@ -957,9 +729,9 @@ def _linear_cross_entropy_hopper_products_kernel(
                     x = x_by_column_desc.load([k, top])
                     e = scaled_desc.load([k, depth_block * C.BN])
                     acc = dot(x.T, e, acc, C.UPCAST)
-                parts = _halves(acc, C.BM, C.BN)
+                parts = halves_of(acc, C.BM, C.BN)
                 for half in tl.static_range(2):
-                    quarters = _halves(parts[half], C.BM, C.BN // 2)
+                    quarters = halves_of(parts[half], C.BM, C.BN // 2)
                     for quarter in tl.static_range(2):
                         column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
                         part = quarters[quarter]
@@ -972,50 +744,27 @@ def _linear_cross_entropy_hopper_products_kernel(
 @triton.jit
 def _linear_cross_entropy_hopper_bias_kernel(
     x_ptr,  # (R, W) contiguous
-    row_scale_ptr,  # (R,) fp32
+    row_scale_ptr,  # (R,) fp32, or None
     sums_ptr,  # (V,) fp32 in and out
     kept_ptr,
     first_row,
     piece_rows,
+    first_column,
     width,
-    vocab,
+    stop_column,  # columns from here on do not exist
     C: tl.constexpr,
 ):
-    """Add the column sums of X, whose rows are scaled, to the gradient of the bias."""
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
-    columns = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
-    inside = columns < vocab
-    sums = tl.load(sums_ptr + columns, mask=inside, other=0.0)
+    """Add the column sums of X, its rows times their scale, to the gradient of the bias."""
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
+    local = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
+    inside = (local < width) & (first_column + local < stop_column)
+    sums = tl.load(sums_ptr + first_column + local, mask=inside, other=0.0)
     for start in range(0, rows_here, C.ROWS):
         offs = start + tl.arange(0, C.ROWS)
         mask = (offs < rows_here)[:, None] & inside[None, :]
-        x = tl.load(
-            x_ptr + offs.to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0
-        )
-        scale = tl.load(row_scale_ptr + offs, mask=offs < rows_here, other=0.0)
-        sums += tl.sum(x.to(tl.float32) * scale[:, None], axis=0)
-    tl.store(sums_ptr + columns, sums, mask=inside)
-
-
-@triton.jit
-def _linear_cross_entropy_hopper_scale_kernel(
-    gradient_ptr,  # contiguous
-    by_ptr,  # (1,) fp32
-    out_ptr,  # contiguous, may be gradient_ptr
-    count,
-    IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Multiply by one number in fp32, and round once; in place, return at once if it is 1."""
-    by = tl.load(by_ptr)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    end = count
-    if IN_PLACE:
-        end = tl.where(by == 1.0, 0, count)
-    while first < end:
-        place = first + tl.arange(0, BLOCK)
-        values = tl.load(gradient_ptr + place, mask=place < count, other=0.0)
-        scaled = (values.to(tl.float32) * by).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place, scaled, mask=place < count)
-        first += step
+        place = offs.to(tl.int64)[:, None] * width + local[None, :]
+        x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        if C.HAS_SCALE:
+            x *= tl.load(row_scale_ptr + offs, mask=offs < rows_here, other=0.0)[:, None]
+        sums += tl.sum(x, axis=0)
+    tl.store(sums_ptr + first_column + local, sums, mask=inside)

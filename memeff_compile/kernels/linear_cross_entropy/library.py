@@ -36,10 +36,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._triton.launch import start
-from ..device import processors
-from . import library_kernels as kernels
-from .call import (
+from .._head_loss.call import (
     Gradients,
     LossAndGradients,
     Operands,
@@ -50,6 +47,12 @@ from .call import (
     Settings,
     vector,
 )
+from .._head_loss.products import product_into
+from .._head_loss.shapes import spans, window
+from .._head_loss.walks import Block, Differentiating, Statistics
+from .._triton.launch import start
+from ..device import processors
+from . import library_kernels as kernels
 from .shapes import (
     LIBRARY_STATE,
     LIBRARY_WARPS,
@@ -57,10 +60,7 @@ from .shapes import (
     library_block,
     library_rows,
     library_widths,
-    spans,
-    window,
 )
-from .walk import Block, Differentiating, Statistics
 
 
 class Forward(Statistics):
@@ -135,7 +135,7 @@ class Backward(Differentiating):
         if self.grad_weight is not None:
             torch.mm(g.t(), hidden, out=self.grad_weight[first:stop])
         if self.grad_hidden is not None:
-            _product(g, weight[first:stop], self.grad_hidden, accumulate=first > 0)
+            product_into(g, weight[first:stop], self.grad_hidden, accumulate=first > 0)
         if self.grad_bias is not None:
             self.grad_bias[first:stop] = g.sum(0, dtype=torch.float32)
 
@@ -144,7 +144,7 @@ class Backward(Differentiating):
         if self.grad_up is not None and low is not None:
             torch.mm(g.t(), low, out=self.grad_up[first:stop])
         if self.grad_low is not None and up is not None:
-            _product(g, up[first:stop], self.grad_low, accumulate=first > 0)
+            product_into(g, up[first:stop], self.grad_low, accumulate=first > 0)
 
     def results(self) -> Gradients:
         hidden, low = self.grad_hidden, self.grad_low
@@ -209,7 +209,7 @@ class Total(Statistics, Differentiating):
         if self.grad_low is not None:
             torch.mm(out, up, out=self.grad_low[here])
         if self.sums is not None:
-            _product(out.t(), low, self.sums, accumulate=True)
+            product_into(out.t(), low, self.sums, accumulate=True)
         if self.bias_sums is not None:
             self.bias_sums += out.sum(0, dtype=torch.float32)
         if self.grad_hidden is not None:
@@ -233,27 +233,9 @@ forward, backward, total = Forward, Backward, Total
 
 def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
     """Write the products of the rows and the classes [first, stop) into fp32 `out`."""
-    _product(given.hidden, given.weight[first:stop].t(), out)
+    product_into(given.hidden, given.weight[first:stop].t(), out)
     if given.low is not None and given.up is not None:
-        _product(given.low, given.up[first:stop].t(), out, accumulate=True)
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    """Write left @ right into fp32 `out`, or add it to `out`, without rounding to 16 bits.
-
-    On other devices, products of 16-bit inputs have no fp32 output, so the inputs are widened
-    first, for tests under the interpreter.
-    """
-    if left.dtype == torch.float32 or not left.is_cuda:
-        left, right = left.float(), right.float()
-        if accumulate:
-            torch.addmm(out, left, right, out=out)
-        else:
-            torch.mm(left, right, out=out)
-    elif accumulate:
-        torch.addmm(out, left, right, out_dtype=torch.float32, out=out)
-    else:
-        torch.mm(left, right, out_dtype=torch.float32, out=out)
+        product_into(given.low, given.up[first:stop].t(), out, accumulate=True)
 
 
 def _merge(

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
+from .._gradient_filter.levels import filter_bytes, leaves_out
 from ..device import DEFAULT_PROCESSORS, kernels_serve, where_it_runs
 from ..sizes import Size
-from .gradient_filter import filter_bytes, leaves_out
 from .shapes import (
     AUTO_BYTES,
     HOPPER_AUTO_BYTES,

@@ -1,6 +1,6 @@
 """memeff::linear_cross_entropy and related ops: schemas, validation, fakes, autograd.
 
-Two ops compute, and each has a backward op; a LoRA adapter of the head is optional in all four:
+Two ops compute, and the first has a backward op; a LoRA adapter of the head is optional in all:
 
     linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
     linear_cross_entropy_total  one number and the gradients of that number,
@@ -9,12 +9,11 @@ Two ops compute, and each has a backward op; a LoRA adapter of the head is optio
 The first saves its inputs, one lse per row and, if requested, one entropy; its backward pass
 computes the logits again. The forward of the second op also computes its gradients, up to a factor,
 from the same logits: a step takes three products instead of four. Its backward pass multiplies
-these gradients by the gradient of the loss, in place if no one can read them again, otherwise in a
-copy.
+these gradients by the gradient of the loss (`_head_loss.scaling`).
 
 Four more ops serve heads whose classes are split over ranks (`vocabulary_parallel`): the statistics
 of a rank, their merging, a rank's total, and the total that all ranks use. Four more names call
-these eight ops, so that graphs are easy to read: `_adapted` and `_adapted_total` (a head with a
+these seven ops, so that graphs are easy to read: `_adapted` and `_adapted_total` (a head with a
 LoRA adapter), `_over_ranks` and `_total_over_ranks` (a head over ranks).
 
 Each argument of an op costs the host some microseconds, so the many settings for ranks are not
@@ -35,6 +34,18 @@ from torch import Tensor
 from ... import compat
 from ...errors import DoubleBackwardError
 from .. import library
+from .._head_loss.call import (
+    Operands,
+    RowGradients,
+    RowResults,
+    Saved,
+    ScalarLoss,
+    Settings,
+    as_results,
+    check_range,
+)
+from .._head_loss.ranks import Shard, check_counts
+from .._head_loss.scaling import asked, at_arguments, total_joins
 from ..checks import (
     FLOATING,
     INDICES,
@@ -46,20 +57,9 @@ from ..checks import (
     unplain,
     wide,
 )
-from ..device import kernels_serve, without_autocast
-from .call import (
-    Operands,
-    RowGradients,
-    RowResults,
-    Saved,
-    ScalarLoss,
-    Settings,
-    as_results,
-    check_range,
-)
-from .shapes import CHUNK
-from .vocabulary_parallel import Part, Shard, check_counts, loss_of_rank, merge, statistics
-from .walk import ENGINES, loss_and_gradients, row_gradients, row_results
+from ..device import without_autocast
+from .vocabulary_parallel import Part, loss_of_rank, merge, statistics
+from .walk import loss_and_gradients, row_gradients, row_results
 
 # The values that memeff.linear_cross_entropy may take.
 GRADIENT_FILTERS = ("exact", "mass", "block", "published")
@@ -307,36 +307,16 @@ def _setup_context(
 _TRAINED = (0, 1, 2, 5, 6)  # hidden, weight, bias, low and up, among the arguments
 
 
-def _asked(ctx: Any, places: Sequence[int]) -> list[bool]:
-    """Return which arguments need a gradient.
-
-    The dispatcher omits trailing arguments that are None.
-    """
-    needs = ctx.needs_input_grad
-    return [place < len(needs) and needs[place] for place in places]
-
-
 def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    mask = _asked(ctx, _TRAINED[: len(saved) - 4])  # without a low-rank part three are trained
+    mask = asked(ctx, _TRAINED[: len(saved) - 4])  # without a low-rank part three are trained
     gradients = linear_cross_entropy_backward(
         *grads[:4],  # after them are indices
         *saved,
         **ctx.settings,
         output_mask=mask,
     )
-    return _at(_TRAINED, gradients, mask, len(ctx.needs_input_grad))
-
-
-def _at(
-    places: Sequence[int], gradients: Sequence[Tensor], mask: Sequence[bool], count: int
-) -> tuple[Tensor | None, ...]:
-    """Return gradients as autograd expects them: one, or None, for each of `count` arguments."""
-    found: list[Tensor | None] = [None] * count
-    for place, gradient, wanted in zip(places, gradients, mask, strict=False):
-        if wanted:
-            found[place] = gradient
-    return tuple(found)
+    return at_arguments(ctx, _TRAINED, gradients, mask)
 
 
 class _Shard(NamedTuple):
@@ -414,120 +394,6 @@ def _fake_total_shard(given: _Shard) -> tuple[Tensor, ...]:
     return _fake_total(given.loss)[:4]
 
 
-def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
-    """Multiply a gradient by a number, in the wider of the two dtypes, into a new tensor."""
-    return (gradient.to(by.dtype) * by).to(gradient.dtype)
-
-
-def _scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
-    """Return whether the kernel that scales gradients supports these tensors on their device."""
-    return by.dtype == torch.float32 and gradient.is_contiguous() and out.is_contiguous()
-
-
-def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write `gradient * by` to `out`, which may be `gradient`; no full copy in fp32 is made."""
-    if (
-        gradient.is_cuda
-        and _scales(gradient, by, out)
-        and kernels_serve(gradient.device, gradient.dtype)
-    ):
-        ENGINES["hopper"].module.scale_into(gradient, by, out)
-        return
-    if gradient.dim() == 0 or gradient.dtype == by.dtype:
-        torch.mul(gradient, by, out=out)
-        return
-    rows = max(1, CHUNK // max(1, gradient[0].numel())) if gradient.shape[0] else 1
-    for source, target in zip(gradient.split(rows), out.split(rows), strict=True):
-        target.copy_(source.to(by.dtype) * by)
-
-
-def scaled_gradients(
-    gradients: Sequence[Tensor], by: Tensor, mask: Sequence[bool], *, in_place: bool
-) -> list[Tensor]:
-    """Return the gradients of a total times `by`, where `mask` asks for them.
-
-    Args:
-        gradients: those that the forward pass computed.
-        by: the gradient of the total.
-        mask: which of them are needed.
-        in_place: whether their memory may be overwritten.
-    """
-    found = list(gradients) if in_place else [torch.empty_like(part) for part in gradients]
-    for part, out, wanted in zip(gradients, found, mask, strict=True):
-        if wanted:
-            _scale_into(part, by, out)
-    return found
-
-
-class _Scaling(NamedTuple):
-    """The arguments of `linear_cross_entropy_total_backward`."""
-
-    grad_total: Tensor
-    gradients: Sequence[Tensor]  # of the total, and after them their operands
-
-
-def _called_scaling(grad_total: Tensor, *tensors: Any) -> _Scaling:
-    return _Scaling(grad_total, tensors[:5])
-
-
-def _scale(given: _Scaling) -> tuple[Tensor, ...]:
-    """Return the gradients of a total, each multiplied by the gradient of the loss."""
-    scaled = _fake_scale(given)
-    for part, out in zip(given.gradients, scaled, strict=True):
-        _scale_into(part, given.grad_total, out)
-    return scaled
-
-
-def _fake_scale(given: _Scaling) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(part) for part in given.gradients)
-
-
-def _total_joins(trained: Sequence[int]) -> tuple[library.Function, library.Function]:
-    """Return `setup_context` and `backward` of an op that returns a total and its gradients.
-
-    `trained` are the indices of hidden, weight, bias, low and up among the op's arguments.
-    """
-
-    def setup_context(
-        ctx: Any,
-        inputs: tuple[Any, ...],
-        keyword_only_inputs: dict[str, Any],
-        output: tuple[Tensor, ...],
-    ) -> None:
-        _, *gradients = output
-        ctx.mark_non_differentiable(*gradients)
-        # Otherwise autograd makes zeros as large as the gradients for results without a derivative.
-        ctx.set_materialize_grads(False)
-        ctx.is_alone = not compat.packs_saved_tensors()
-        # Inputs of the refused second derivative.
-        ctx.save_for_backward(*gradients, *(inputs[place] for place in trained))
-
-    def link(
-        ctx: Any, grad_total: Tensor | None, *without_gradient: None
-    ) -> tuple[Tensor | None, ...]:
-        count, mask = len(ctx.needs_input_grad), _asked(ctx, trained)
-        if grad_total is None:
-            return (None,) * count
-        saved, nothing = ctx.saved_tensors, [None] * (5 - len(trained))
-        gradients = list(saved[: len(trained)])
-        if torch.is_grad_enabled():
-            empty = [grad_total.new_empty(0) for _ in nothing]
-            given = *gradients, *empty, *saved[len(trained) :], *nothing
-            found = linear_cross_entropy_total_backward(grad_total, *given)
-        elif compat.is_traced(grad_total, *gradients):
-            # Plain operations in a graph: the compiler fuses them and knows which memory it may
-            # overwrite.
-            asked = zip(gradients, mask, strict=True)
-            found = [_scaled(part, grad_total) if wanted else part for part, wanted in asked]
-        else:
-            # Another backward, or a hook that packed these tensors, may read them again.
-            is_last = ctx.is_alone and compat.frees_saved_tensors()
-            found = scaled_gradients(gradients, grad_total, mask, in_place=is_last)
-        return _at(trained, found, mask, count)
-
-    return setup_context, link
-
-
 def _part(*tensors: Any, rank: int, ranks: int, classes: int, **settings: Any) -> Part:
     shard = Shard(rank, ranks, classes)
     require("linear_cross_entropy", shard.fault(tensors[1].shape[0]))
@@ -587,7 +453,7 @@ def _link_merge(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         **part.own_settings._asdict(),
         output_mask=mask,
     )
-    return _at((1, 2, 3), gradients, mask, len(ctx.needs_input_grad))
+    return at_arguments(ctx, (1, 2, 3), gradients, mask)
 
 
 def _agreed(own: Tensor, every: Tensor) -> Tensor:
@@ -643,10 +509,9 @@ _SETTINGS = (
 )
 _RESULTS = "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top)"
 _LOW_RANK = "Tensor? low=None, Tensor? up=None"
-_refuse = library.refusing(
-    DoubleBackwardError,
+_REFUSAL = (
     "linear_cross_entropy: a second derivative of the fused loss was requested, but the op has "
-    "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}.",
+    "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}."
 )
 linear_cross_entropy = library.op(
     f"linear_cross_entropy({_HEAD}, Tensor? column_weight, {_LOW_RANK}, *, {_SETTINGS}) -> "
@@ -660,7 +525,7 @@ linear_cross_entropy_backward = library.op(
     f"Tensor grad_entropy, {_HEAD}, Tensor? column_weight, Tensor lse, Tensor entropy, "
     f"{_LOW_RANK}, *, {_SETTINGS}, bool[] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     *library.taking(_called_back, _backward, _fake_backward),
-    backward=_refuse,
+    backward=library.refusing(DoubleBackwardError, _REFUSAL),
 )
 
 _NUMBER = f"{_HEAD}, Tensor? row_weight, Tensor? norm"
@@ -668,7 +533,7 @@ _NUMBER_SETTINGS = "int? ignore_index, float scale, float softcap, int workspace
 _FILTER = 'str gradient_filter="exact", float filter_level=0.0, bool sort_vocabulary=False'
 _TOTAL = "Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias"
 _TOTALS = f"({_TOTAL}, Tensor grad_low, Tensor grad_up)"
-_setup_total, _link_total = _total_joins((0, 1, 2, 6, 7))
+_setup_total, _link_total = total_joins((0, 1, 2, 6, 7), _REFUSAL)
 linear_cross_entropy_total = library.op(
     f"linear_cross_entropy_total({_NUMBER}, {_LOW_RANK}, *, {_NUMBER_SETTINGS}, "
     f"bool[] output_mask, {_FILTER}) -> {_TOTALS}",
@@ -676,15 +541,6 @@ linear_cross_entropy_total = library.op(
     backward=_link_total,
     setup_context=_setup_total,
 )
-linear_cross_entropy_total_backward: Any = library.op(
-    "linear_cross_entropy_total_backward(Tensor grad_total, Tensor grad_hidden, "
-    "Tensor grad_weight, Tensor grad_bias, Tensor grad_low, Tensor grad_up, Tensor hidden, "
-    "Tensor weight, Tensor? bias, Tensor? low, Tensor? up) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    *library.taking(_called_scaling, _scale, _fake_scale),
-    backward=_refuse,
-)
-
 _RANK = "int rank, int ranks, int classes"
 linear_cross_entropy_shard = library.op(
     f"linear_cross_entropy_shard({_HEAD}, Tensor? column_weight, Tensor? counts, *, {_RANK}, "
@@ -702,7 +558,7 @@ linear_cross_entropy_merge = library.op(
     backward=_link_merge,
     setup_context=_setup_merge,
 )
-_setup_total_shard, _link_total_shard = _total_joins((0, 1, 2))
+_setup_total_shard, _link_total_shard = total_joins((0, 1, 2), _REFUSAL)
 linear_cross_entropy_total_shard = library.op(
     f"linear_cross_entropy_total_shard({_NUMBER}, Tensor counts, *, str group, {_RANK}, "
     f"{_NUMBER_SETTINGS}, bool[3] output_mask) -> ({_TOTAL})",

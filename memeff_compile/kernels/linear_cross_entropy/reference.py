@@ -17,28 +17,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import wide
-from .call import (
+from .._head_loss.call import (
     Gradients,
     LossAndGradients,
     Operands,
-    Ranks,
     RowGradients,
     RowResults,
     Saved,
     ScalarLoss,
     Settings,
-    counted_first,
 )
+from .._head_loss.ranks import Ranks, counted_first
+from .._head_loss.shapes import spans, window
+from .._head_loss.walks import Block, Differentiating, Statistics
+from ..checks import wide
 from .shapes import (
     REFERENCE_MIN_ROWS,
     reference_bytes_per_logit,
     reference_columns,
     reference_rows,
-    spans,
-    window,
 )
-from .walk import Block, Differentiating, Statistics, kept_rows
+from .walk import kept_rows
 
 # exp of it is 0 in fp32 and in fp64. Logarithms of probabilities are cut off here where they are
 # multiplied by that probability, so that an impossible column (-inf) adds 0 and not nan.

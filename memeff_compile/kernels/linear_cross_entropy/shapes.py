@@ -1,24 +1,21 @@
 """All sizes in this folder: of blocks of rows and of classes, of tiles, of launches.
 
-Axis letters of this folder: N rows (tokens), D depth (hidden size), V vocabulary (classes), R rows
-of a block, W classes of a block. Engines walk over the rows or over the vocabulary in blocks, so
-that the transient is R x V or N x W, and N x V only if the workspace has room for it.
+Axis letters as in `_head_loss.shapes`. Engines walk over the rows or over the vocabulary in blocks,
+so that the transient is R x V or N x W, and N x V only if the workspace has room for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch import Tensor
 
-from ..device import DEFAULT_PROCESSORS, gpu, processors
+from .._head_loss.shapes import MIB
+from ..device import DEFAULT_PROCESSORS, processors
 from ..sizes import Size
 
-MIB = 2**20
 # The narrowest block of classes. A smaller workspace is exceeded rather than refused.
 MIN_WIDTH = 64
 # A workspace of at most this much is spent on vectors and one narrow block; sums and blocks then
@@ -27,17 +24,6 @@ MINIMAL_BYTES = 8 * MIB
 SPARE_BYTES = 4 * MIB
 # The widest block of G inside the weight gradient, as a share of the budget outside it.
 INSIDE_WIDTH = 3072
-
-
-def spans(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    """Cut [first, stop) into spans of `width`; the last one may be shorter."""
-    for start in range(first, stop, width):
-        yield start, min(start + width, stop)
-
-
-def window(buffer: Tensor, rows: int, width: int) -> Tensor:
-    """Return the start of a flat buffer as a contiguous (rows, width) matrix."""
-    return buffer[: rows * width].view(rows, width)
 
 
 def is_minimal(workspace: int) -> bool:
@@ -213,11 +199,8 @@ TALLEST_SPLIT = 2048
 TILE_STEPS = 3
 # Columns of dE and dC that are written at a time; sums of dC have a scale for each class and slice.
 SLICE = 64
-# Elements that a program scales at a time, and programs per multiprocessor.
-SCALED = 4096
-SCALING_PROGRAMS = 8
-# Elements that are widened at a time if a gradient is scaled elsewhere, outside a compiled graph.
-CHUNK = 1 << 22
+# Columns and rows of X that a program of the bias's gradient reads at a time.
+SUMMED_COLUMNS, SUMMED_ROWS = 128, 64
 
 
 class Shapes(NamedTuple):
@@ -271,11 +254,6 @@ def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
     rows, columns = shapes.rows, shapes.columns
     is_turned = 0 < depth % columns <= rows
     return (columns, rows) if is_turned else (rows, columns)
-
-
-def row_block(depth: int, shapes: Shapes | FilterShapes) -> int:
-    """Return how many features of a row a program copies at a time."""
-    return 16 if shapes.is_interpreted else min(4096, 1 << (depth - 1).bit_length())
 
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
@@ -367,12 +345,6 @@ def room_inside(
     return Room(first, width, spare, rows, depth, vocab, step)
 
 
-def bytes_of_row(depth: int, vocab: int, shapes: Shapes) -> int:
-    """Return the bytes of a row of X, its statistics in the narrowest tiles, and scaled copy."""
-    width = -(-vocab // shapes.columns) * shapes.columns
-    return 2 * width + 8 * (width // shapes.rows) + 2 * depth
-
-
 def slices_of(depth: int, shapes: Shapes) -> int:
     """Return how many slices of SLICE features whole tiles of a gradient have."""
     columns = product_tile(depth, shapes)[1]
@@ -439,112 +411,10 @@ def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight
     return min(fitting, key=time)
 
 
+# Rows whose likeliest classes' logits are computed at a time, if classes are split over ranks.
+ROWS_AT_A_TIME = 512
 # Rows and tiles of statistics that a program merges at a time; tiles of rows whose tiles of G are
 # computed next to each other.
 ROWS = 8
 TILES = 128
 GROUP = 16
-
-# Under a gradient filter: groups of rows in a block of rows, a bit each of a word of 16.
-FILTER_GROUPS = 16
-# Bytes of a walk if the workspace is automatic; the most for sums of dE, unless one sum takes more;
-# the fewest for packed tiles.
-FILTER_BYTES = 132 * MIB
-FILTER_SUMS_BYTES = 32 * MIB
-FILTER_LEAST_BYTES = 8 * MIB
-# Shares of a group's tiles: so many items of dE for a program.
-FILTER_ITEMS = 4
-
-
-class FilterShapes(NamedTuple):
-    """Tiles, warps and pipeline stages of a filter's kernels on one kind of GPU.
-
-    A group has `rows` rows. Logits are computed in tiles of `columns` classes, and products in
-    tiles of `rows` x `product_columns`. `per_processor` programs that compute products share a
-    multiprocessor, so that one multiplies while the other reads and writes its dC.
-    """
-
-    rows: int
-    columns: int
-    product_columns: int
-    step: int
-    warps: tuple[int, int]  # of logits, and of packed tiles
-    stages: tuple[int, int, int]  # of logits, of packed logits, and of products
-    programs: int
-    per_processor: int = 2
-    is_interpreted: bool = False
-    flatten: bool = False
-
-    def _constants(self, columns: int, warps: int, stages: int) -> dict[str, Any]:
-        return {
-            "BN": columns,
-            "BK": self.step,
-            "UPCAST": self.is_interpreted,
-            "num_warps": warps,
-            "num_stages": stages,
-        }
-
-    def scoring(self) -> dict[str, Any]:
-        """Return the constants and launch options of the kernel that scores classes."""
-        return {
-            **self._constants(self.columns, self.warps[0], self.stages[0]),
-            "FLATTEN": self.flatten,
-        }
-
-    def filling(self) -> dict[str, Any]:
-        """Return the constants and launch options of the kernel that fills the tiles that count."""
-        return self._constants(self.rows, self.warps[1], self.stages[1])
-
-    def multiplying(self) -> dict[str, Any]:
-        """Return the constants and launch options of the kernel that multiplies these tiles."""
-        parts = 4 if self.product_columns >= 256 else 2
-        columns = self.product_columns
-        return {**self._constants(columns, self.warps[1], self.stages[2]), "PARTS": parts}
-
-
-@lru_cache(maxsize=64)
-def filter_shapes_for(device: torch.device) -> FilterShapes:
-    """Return the shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
-    if device.type != "cuda":
-        return FilterShapes(32, 64, 64, 16, (4, 4), (1, 1, 1), 2, 1, is_interpreted=True)
-    return filter_shapes_of(processors(device), is_hopper=gpu(device).is_hopper)
-
-
-def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
-    """Return the shapes for a GPU of compute capability 9.0, or for any other one."""
-    if is_hopper:
-        return FilterShapes(128, 256, 128, 64, (8, 4), (3, 3, 5), programs, flatten=True)
-    return FilterShapes(128, 128, 128, 32, (8, 4), (3, 3, 3), programs, 1)
-
-
-def filter_rows(rows: int, tile: int) -> int:
-    """Return the rows of a block under a filter: whole groups, in blocks of about equal height."""
-    tiles = max(-(-rows // tile), 1)
-    blocks = -(-tiles // FILTER_GROUPS)
-    return -(-tiles // blocks) * tile
-
-
-def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
-    """Return the bytes of a walk under a filter, apart from its packed tiles.
-
-    They are scores, words and their order, rows of hidden states twice, sums of dE, and sums of
-    each level.
-    """
-    return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
-
-
-def filter_capacity(
-    rows: int, depth: int, vocab: int, itemsize: int, workspace: int, splits: int, tile: int
-) -> int:
-    """Return how many packed tiles exist at one time."""
-    groups = rows // tile
-    taken = filter_fixed_bytes(rows, groups, depth, vocab, 4 * splits * rows * depth)
-    budget = max(workspace or FILTER_BYTES - taken, FILTER_LEAST_BYTES)
-    return max(min(budget // (itemsize * tile * tile), groups * -(-vocab // tile)), 1)
-
-
-def filter_splits(rows: int, depth: int, groups: int, shapes: FilterShapes) -> int:
-    """Return how many programs share the sum of a tile of dE."""
-    items = groups * -(-depth // shapes.product_columns)
-    fitting = FILTER_SUMS_BYTES // (4 * rows * depth)
-    return max(1, min(-(-FILTER_ITEMS * shapes.programs // items), fitting))

@@ -13,7 +13,7 @@ so that its softmax is that of the whole head.
 
 A loss that is one number needs a row's softmax before its gradients, and no rank has all classes.
 So all ranks walk over the same blocks of rows and exchange once per block: each rank computes its
-logits, sends two numbers per row to the others (`call.Ranks`), and computes its gradients with the
+logits, sends two numbers per row to the others (`Ranks`), and computes its gradients with the
 numbers of all ranks:
 
     counts = all_gather(number of rows)
@@ -34,129 +34,35 @@ gets its own gradients: that of W_r, and the part of dh from W_r, which ranks ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import compat
-from ...errors import UnsupportedInputError
-from ..checks import wide
-from ..device import DEFAULT_PROCESSORS, where_it_runs
-from .call import (
-    ELSEWHERE,
-    IGNORED,
+from .._gradient_filter.levels import filter_level
+from .._head_loss.call import (
     Operands,
-    Ranks,
     RowGradients,
     RowResults,
     ScalarLoss,
     Settings,
     check_range,
+)
+from .._head_loss.ranks import (
+    ELSEWHERE,
+    IGNORED,
+    NO_COLUMN,
+    Ranks,
+    Shard,
+    check_counts,
     merged,
 )
-from .gradient_filter import filter_level
-from .shapes import hopper_rows, reference_rows, shapes_for_programs
+from ..checks import wide
+from ..device import DEFAULT_PROCESSORS, where_it_runs
+from .shapes import ROWS_AT_A_TIME, hopper_rows, reference_rows, shapes_for_programs
 from .walk import row_results
 
-_NO_COLUMN = -100  # the target of an ignored row, in a loss per row over one rank's columns
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # as many bits
-_ROWS_AT_A_TIME = 512
-
-
-class Shard(NamedTuple):
-    """The classes of a head that a rank has."""
-
-    rank: int
-    ranks: int
-    classes: int  # of all ranks
-
-    @property
-    def chunk(self) -> int:
-        """Return how many classes each of the first ranks has; the last may have fewer."""
-        return -(-self.classes // self.ranks)
-
-    @property
-    def first(self) -> int:
-        """Return the first class of this rank."""
-        return self.rank * self.chunk
-
-    @property
-    def columns(self) -> int:
-        """Return how many classes this rank has."""
-        return max(0, min(self.chunk, self.classes - self.first))
-
-    @property
-    def leaves_some_empty(self) -> bool:
-        """Return whether some rank has no class."""
-        return self.chunk * (self.ranks - 1) >= self.classes
-
-    def fault(self, rows: int) -> str | None:
-        """Return why a weight with this many rows is not this shard, or None if it is."""
-        if 0 < rows == self.columns:
-            return None
-        return (
-            f"weight has {rows} rows; rank {self.rank} of {self.ranks} with {self.classes} classes "
-            f"holds {self.columns}, as torch.chunk cuts them. Shard the head with DTensor."
-        )
-
-    def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as columns of this rank, and two masks.
-
-        The masks say whether this rank, or another rank, has the target. A row whose target is on
-        another rank gets any column: the row counts, but the logit of that column is not used.
-        """
-        here = (target >= self.first) & (target < self.first + self.columns)
-        if ignore_index is None:
-            return torch.where(here, target - self.first, 0), here, ~here
-        kept = target != ignore_index
-        here = here & kept
-        column = torch.where(here, target - self.first, torch.where(kept, 0, _NO_COLUMN))
-        return column.to(target.dtype), here, kept & ~here
-
-
-class Split(NamedTuple):
-    """Describes how a head is split over ranks.
-
-    It holds this rank's shard, the dimension of the mesh, and the group's name.
-    """
-
-    shard: Shard
-    dim: int
-    group: str
-
-
-def split_of(weight: Any) -> Split | str:
-    """Return how a DTensor's rows are split over ranks.
-
-    If they are not split, return a description of the DTensor's layout. Except for the rank's part,
-    the answer is the same on every rank.
-    """
-    from torch.distributed.tensor import Shard as Rows
-
-    places = {i: p for i, p in enumerate(weight.placements) if not p.is_replicate()}
-    if len(places) != 1 or any(type(p) is not Rows or p.dim != 0 for p in places.values()):
-        return f"is laid out as {layout(weight)}, not split by its classes over one dimension"
-    (dim,), mesh = places, weight.device_mesh
-    shard = Shard(mesh.get_local_rank(dim), mesh.size(dim), weight.shape[0])
-    if shard.leaves_some_empty:
-        return f"has {shard.classes} classes for {shard.ranks} ranks, which leave ranks without any"
-    return Split(shard, dim, mesh.get_group(dim).group_name)
-
-
-def layout(tensor: Any) -> str:
-    """Return the layout of a DTensor in words."""
-    return f"({', '.join(map(repr, tensor.placements))})"
-
-
-def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return this rank's local tensor, whose gradient is a partial sum over one mesh dimension."""
-    if summed is None:
-        return tensor.to_local()  # type: ignore[no-any-return]
-    from torch.distributed.tensor import Partial
-
-    places = [Partial() if i == summed else p for i, p in enumerate(tensor.placements)]
-    return tensor.to_local(grad_placements=places)  # type: ignore[no-any-return]
 
 
 class Part(NamedTuple):
@@ -191,7 +97,7 @@ class Part(NamedTuple):
         Each rank gets its share of the mass that the filter `mass` may drop from a row.
         """
         settings = self.settings
-        ignored = None if settings.ignore_index is None else _NO_COLUMN
+        ignored = None if settings.ignore_index is None else NO_COLUMN
         settings = settings._replace(ignore_index=ignored)
         if settings.gradient_filter == "mass":
             level = filter_level("mass", settings.filter_level) / self.shard.ranks
@@ -207,18 +113,6 @@ class Part(NamedTuple):
         _, here, elsewhere = self.columns
         of_lse = grads.lse + grads.nll.where(elsewhere, 0)
         return grads._replace(nll=grads.nll.where(here, 0), lse=of_lse)
-
-
-def check_counts(counts: Tensor, rows: int) -> None:
-    """Raise an error on every rank if ranks have different numbers of rows."""
-    same = (counts == rows).all()
-    said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
-    needed = "Every rank of a tensor-parallel group needs the same batch. Give them the same data."
-    if counts.device.type == "cuda":
-        compat.assert_on_device(same, f"{said}. {needed}")
-    elif not bool(same):
-        listed = ", ".join(map(str, counts.tolist()))
-        raise UnsupportedInputError(f"{said} ({listed}). {needed}")
 
 
 def statistics(part: Part, counts: Tensor | None) -> Tensor:
@@ -246,8 +140,8 @@ def _logits_of(part: Part, column: Tensor) -> Tensor:
     hidden, weight, bias, *_ = part.whole
     dtype, rows = wide(hidden.dtype), column.numel()
     blocks = zip(
-        hidden.reshape(rows, hidden.shape[-1]).split(_ROWS_AT_A_TIME),
-        column.reshape(rows).split(_ROWS_AT_A_TIME),
+        hidden.reshape(rows, hidden.shape[-1]).split(ROWS_AT_A_TIME),
+        column.reshape(rows).split(ROWS_AT_A_TIME),
         strict=True,
     )
     products = [(some.to(dtype) * weight[at].to(dtype)).sum(-1) for some, at in blocks]

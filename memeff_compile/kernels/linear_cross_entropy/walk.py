@@ -1,9 +1,9 @@
 """The walk of a call: the engine, the order of blocks, and where ranks exchange statistics.
 
 An engine is a module with three callables. `forward`, `backward` and `total` take a request and
-return a `Walk`: blocks of rows or of classes, and an engine's work on a block. A loss per row is
-two walks: one computes statistics, and the other computes logits again and gradients from them. A
-loss that is one number needs one walk over the rows if an engine supports it: statistics and then
+return a `walks.Walk`: blocks of rows or of classes, and an engine's work on a block. A loss per row
+is two walks: one computes statistics, and the other computes logits again and gradients from them.
+A loss that is one number needs one walk over the rows if an engine supports it: statistics and then
 gradients of each block. Ranks with other classes exchange statistics between the two steps.
 
     engine      forward            backward                total
@@ -17,73 +17,31 @@ An engine is loaded when it first runs; before that, no module with kernels is i
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import compat
-from ..device import gpu, kernels_serve, on_device, where_it_runs, without_autocast
-from .call import (
+from .._gradient_filter.levels import leaves_out, needs_two_walks
+from .._head_loss.call import (
     Gradients,
     LossAndGradients,
     Operands,
-    Ranks,
     RowGradients,
     RowResults,
     Saved,
     ScalarLoss,
     Settings,
     check_range,
-    counted_first,
-    own_columns,
     zero_gradients,
 )
-from .gradient_filter import leaves_out, needs_two_walks
-from .shapes import is_minimal, spans
+from .._head_loss.ranks import Ranks, counted_first, own_columns
+from ..device import gpu, kernels_serve, on_device, where_it_runs, without_autocast
+from .shapes import is_minimal
 
-
-class Block(NamedTuple):
-    """A range of rows or of classes: those from `first` to before `stop`."""
-
-    number: int
-    first: int
-    stop: int
-
-
-class Walk(ABC):
-    """The blocks of a call, and an engine's work on each of them."""
-
-    extent: int  # rows or classes of the call
-    step: int  # of a block
-
-    def blocks(self) -> Iterator[Block]:
-        """Yield the blocks in order."""
-        for number, (first, stop) in enumerate(spans(0, self.extent, self.step)):
-            yield Block(number, first, stop)
-
-    @abstractmethod
-    def results(self) -> Any:
-        """Return the results that the call requested, after the last block."""
-
-
-class Statistics(Walk):
-    """A walk that computes logits, and from them the statistics for the rows' losses."""
-
-    @abstractmethod
-    def statistics(self, block: Block) -> None:
-        """Compute the logits of a block and merge them into the statistics of its rows."""
-
-
-class Differentiating(Walk):
-    """A walk that computes gradients, from the logits of its own first step or from recomputed
-    logits."""
-
-    @abstractmethod
-    def gradients(self, block: Block) -> None:
-        """Compute the gradients of a block's logits, and add their products to the results."""
+_FILTERED = ".._gradient_filter.filtered"
 
 
 class Call(NamedTuple):
@@ -336,7 +294,7 @@ def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
     hidden, weight = given.hidden, given.weight
     is_served = hidden.dtype in engine.filters and given.low is None and is_read_in_tiles(weight)
     if is_served and leaves_out(settings.gradient_filter, hidden.shape[-1]):
-        return importlib.import_module(".filtered", __package__).Walks(engine.module)
+        return importlib.import_module(_FILTERED, __package__).Walks(engine.module)
     return engine.module
 
 

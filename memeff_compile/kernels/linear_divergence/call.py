@@ -13,11 +13,10 @@ import sympy
 import torch
 from torch import Tensor
 
+from .._head_loss.shapes import MIB
 from ..checks import wide
 from ..device import processors
 from ..sizes import Size
-
-MIB = 2**20
 
 
 class Coefficients(NamedTuple):
@@ -266,8 +265,3 @@ def kept_bytes(itemsize: int) -> int:
 def strip_bytes(rows: int, vocab: int) -> int:
     """Return the bytes of a strip of products."""
     return 4 * rows * min(STRIP, vocab)
-
-
-def spans(stop: int, width: int) -> list[tuple[int, int]]:
-    """Cut [0, stop) into spans of `width`; the last one may be shorter."""
-    return [(first, min(first + width, stop)) for first in range(0, stop, width)]

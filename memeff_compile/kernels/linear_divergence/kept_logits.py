@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._head_loss.products import product_into
+from .._head_loss.shapes import spans
 from .._triton.compat import described
 from .._triton.launch import run_kernel
 from ..device import gpu
@@ -47,7 +49,6 @@ from .call import (
     lent_rows,
     shapes_for,
     slots_for,
-    spans,
     tile_of,
     wanted,
 )
@@ -120,7 +121,7 @@ class _Walk(ABC):
         slots, rows = self.slots, self.given.rows
         for first in range(0, rows, slots.together):
             stop = min(first + slots.together, rows)
-            for slot, (begin, end) in enumerate(spans(stop - first, slots.rows)):
+            for slot, (begin, end) in enumerate(spans(0, stop - first, slots.rows)):
                 self.block(slot, slice(first + begin, first + end))
             if self.of_hidden or self.of_weight or self.of_bias:
                 self.products(first, stop)
@@ -150,14 +151,14 @@ class _Walk(ABC):
         if weight is not None and self._is_tiled(rows, weight):
             self._keep_tiles(side, out, rows, weight, bias, scale)
             return
-        for first, stop in spans(vocab, STRIP if weight is not None else vocab):
+        for first, stop in spans(0, vocab, STRIP if weight is not None else vocab):
             strip = rows
             if weight is not None:
                 if self.strip is None:
                     most = self.slots.rows * min(STRIP, vocab)
                     self.strip = rows.new_empty(most, dtype=torch.float32)
                 strip = self.strip[: len(rows) * (stop - first)].view(len(rows), stop - first)
-                _product(rows, weight[first:stop].t(), strip)
+                product_into(rows, weight[first:stop].t(), strip)
             run_kernel(
                 kernels._linear_divergence_kept_logits_keep_kernel,
                 (len(rows), -(-(stop - first) // CHUNK)),
@@ -320,32 +321,6 @@ class _Classes(_Walk):
             **how,
             num_warps=4,
         )
-
-
-def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write `gradient * by` to `out`, which may be `gradient`, in fp32 and rounded once."""
-    count = gradient.numel()
-    block = 4096
-    run_kernel(
-        kernels._linear_divergence_kept_logits_scale_kernel,
-        (-(-count // block),),
-        *(gradient, by, out, count),
-        IN_PLACE=out is gradient,
-        BLOCK=block,
-        num_warps=8,
-    )
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write left @ right into fp32 `out` without rounding to 16 bits.
-
-    On other devices, products of 16-bit inputs have no fp32 output, so the inputs are widened
-    first, for tests under the interpreter.
-    """
-    if left.dtype == torch.float32 or not left.is_cuda:
-        torch.mm(left.float(), right.float(), out=out)
-    else:
-        torch.mm(left, right, out_dtype=torch.float32, out=out)
 
 
 def _power_of_two(count: int) -> int:

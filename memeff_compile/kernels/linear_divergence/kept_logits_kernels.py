@@ -10,15 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._head_loss.logits_kernels import quarter_of
 from .._triton.products_kernels import dot
-
-
-@triton.jit
-def _quarter(tile, index: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a quarter of the columns of a tile without moving them between threads."""
-    halves = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
-    half = tl.reshape(halves[index // 2], (ROWS, 2, COLUMNS // 4))
-    return tl.split(tl.permute(half, (0, 2, 1)))[index % 2]
 
 
 @triton.jit
@@ -63,7 +56,7 @@ def _linear_divergence_kept_logits_product_kernel(
         offs = column_block * C.TILE + tl.arange(0, C.TILE // 4)
         largest = tl.full((C.BM,), float("-inf"), tl.float32)
         for quarter in tl.static_range(4):
-            part = _quarter(acc, quarter, C.BM, C.TILE)
+            part = quarter_of(acc, quarter, C.BM, C.TILE)
             columns = offs + quarter * (C.TILE // 4)
             z = _scaled(part, columns, vocab, scale)
             largest = tl.maximum(largest, tl.max(z, axis=1))
@@ -71,7 +64,7 @@ def _linear_divergence_kept_logits_product_kernel(
         # tl.max passes over nan; the sum keeps it.
         mass = tl.zeros((C.BM,), tl.float32)
         for quarter in tl.static_range(4):
-            part = _quarter(acc, quarter, C.BM, C.TILE)
+            part = quarter_of(acc, quarter, C.BM, C.TILE)
             columns = offs + quarter * (C.TILE // 4)
             z = _scaled(part, columns, vocab, scale) - base[:, None]
             mass += tl.sum(tl.exp(z), axis=1)
@@ -357,16 +350,3 @@ def _linear_divergence_kept_logits_place_kernel(
     mask = mask & (index >= 0) & (index < vocab)
     g = (scale * here).to(gradient_ptr.dtype.element_ty)
     tl.store(gradient_ptr + row * stride_row + index, g, mask=mask)
-
-
-@triton.jit
-def _linear_divergence_kept_logits_scale_kernel(
-    x_ptr, by_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
-):
-    by = tl.load(by_ptr).to(tl.float32)
-    if IN_PLACE:  # a loss that is the op's number has 1 here
-        count = tl.where(by == 1.0, 0, count)
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < count
-    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offs, (x * by).to(out_ptr.dtype.element_ty), mask=mask)

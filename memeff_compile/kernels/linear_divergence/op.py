@@ -23,9 +23,10 @@ from torch import Tensor
 from ... import compat
 from ...errors import DoubleBackwardError
 from .. import library
+from .._head_loss.scaling import asked, at_arguments, total_joins
 from ..checks import require, two_devices, two_dtypes, unfloating, unplain, wide
 from ..device import kernels_serve, on_device, without_autocast
-from .call import ClassRequest, Coefficients, Found, Request, spans
+from .call import ClassRequest, Coefficients, Found, Request
 
 ENGINES = {
     "kept_logits": (
@@ -35,6 +36,7 @@ ENGINES = {
     "reference": "plain PyTorch, by blocks of rows (any device, also fp64)",
 }
 _COUNT = len(Coefficients._fields)
+_TRAINED = (0, 1, 2)  # hidden, weight and bias, among the arguments of every op
 MOST_CLASSES = 1024
 """Classes of a row that `linear_divergence_classes` serves: a program has all of them at once."""
 
@@ -297,80 +299,23 @@ def _setup(
 
 
 def _link(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
-    mask = list(ctx.needs_input_grad[:3])
-    found = linear_divergence_backward(
-        grad_rows, *ctx.saved_tensors, **ctx.settings, output_mask=mask
-    )
-    gradients = [each if wanted else None for each, wanted in zip(found, mask, strict=True)]
-    return (*gradients, None, None, None)
-
-
-def _setup_total(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-) -> None:
-    _refuse_others(ctx.needs_input_grad)
-    _, *gradients = output
-    ctx.mark_non_differentiable(*gradients)
-    ctx.set_materialize_grads(False)
-    ctx.is_alone = not compat.packs_saved_tensors()
-    ctx.save_for_backward(*gradients, *inputs[:3])  # the operands, for the refused derivative
-
-
-def _link_total(
-    ctx: Any, grad_total: Tensor | None, *without_gradient: None
-) -> tuple[Tensor | None, ...]:
-    mask, count = ctx.needs_input_grad[:3], len(ctx.needs_input_grad)
-    if grad_total is None:
-        return (None,) * count
-    gradients, operands = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-    if torch.is_grad_enabled():
-        found = list(_refused(grad_total, *gradients, *operands))
-    elif compat.is_traced(grad_total, *gradients):
-        # Plain operations in a graph: the compiler fuses them with other readers.
-        found = [(each.to(grad_total.dtype) * grad_total).to(each.dtype) for each in gradients]
-    else:
-        # Another backward, or a hook that packed these tensors, may read them again.
-        is_last = ctx.is_alone and compat.frees_saved_tensors()
-        found = [each if is_last else torch.empty_like(each) for each in gradients]
-        for each, out, wanted in zip(gradients, found, mask, strict=True):
-            if wanted:
-                _scale_into(each, grad_total, out)
-    named = [each if wanted else None for each, wanted in zip(found, mask, strict=True)]
-    return (*named, *(None for _ in range(count - 3)))
-
-
-def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write `gradient * by` to `out`, which may be `gradient`; no full copy in fp32 is made."""
-    if kernels_serve(gradient.device, gradient.dtype) and gradient.is_contiguous():
-        module = importlib.import_module(".kept_logits", __package__)
-        with on_device(gradient):
-            module.scale_into(gradient, by, out)
-        return
-    rows = len(gradient)
-    for first, stop in spans(rows, max(1, 2**20 * rows // max(gradient.numel(), 1))):
-        out[first:stop] = gradient[first:stop].to(by.dtype) * by
+    mask, settings = asked(ctx, _TRAINED), ctx.settings
+    found = linear_divergence_backward(grad_rows, *ctx.saved_tensors, **settings, output_mask=mask)
+    return at_arguments(ctx, _TRAINED, found, mask)
 
 
 _REFUSAL = (
     "linear_divergence: a second derivative of the fused divergence was asked for, and the op has "
     "only a first one. Compile with options={'memeff.divergence': 'off'}."
 )
-_refuse = library.refusing(DoubleBackwardError, _REFUSAL)
+_setup_scaling, _link_total = total_joins(_TRAINED, _REFUSAL)
 
 
-class _Refused(torch.autograd.Function):
-    """Returns the gradients of a total; differentiating these gradients again raises."""
-
-    @staticmethod
-    def forward(ctx: Any, by: Tensor, *tensors: Tensor | None) -> Any:
-        return tuple(
-            (each.to(by.dtype) * by).to(each.dtype) for each in tensors[:3] if each is not None
-        )
-
-    backward = staticmethod(_refuse)
-
-
-_refused: Any = _Refused.apply
+def _setup_total(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
+    _refuse_others(ctx.needs_input_grad)
+    _setup_scaling(ctx, inputs, keyword_only_inputs, output)
 
 
 class _Classes(NamedTuple):
@@ -472,11 +417,9 @@ def _setup_classes(
 
 
 def _link_classes(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    mask = list(ctx.needs_input_grad[:3])
-    found = linear_divergence_classes_backward(
-        grad, *ctx.saved_tensors, **ctx.settings, output_mask=mask
-    )
-    return (*(each if wanted else None for each, wanted in zip(found, mask, strict=True)), None)
+    mask, settings, saved = asked(ctx, _TRAINED), ctx.settings, ctx.saved_tensors
+    found = linear_divergence_classes_backward(grad, *saved, **settings, output_mask=mask)
+    return at_arguments(ctx, _TRAINED, found, mask)
 
 
 _OPERANDS = (
@@ -510,7 +453,7 @@ linear_divergence_backward: Any = library.op(
     f"linear_divergence_backward(Tensor grad_rows, {_OPERANDS}, *, {_SETTINGS}, "
     f"bool[3] output_mask) -> ({_GRADIENTS})",
     *library.taking(_called_back, _backward, _fake_backward),
-    backward=_refuse,
+    backward=library.refusing(DoubleBackwardError, _REFUSAL),
 )
 linear_divergence_total: Any = library.op(
     f"linear_divergence_total({_OPERANDS}, Tensor? row_weight, *, {_SETTINGS}, "
@@ -544,5 +487,5 @@ linear_divergence_classes_backward: Any = library.op(
     f"linear_divergence_classes_backward(Tensor grad, {_HEAD}, *, {_HOW}, bool[3] output_mask) "
     f"-> ({_GRADIENTS})",
     *library.taking(_called_classes_back, _classes_backward, _fake_classes_backward),
-    backward=_refuse,
+    backward=library.refusing(DoubleBackwardError, _REFUSAL),
 )

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .call import ClassRequest, Found, Request, reference_rows, spans, wanted
+from .._head_loss.shapes import spans
+from .call import ClassRequest, Found, Request, reference_rows, wanted
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
@@ -65,7 +66,7 @@ class _Gradients:
         given = self.given
         itemsize = given.hidden.itemsize
         step = int(reference_rows(given.rows, given.vocab, given.workspace, itemsize))
-        for first, stop in spans(given.rows, step):
+        for first, stop in spans(0, given.rows, step):
             yield slice(first, stop)
 
     def add(self, here: slice, gradient: Tensor) -> None:

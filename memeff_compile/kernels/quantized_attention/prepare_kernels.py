@@ -1,15 +1,15 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels that turn q, k and v into codes, in four launches.
+"""Kernels that turn q, k and v into codes, in four launches, each named by its step.
 
-    _look_kernel     sums and extremes of keys and values, chunk by chunk; sums of some queries,
-                         or, if the mean of queries is subtracted, the mean of each block
-    _settle_kernel   means, the scales of values and the direction of queries, from the chunks
-    _write_kernel    codes of k and v, and sums of values by block
-    _total_kernel    the values' rounding errors, summed over all blocks up to each
-    _correct_kernel  scores of the queries' means with the keys, if these means are subtracted
+    look     sums and extremes of keys and values, chunk by chunk; sums of some queries or, if the
+             mean of queries is subtracted, the mean of each block
+    settle   means, the scales of values and the direction of queries, from the chunks
+    write    codes of k and v, and sums of values by block
+    total    the values' rounding errors, summed over all blocks up to each
+    correct  scores of the queries' means with the keys, if these means are subtracted
 
 All values are read, but only every SAMPLE-th key, because the mean of keys may be approximate. Only
-`_settle_kernel` and `_total_kernel` accumulate across programs; they read the partial results.
+`settle` and `total` accumulate across programs; they read the partial results.
 
 If all queries have a large common mean, the rounding error of a key causes the same error in all
 their scores. `_aligned` rounds keys so that this error almost vanishes: it moves the codes of two
@@ -125,7 +125,7 @@ def _sample_queries(q, sample_ptr, scale, block, queries, C: tl.constexpr):
 
 
 @triton.jit
-def _look_kernel(
+def _quantized_attention_prepare_look_kernel(
     q,  # (B, H, M, D), as k and v `key_tiles.Rows`
     k,  # (B, G, N, D)
     v,  # (B, G, N, D)
@@ -304,8 +304,8 @@ def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.cons
 
 
 @triton.jit
-def _settle_kernel(
-    sums_ptr,  # the result of _look_kernel
+def _quantized_attention_prepare_settle_kernel(
+    sums_ptr,  # the result of _quantized_attention_prepare_look_kernel
     samples_ptr,  # the same for queries
     k_mean_ptr,  # (B * G, 6, DEPTH_BLOCK) fp32: the keys' mean; queries' direction; channels of it
     # turned; factors of keys per channel; the direction, turned; factors of queries
@@ -474,7 +474,7 @@ def _write_shift(q, mean_ptr, shift_ptr, scale, at, queries, C: tl.constexpr):
 
 
 @triton.jit
-def _write_kernel(
+def _quantized_attention_prepare_write_kernel(
     q,  # (B, H, M, D), with WITH_LSE, as k and v `key_tiles.Rows`
     k,  # (B, G, N, D)
     v,  # (B, G, N, D)
@@ -535,7 +535,7 @@ def _write_kernel(
 
 
 @triton.jit
-def _total_kernel(
+def _quantized_attention_prepare_total_kernel(
     v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
     rest_ptr,  # (B * G, key blocks + 1, DEPTH_BLOCK) fp32: weighed sums of values by block; then,
@@ -588,11 +588,11 @@ def _total_kernel(
 
 
 @triton.jit
-def _correct_kernel(
+def _quantized_attention_prepare_correct_kernel(
     k,  # (B, G, N, D) `key_tiles.Rows`
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
-    k_mean_ptr,  # as `_write_kernel` has it
+    k_mean_ptr,  # as `_quantized_attention_prepare_write_kernel` has it
     q_mean_ptr,  # (B * H, query blocks, 2, DEPTH_BLOCK) fp32, the first of two
     k_scale_ptr,  # (B * G, key blocks) fp32, with STARTS
     correction_ptr,  # (B * H, query blocks, key blocks * BLOCK) fp32

@@ -114,7 +114,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     is_early, early = _early(q.device)
     with on_device(q):
         start(
-            kernels._look_kernel,
+            kernels._quantized_attention_prepare_look_kernel,
             (looks + batch * heads * looked,),
             *(*operands, sums, q_means, scale, heads, groups, queries, keys),
             *(looked, stride, chunk, chunks, looks),
@@ -126,7 +126,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             **is_early,
         )
         start(
-            kernels._settle_kernel,
+            kernels._quantized_attention_prepare_settle_kernel,
             (batch * groups, 3),
             *(sums, q_means, k_mean, found.v_scale, scale),
             *(chunks, looked * (heads // groups), sampled * (heads // groups)),
@@ -141,7 +141,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             **early,
         )
         start(
-            kernels._write_kernel,
+            kernels._quantized_attention_prepare_write_kernel,
             (2 * programs + shifts,),
             *(*operands, k_mean, found.v_scale, found.k, found.v, found.k_scale),
             k_mean if found.shift is None else found.shift,
@@ -161,7 +161,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         )
         if found.rest is not None:
             start(
-                kernels._total_kernel,
+                kernels._quantized_attention_prepare_total_kernel,
                 (batch * groups, wide // shapes.TOTAL_COLUMNS),
                 *(found.v, found.v_scale, found.rest, counts, found.counts, weights, key_blocks),
                 DEPTH_BLOCK=wide,
@@ -174,7 +174,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         if found.correction is not None:
             blocks = heads // groups * query_blocks
             start(
-                kernels._correct_kernel,
+                kernels._quantized_attention_prepare_correct_kernel,
                 (batch * groups * key_blocks * tiles_of(blocks, shapes.MEANS),),
                 *(operands[1], *operands[3:], k_mean, q_means, found.k_scale),
                 *(found.correction, scale, groups, keys, blocks, key_blocks),
@@ -196,9 +196,7 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
-    """Return the size and the number of chunks of keys, chosen so that `_look_kernel` keeps the GPU
-    busy.
-    """
+    """Return the size and the number of chunks of keys that keep the GPU busy in the first step."""
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
     wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))
     chunk = tiles_of(tiles_of(keys, wanted), shapes.LOOK_KEYS) * shapes.LOOK_KEYS
@@ -306,7 +304,7 @@ def attend_packed(
     with on_device(q):
         bounds = key_tiles.find_bounds(q, given, (heads, queries, keys), (shape.rows, shape.keys))
         start(
-            kernels._quantized_attention_kernel,
+            kernels._quantized_attention_tiles_forward_kernel,
             (batch * heads * tiles,),
             *_operands(made, q, given, shape, is_described),
             *(made.k_scale if each is None else each for each in (*asked, *asked_too)),

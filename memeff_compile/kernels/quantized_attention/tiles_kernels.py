@@ -162,7 +162,7 @@ def _mean_rest(rest_ptr, counts_ptr, first, stop, depth, DEPTH_BLOCK: tl.constex
 
 # Sizes stay variables even if they are 1: unrolled for a single key, Triton reads values too early.
 @triton.jit(do_not_specialize=["ahead", "behind", "together", "keys", "key_blocks"])
-def _quantized_attention_kernel(
+def _quantized_attention_tiles_forward_kernel(
     q,  # (B, H, M, D) `key_tiles.Rows`, with CODES_QUERIES
     k_mean_ptr,  # (B * G, 6, D) fp32, the same: the last is the factors of queries
     q_mean_ptr,  # (B * H, query blocks, 2, D) fp32, the same, with HAS_CORRECTION: the first of two

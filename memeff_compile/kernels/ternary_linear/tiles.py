@@ -95,7 +95,7 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
     block = min(_power_of_two(words), 128)
     with on_device(weight):
         launch(
-            _kernels()._ternary_pack_kernel,
+            _kernels()._ternary_linear_tiles_pack_kernel,
             (rows, -(-words // block)),
             (weight, *weight.stride(), scale, packed, columns, words),
             {
@@ -141,7 +141,7 @@ def quantize(
     numbers = (entry.norm_eps, *plan.numbers)
     with on_device(x):
         launch(
-            _kernels()._ternary_quantize_kernel,
+            _kernels()._ternary_linear_tiles_quantize_kernel,
             (tokens,),
             (_entering(x, entry), codes.view(torch.int32), scale, sums, columns, words, numbers),
             plan.constants,
@@ -245,7 +245,7 @@ def vectors(
         coded_or_not = (coded[0].view(torch.int32), *coded[1:])
     with on_device(x):
         start(
-            _kernels()._ternary_vectors_kernel,
+            _kernels()._ternary_linear_tiles_vectors_kernel,
             (sum(tiles),),
             *(_entering(x, entry), outs[0] if added is None else added.contiguous(), coded_or_not),
             *map(three, (packed, weight_scale, biases, outs, count)),
@@ -332,7 +332,7 @@ def products(
     around = (scale, sums, tuple(weight_scale), tuple(plain), held, tuple(outs))
     with on_device(codes):
         launch(
-            _kernels()._ternary_tiles_kernel,
+            _kernels()._ternary_linear_tiles_tiles_kernel,
             plan.grid,
             (codes, bytes_of, *around, part, tokens, rows, width, plan.share),
             plan.constants,
@@ -340,7 +340,7 @@ def products(
         )
         if plan.splits > 1:
             launch(
-                _kernels()._ternary_parts_kernel,
+                _kernels()._ternary_linear_tiles_parts_kernel,
                 plan.sum_grid,
                 (part, scale, sums, weight_scale[0], plain[0], held, outs[0], tokens, rows[0]),
                 plan.sum_constants,
@@ -428,7 +428,14 @@ def dequantized_weights(
     """Return the (N, K) weights that the model's own arithmetic multiplies."""
     packed = packed.contiguous()
     out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
-    _dequantize(_kernels()._ternary_weights_kernel, packed, scale, out, packed.shape[1], is_step)
+    _dequantize(
+        _kernels()._ternary_linear_tiles_weights_kernel,
+        packed,
+        scale,
+        out,
+        packed.shape[1],
+        is_step,
+    )
     return out
 
 
@@ -439,5 +446,5 @@ def dequantized_tokens(
     codes = codes.contiguous()
     out = codes.new_empty((codes.shape[0], columns), dtype=dtype)
     held, words = codes.view(torch.int32), codes.shape[2] // 4
-    _dequantize(_kernels()._ternary_tokens_kernel, held, scale, out, words, is_step)
+    _dequantize(_kernels()._ternary_linear_tiles_tokens_kernel, held, scale, out, words, is_step)
     return out

@@ -162,7 +162,7 @@ def _quantized_token(
 
 
 @triton.jit
-def _ternary_quantize_kernel(
+def _ternary_linear_tiles_quantize_kernel(
     entry,  # x and up, (M, K), each with the stride of a token, and the norm, (K,)
     codes_ptr,  # (M, 4, words) int32
     scale_ptr,  # (M,) fp32
@@ -194,7 +194,7 @@ def _ternary_quantize_kernel(
 
 
 @triton.jit
-def _ternary_pack_kernel(
+def _ternary_linear_tiles_pack_kernel(
     weight_ptr,  # (N, K)
     stride_row,
     stride_column,
@@ -231,7 +231,7 @@ def _ternary_pack_kernel(
 
 
 @triton.jit
-def _ternary_weights_kernel(
+def _ternary_linear_tiles_weights_kernel(
     packed_ptr,  # (N, words) int32
     scale_ptr,  # one element
     out_ptr,  # (N, K)
@@ -256,7 +256,7 @@ def _ternary_weights_kernel(
 
 
 @triton.jit
-def _ternary_tokens_kernel(
+def _ternary_linear_tiles_tokens_kernel(
     codes_ptr,  # (M, 4, words) int32
     scale_ptr,  # (M,) fp32
     out_ptr,  # (M, K)
@@ -346,7 +346,7 @@ def _sum_with(found, added_ptrs, mask):
 
 
 @triton.jit
-def _ternary_vectors_kernel(
+def _ternary_linear_tiles_vectors_kernel(
     entry,  # x and up, (M, K), each with the stride of a token, and the norm, (K,)
     added_ptr,  # (TOKENS, rows), with HAS_ADDED, which needs a group of one
     coded,  # (TOKENS, 4, words) int32, with IS_CODED, and scales and sums of the codes
@@ -461,7 +461,7 @@ def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
 
 
 @triton.jit
-def _ternary_tiles_kernel(
+def _ternary_linear_tiles_tiles_kernel(
     codes_ptr,  # (M, 4, width) int8
     packed,  # (N, width) uint8, one matrix or up to three
     scale_ptr,  # (M,) fp32
@@ -549,7 +549,7 @@ def _ternary_tiles_kernel(
 
 
 @triton.jit
-def _ternary_parts_kernel(
+def _ternary_linear_tiles_parts_kernel(
     part_ptr,  # (splits, M, N) int32
     scale_ptr,  # (M,) fp32
     sums_ptr,  # (M,) int32

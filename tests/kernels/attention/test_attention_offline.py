@@ -139,9 +139,9 @@ def _constants(depth: int, shape: Shape, flags: dict[str, Any]) -> dict[str, Any
 
 
 NAMES = {
-    "forward": "_attention_kernel",
-    "query_gradient": "_attention_query_gradient_kernel",
-    "key_gradient": "_attention_key_gradient_kernel",
+    "forward": "_attention_tiles_forward_kernel",
+    "query_gradient": "_attention_tiles_query_gradient_kernel",
+    "key_gradient": "_attention_tiles_key_gradient_kernel",
 }
 
 
@@ -216,7 +216,7 @@ def test_bounds_compile_within_the_limits(ours_are_queries: bool, from_lse: bool
         "FROM_LSE": from_lse,
         **EVERY,
     }
-    kernel = _kernel("_attention_bounds_kernel")
+    kernel = _kernel("_attention_key_tiles_bounds_kernel")
     compiled = _compile(kernel, 90, "bf16", constants, BOUNDS_WARPS)
     within_limits(compiled, 90)
 
@@ -271,7 +271,7 @@ def test_codes_and_lists_compile_within_the_limits(kind: str, unit: str) -> None
         "sizes": ("heads", "tiles", "others", "queries", "keys"),
     }
     constants = {**given, "CHUNK": LISTS["CHUNK"], "OURS": 32, "OTHERS": 128}
-    lists = kernels._attention_mask_lists_kernel
+    lists = kernels._attention_mask_tiles_lists_kernel
     within_limits(_compile(lists, 90, "bf16", constants, LISTS["num_warps"], unit, parts), 90)
 
 
@@ -282,7 +282,7 @@ UNITS = (
 )
 
 
-@pytest.mark.parametrize("name", [*NAMES.values(), "_attention_bounds_kernel"])
+@pytest.mark.parametrize("name", [*NAMES.values(), "_attention_key_tiles_bounds_kernel"])
 def test_numbers_that_are_one_compile(name: str) -> None:
     constants = {**_constants(64, Shape(16, 16, 4, 1), EVERY), "OURS": 16, "OTHERS": 16}
     constants |= {"CHUNK": 4, "OURS_ARE_QUERIES": True, "FROM_LSE": False}

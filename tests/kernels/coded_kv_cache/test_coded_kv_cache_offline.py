@@ -53,14 +53,19 @@ PARTS = {
 }
 SIZES = {
     **dict.fromkeys(
-        ("_coded_kv_cache_append_kernel", "_coded_kv_cache_append_groups_kernel"),
+        ("_coded_kv_cache_append_codes_rows_kernel", "_coded_kv_cache_append_codes_groups_kernel"),
         ("kv_heads", "groups", "new", "limit"),
     ),
-    "_coded_kv_cache_attention_kernel": (
+    "_coded_kv_cache_split_codes_attention_kernel": (
         *("kv_heads", "groups", "norm_count", "mask_count", "splits", "stat_count"),
     ),
-    "_coded_kv_cache_turn_kernel": ("heads", "repeat"),
-    "_coded_kv_cache_combine_turned_kernel": ("merged", "exact", "repeat", "stat_count"),
+    "_coded_kv_cache_split_codes_turn_kernel": ("heads", "repeat"),
+    "_coded_kv_cache_split_codes_combine_turned_kernel": (
+        "merged",
+        "exact",
+        "repeat",
+        "stat_count",
+    ),
 }
 UNIT_STRIDES = ("stride_q_depth", "stride_k_depth", "stride_v_depth", "stride_mask_key")
 
@@ -137,7 +142,7 @@ def _attention(
     }
     return _compile(
         "split_codes_kernels",
-        "_coded_kv_cache_attention_kernel",
+        "_coded_kv_cache_split_codes_attention_kernel",
         capability,
         dtype,
         constants,
@@ -169,7 +174,11 @@ def _append(
         "IS_FAST": True,
     }
     warps = append_codes.cut(bits, depth)[1] if tokens == 1 else append_codes.WARPS
-    name = "_coded_kv_cache_append_groups_kernel" if is_new else "_coded_kv_cache_append_kernel"
+    name = (
+        "_coded_kv_cache_append_codes_groups_kernel"
+        if is_new
+        else "_coded_kv_cache_append_codes_rows_kernel"
+    )
     warps = append_codes.NEW_GROUPS[1] if is_new else warps
     return _compile("append_codes_kernels", name, capability, dtype, constants, warps)
 
@@ -177,7 +186,12 @@ def _append(
 def _combine(capability: int, depth: int, splits: int) -> Any:
     constants = {"DEPTH": depth, "SPLIT_BLOCK": 1 << (splits - 1).bit_length()}
     return _compile(
-        "split_codes_kernels", "_coded_kv_cache_combine_kernel", capability, "bf16", constants, 4
+        "split_codes_kernels",
+        "_coded_kv_cache_split_codes_combine_kernel",
+        capability,
+        "bf16",
+        constants,
+        4,
     )
 
 
@@ -185,9 +199,9 @@ def _turn(capability: int, depth: int, splits: int | None = None) -> Any:
     """Compile the kernel that turns queries or, with splits, the one that turns results back."""
     constants = {"DEPTH": depth, "CHUNK": split_codes.CHUNK}
     if splits is None:
-        name = "_coded_kv_cache_turn_kernel"
+        name = "_coded_kv_cache_split_codes_turn_kernel"
     else:
-        name = "_coded_kv_cache_combine_turned_kernel"
+        name = "_coded_kv_cache_split_codes_combine_turned_kernel"
         exact = 1 << (splits - 1).bit_length()
         constants |= {"MERGED_BLOCK": 2 * exact, "EXACT_BLOCK": exact}
     return _compile("split_codes_kernels", name, capability, "bf16", constants, 4)

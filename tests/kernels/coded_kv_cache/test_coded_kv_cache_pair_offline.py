@@ -70,13 +70,19 @@ PARTS = {
 READ = ("means_ptr", "turned_ptr", "slots_ptr")
 """The maps that attention takes."""
 SIZES = {
-    "_coded_kv_cache_append_lower_kernel": ("kv_heads", "new", "limit"),
-    "_coded_kv_cache_append_pair_kernel": ("kv_heads", "groups", "new", "limit"),
-    "_coded_kv_cache_code_pair_kernel": ("kv_heads", "groups", "count", "earlier"),
-    "_coded_kv_cache_sum_rows_kernel": ("kv_heads", "count", "share"),
-    "_coded_kv_cache_multiply_rows_kernel": ("kv_heads", "count", "share"),
-    "_coded_kv_cache_align_rows_kernel": ("kv_heads", "count"),
-    "_coded_kv_cache_rows_kernel": ("kv_heads", "row_count", "mask_count", "splits", "stat_count"),
+    "_coded_kv_cache_append_pairs_lower_kernel": ("kv_heads", "new", "limit"),
+    "_coded_kv_cache_append_pairs_merge_kernel": ("kv_heads", "groups", "new", "limit"),
+    "_coded_kv_cache_append_pairs_code_kernel": ("kv_heads", "groups", "count", "earlier"),
+    "_coded_kv_cache_alignment_sum_rows_kernel": ("kv_heads", "count", "share"),
+    "_coded_kv_cache_alignment_multiply_rows_kernel": ("kv_heads", "count", "share"),
+    "_coded_kv_cache_alignment_align_rows_kernel": ("kv_heads", "count"),
+    "_coded_kv_cache_split_rows_attention_kernel": (
+        "kv_heads",
+        "row_count",
+        "mask_count",
+        "splits",
+        "stat_count",
+    ),
 }
 
 
@@ -130,7 +136,7 @@ def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:
         "UPCAST": False,
         **more,
     }
-    name = "_coded_kv_cache_append_pair_kernel"
+    name = "_coded_kv_cache_append_pairs_merge_kernel"
     return build("append_pairs_kernels", name, capability, constants, 8)
 
 
@@ -140,9 +146,9 @@ def prompt(capability: int, bits: int, depth: int = 128, **more: Any) -> list[An
     channels = depth // 2 if bits == 16 else channel_group(depth, "kivi")
     codes = {**both, "BITS": bits, "CHANNELS": channels, "RULE": 0, "IS_PROJECTED": False}
     codes |= {"IS_ALIGNED": False, **more}
-    module, name = "append_pairs_kernels", "_coded_kv_cache_code_pair_kernel"
+    module, name = "append_pairs_kernels", "_coded_kv_cache_append_pairs_code_kernel"
     return [
-        build(module, "_coded_kv_cache_measure_pair_kernel", capability, both, 8),
+        build(module, "_coded_kv_cache_append_pairs_measure_kernel", capability, both, 8),
         *(build(module, name, capability, {**codes, "IS_VALUE": x}, 8) for x in (False, True)),
     ]
 
@@ -170,7 +176,7 @@ def rows(
         "STAGES": plan.stages,
         "UPCAST": False,
     }
-    name = "_coded_kv_cache_rows_kernel"
+    name = "_coded_kv_cache_split_rows_attention_kernel"
     return build("split_rows_kernels", name, capability, constants, plan.warps)
 
 
@@ -248,9 +254,9 @@ def test_fitting_maps_and_aligning_a_prompt_compile_within_the_limits(
     products = {**tile, "COLUMNS": 64, "UPCAST": False}
     rows = {"DEPTH": depth, "GROUP": 64, "UPCAST": False}
     for name, constants, warps in (
-        ("_coded_kv_cache_sum_rows_kernel", tile, 4),
-        ("_coded_kv_cache_multiply_rows_kernel", products, 8),
-        ("_coded_kv_cache_align_rows_kernel", rows, 8),
+        ("_coded_kv_cache_alignment_sum_rows_kernel", tile, 4),
+        ("_coded_kv_cache_alignment_multiply_rows_kernel", products, 8),
+        ("_coded_kv_cache_alignment_align_rows_kernel", rows, 8),
     ):
         kernel = build(module, name, capability, constants, warps)
         within_limits(kernel, capability)
@@ -281,7 +287,7 @@ def test_attention_compiles_within_the_limits(capability: int, more: dict[str, A
 @pytest.mark.parametrize("capability", [90])
 def test_appending_to_the_lower_layer_compiles(capability: int) -> None:
     constants = {"DEPTH": 128, "WINDOW": 192, "TOKENS": 1}
-    name = "_coded_kv_cache_append_lower_kernel"
+    name = "_coded_kv_cache_append_pairs_lower_kernel"
     kernel = build("append_pairs_kernels", name, capability, constants, 1)
     within_limits(kernel, capability)
 
@@ -294,4 +300,4 @@ def test_kernels_compile_for_sizes_of_one() -> None:
     prompt(90, 4)
     rows(90)
     constants = {"DEPTH": 128, "WINDOW": 192, "TOKENS": 1}
-    build("append_pairs_kernels", "_coded_kv_cache_append_lower_kernel", 90, constants, 1)
+    build("append_pairs_kernels", "_coded_kv_cache_append_pairs_lower_kernel", 90, constants, 1)

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.offline
 
 CAPABILITIES = gpus(80, 89, 90, 100)
 BLOCKS = {
-    "_embedding_runs_kernel": {"BLOCK": 1024},
-    "_embedding_borders_kernel": {"BLOCK": 256, "CHUNKS": 16},
+    "_embedding_sorted_rows_runs_kernel": {"BLOCK": 1024},
+    "_embedding_sorted_rows_borders_kernel": {"BLOCK": 256, "CHUNKS": 16},
 }
 
 

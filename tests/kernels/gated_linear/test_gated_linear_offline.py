@@ -10,7 +10,7 @@ from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-KERNELS = ("_gated_product_kernel", "_gated_gradients_kernel")
+KERNELS = ("_gated_linear_in_place_product_kernel", "_gated_linear_in_place_gradients_kernel")
 
 
 def _compile(name: str, capability: int, dtype: str, activation: str, *, aligned: bool) -> Any:

@@ -75,7 +75,9 @@ def _attention(
         "ALIGN": alignment(depth),
         "UPCAST": False,
     }
-    return _compile("_kv_cache_attention_kernel", capability, dtype, constants, shapes.warps)
+    return _compile(
+        "_kv_cache_split_keys_attention_kernel", capability, dtype, constants, shapes.warps
+    )
 
 
 def _combine(capability: int, depth: int, splits: int) -> Any:
@@ -86,7 +88,7 @@ def _combine(capability: int, depth: int, splits: int) -> Any:
         "KEYS": 64,
         "SPLIT_BLOCK": 1 << (splits - 1).bit_length(),
     }
-    return _compile("_kv_cache_combine_kernel", capability, "bf16", constants, 4)
+    return _compile("_kv_cache_split_keys_combine_kernel", capability, "bf16", constants, 4)
 
 
 CASES = [

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import walk
-from memeff_compile.kernels.linear_cross_entropy.call import (
+from memeff_compile.kernels._head_loss.call import (
     Operands,
     RowGradients,
     RowResults,
@@ -17,6 +16,7 @@ from memeff_compile.kernels.linear_cross_entropy.call import (
     ScalarLoss,
     Settings,
 )
+from memeff_compile.kernels.linear_cross_entropy import walk
 
 
 class Found(NamedTuple):

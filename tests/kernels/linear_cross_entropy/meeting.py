@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._head_loss.call import ScalarLoss
 from memeff_compile.kernels.linear_cross_entropy import (
     Shard,
     vocabulary_parallel,
 )
-from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
 from tests.kernels.linear_cross_entropy.engines import Found, reference
 
 IGNORED = -100

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._head_loss.call import ScalarLoss
 from memeff_compile.kernels.linear_cross_entropy import (
     TOTAL_BYTES_PER_ROW,
     adapted_total_bytes,
@@ -15,7 +16,6 @@ from memeff_compile.kernels.linear_cross_entropy import (
     linear_cross_entropy_adapted,
     linear_cross_entropy_adapted_total,
 )
-from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
 from tests.kernels.linear_cross_entropy.engines import library
 from tests.support.oracles import CASES, Case, assert_matches_oracle, make_inputs
 

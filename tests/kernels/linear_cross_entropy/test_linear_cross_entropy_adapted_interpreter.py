@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import adapted_total_bytes
-from memeff_compile.kernels.linear_cross_entropy.call import (
+from memeff_compile.kernels._head_loss.call import (
     Operands,
     RowGradients,
     Saved,
     ScalarLoss,
     Settings,
 )
+from memeff_compile.kernels.linear_cross_entropy import adapted_total_bytes
 from tests.kernels.linear_cross_entropy.engines import library, reference
 from tests.support.live_bytes import LiveBytes
 from tests.support.oracles import CASES, Case, assert_matches_oracle, make_inputs

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels._head_loss.call import Operands, RowGradients, Saved, Settings
 from memeff_compile.kernels.linear_cross_entropy import (
     bytes_after,
     linear_cross_entropy,
     linear_cross_entropy_adapted,
     linear_cross_entropy_backward,
 )
-from memeff_compile.kernels.linear_cross_entropy.call import Operands, RowGradients, Saved, Settings
 from tests.kernels.linear_cross_entropy.engines import reference
 from tests.support.live_bytes import LiveBytes
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs

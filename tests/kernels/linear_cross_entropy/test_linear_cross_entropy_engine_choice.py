@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from memeff_compile.kernels import device
+from memeff_compile.kernels._head_loss.call import Operands, Settings
 from memeff_compile.kernels.device import planned_for, speed_note
 from memeff_compile.kernels.linear_cross_entropy import engine_for, walk
-from memeff_compile.kernels.linear_cross_entropy.call import Operands, Settings
 
 GPU = torch.device("cuda", 0)
 HALF = torch.bfloat16

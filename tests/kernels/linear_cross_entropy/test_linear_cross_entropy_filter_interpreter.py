@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops import filter_activity
-from memeff_compile.kernels.linear_cross_entropy import filtered, gradient_filter, walk
-from memeff_compile.kernels.linear_cross_entropy import hopper as hopper_module
-from memeff_compile.kernels.linear_cross_entropy.call import (
+from memeff_compile.kernels._gradient_filter import filtered
+from memeff_compile.kernels._gradient_filter import levels as gradient_filter
+from memeff_compile.kernels._gradient_filter.filtered import FilteredTotal, Walks
+from memeff_compile.kernels._head_loss.call import (
     Operands,
     RowGradients,
     Saved,
     ScalarLoss,
     Settings,
 )
-from memeff_compile.kernels.linear_cross_entropy.filtered import FilteredTotal, Walks
+from memeff_compile.kernels.linear_cross_entropy import hopper as hopper_module
+from memeff_compile.kernels.linear_cross_entropy import walk
 from tests.kernels.linear_cross_entropy.engines import Found, hopper, reference
 
 pytestmark = pytest.mark.interpreter

@@ -37,8 +37,8 @@ STACKS = {"score": 64, "fill": 32}
 
 
 def _compile(capability: int, name: str, constants: dict[str, Any], *absent: str) -> Any:
-    from memeff_compile.kernels.linear_cross_entropy import gradient_filter_kernels
-    from memeff_compile.kernels.linear_cross_entropy.shapes import filter_shapes_of
+    from memeff_compile.kernels._gradient_filter import filtered_kernels
+    from memeff_compile.kernels._gradient_filter.shapes import filter_shapes_of
 
     shapes = filter_shapes_of(132, is_hopper=capability == 90)
     rows, columns, products, step = shapes[:4]
@@ -63,7 +63,7 @@ def _compile(capability: int, name: str, constants: dict[str, Any], *absent: str
             return WIDTHS.get(argument, f"*{kind}")
         return "fp32" if argument in ("scale", "softcap", "highest", "limit") else "i32"
 
-    kernel = getattr(gradient_filter_kernels, f"_linear_cross_entropy_filter_{name}_kernel")
+    kernel = getattr(filtered_kernels, f"_gradient_filter_{name}_kernel")
     aligned = ("depth",)
     return compile_for(
         *(capability, kernel, constants, type_of, lambda argument: argument in aligned), **options

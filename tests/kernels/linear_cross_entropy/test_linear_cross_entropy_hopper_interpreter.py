@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._head_loss.call import Operands, RowGradients, Saved, Settings
 from memeff_compile.kernels.linear_cross_entropy import (
     hopper as hopper_module,
 )
-from memeff_compile.kernels.linear_cross_entropy.call import Operands, RowGradients, Saved, Settings
 from memeff_compile.kernels.linear_cross_entropy.shapes import room_inside, shapes_for
 from tests.kernels.linear_cross_entropy.engines import by_classes, by_rows
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs

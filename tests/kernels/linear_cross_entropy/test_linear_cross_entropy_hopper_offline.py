@@ -67,9 +67,10 @@ def _blocks(name: str, shapes: Any, columns: int) -> dict[str, list[int]]:
 def _compile(
     name: str, capability: int, constants: dict[str, Any], *, warps: int, stages: int, dtype: str
 ) -> Any:
+    from memeff_compile.kernels._head_loss import rows_kernels
     from memeff_compile.kernels.linear_cross_entropy import hopper_kernels
 
-    kernel = getattr(hopper_kernels, name)
+    kernel = getattr(rows_kernels if name.startswith("_head_loss") else hopper_kernels, name)
     shapes = _shapes(capability)
 
     def type_of(argument: str) -> str | None:
@@ -188,13 +189,15 @@ def test_product_compiles_for_sizes_of_one(
     _product(name, {**flags, "HAS_KEPT": has_kept}, 90, "softcap")
 
 
+COPY = {"PAD": 128, "BLOCK": 4096}
+SUMS = {"BLOCK": 128, "ROWS": 64}
 SMALL = [
-    ("_linear_cross_entropy_hopper_compact_kernel", {"BLOCK": 2048}, 8),
-    ("_linear_cross_entropy_hopper_gather_kernel", {"PAD": 128, "BLOCK": 4096}, 4),
-    ("_linear_cross_entropy_hopper_scatter_kernel", {"BLOCK": 4096}, 4),
-    ("_linear_cross_entropy_hopper_cotangents_kernel", {"BLOCK": 512}, 4),
+    ("_head_loss_rows_compact_kernel", {"BLOCK": 2048}, 8),
+    ("_head_loss_rows_copy_kernel", {**COPY, "HAS_ORDER": True, "HAS_SCALE": False}, 4),
+    ("_head_loss_rows_copy_kernel", {**COPY, "HAS_ORDER": False, "HAS_SCALE": True}, 4),
+    ("_head_loss_rows_cotangents_kernel", {"BLOCK": 512}, 4),
     ("_linear_cross_entropy_hopper_merge_kernel", {"ROWS": 8, "TILES": 128}, 4),
-    ("_linear_cross_entropy_hopper_class_sums_kernel", {"BLOCK": 128, "ROWS": 64}, 4),
+    ("_linear_cross_entropy_hopper_bias_kernel", {**SUMS, "HAS_SCALE": False}, 4),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy.call import Operands, RowGradients, Saved, Settings
+from memeff_compile.kernels._head_loss.call import Operands, RowGradients, Saved, Settings
 from memeff_compile.kernels.linear_cross_entropy.shapes import library_widths
 from tests.kernels.linear_cross_entropy.engines import library
 from tests.support import hostile_rows

@@ -9,29 +9,25 @@ import pytest
 import sympy
 import torch
 
-from memeff_compile.kernels.linear_cross_entropy import (
-    bytes_after,
-    bytes_before,
-    filtered,
-    total_bytes,
-)
-from memeff_compile.kernels.linear_cross_entropy import (
-    hopper as hopper_module,
-)
-from memeff_compile.kernels.linear_cross_entropy.call import (
+from memeff_compile.kernels._gradient_filter import filtered
+from memeff_compile.kernels._gradient_filter.shapes import filter_shapes_of
+from memeff_compile.kernels._head_loss.call import (
     Operands,
     RowGradients,
     Saved,
     ScalarLoss,
     Settings,
 )
+from memeff_compile.kernels._head_loss.shapes import spans
+from memeff_compile.kernels.linear_cross_entropy import bytes_after, bytes_before, total_bytes
+from memeff_compile.kernels.linear_cross_entropy import (
+    hopper as hopper_module,
+)
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
-    filter_shapes_of,
     hopper_rows,
     library_widths,
     reference_columns,
     shapes_for_programs,
-    spans,
     splits_of,
 )
 from tests.kernels.linear_cross_entropy.engines import reference

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+import memeff_compile
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
     FORWARD_BYTES,
     HOPPER_AUTO_BYTES_PER_ROW,
@@ -53,3 +58,36 @@ def test_room_inside_is_inside() -> None:
 
 def test_a_small_head_has_no_room_inside() -> None:
     assert room_inside(8192, 2304, 8_000, HOPPER, needs_hidden=True) is None
+
+
+ROOMS = ("linear_cross_entropy", "_head_loss", "_gradient_filter")
+
+
+def sizes_in(text: str) -> Iterator[str]:
+    """Yield the sizes that a module chooses: constants of its own, and literals in launches."""
+    tree = ast.parse(text)
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            names = [ast.unparse(target) for target in node.targets]
+            if type(node.value.value) is int and node.value.value > 0 and names[0].isupper():
+                yield names[0]
+    for node in ast.walk(tree):
+        for given in node.keywords if isinstance(node, ast.Call) else ():
+            is_literal = isinstance(given.value, ast.Constant) and type(given.value.value) is int
+            if is_literal and given.arg is not None and given.arg.isupper():
+                yield given.arg
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_size_of_a_block_is_chosen_in_one_file(room: str) -> None:
+    folder = Path(memeff_compile.__file__).parent / "kernels" / room
+    others = [path for path in folder.glob("*.py") if not path.stem.endswith("_kernels")]
+    chosen = {path.stem for path in others if list(sizes_in(path.read_text()))}
+    assert chosen - {"levels", "memory"} == {"shapes"}  # levels and bounds are not blocks
+
+
+def test_a_size_in_an_engine_is_seen() -> None:
+    assert list(sizes_in("ROWS = 8\nstart(kernel, (1,), x, BLOCK=128, num_warps=4)")) == [
+        "ROWS",
+        "BLOCK",
+    ]

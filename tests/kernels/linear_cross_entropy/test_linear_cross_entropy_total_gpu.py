@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
+from memeff_compile.kernels._head_loss.call import ScalarLoss
 from tests.kernels.linear_cross_entropy.engines import hopper
 from tests.kernels.linear_cross_entropy.meeting import (
     assert_close,

@@ -228,8 +228,7 @@ def test_products_in_gluon_compile_within_the_limits(
         ("loss", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": False}),
         ("loss", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": True}),
         ("ranks", {"ROWS": 8}),
-        ("scale_rows", {"PAD": 128, "BLOCK": 4096}),
-        ("bias", {"BLOCK": 128, "ROWS": 64}),
+        ("bias", {"BLOCK": 128, "ROWS": 64, "HAS_SCALE": True}),
     ],
     ids=str,
 )
@@ -258,12 +257,12 @@ def test_helpers_over_ranks_compile_for_sizes_of_one(name: str, sizes: dict[str,
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["copy", "in place"])
 def test_scaling_compiles_within_the_limits(is_in_place: bool, kind: str) -> None:
-    from memeff_compile.kernels.linear_cross_entropy import hopper_kernels, shapes
+    from memeff_compile.kernels._head_loss import scaling_kernels, shapes
 
     types = {"gradient_ptr": f"*{kind}", "out_ptr": f"*{kind}", "by_ptr": "*fp32", "count": "i32"}
     compiled = compile_for(
         HOPPER,
-        hopper_kernels._linear_cross_entropy_hopper_scale_kernel,
+        scaling_kernels._head_loss_scaling_scale_kernel,
         {"IN_PLACE": is_in_place, "BLOCK": shapes.SCALED},
         types.get,
         lambda argument: argument == "count",

@@ -13,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 import memeff_compile
 from memeff_compile import functional
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
+from memeff_compile.kernels._gradient_filter import levels as gradient_filter
+from memeff_compile.kernels._head_loss import scaling
 from memeff_compile.kernels.device import planned_for
 from memeff_compile.kernels.linear_cross_entropy import (
-    gradient_filter,
     linear_cross_entropy,
     linear_cross_entropy_total,
     makes_gradients_in_forward,
     walk,
 )
-from memeff_compile.kernels.linear_cross_entropy import op as rows_op
 
 IGNORED = -100
 
@@ -253,7 +253,7 @@ def test_a_frozen_input_costs_nothing(frozen: int) -> None:
 
 
 def test_scaling_in_chunks_equals_scaling_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_op, "CHUNK", 40)
+    monkeypatch.setattr(scaling, "CHUNK", 40)
     inputs = _inputs(torch.bfloat16)
     gradients = [part.float() for part in _mean(inputs)[1:]]
     (0.3 * _mean(inputs)[0]).backward()

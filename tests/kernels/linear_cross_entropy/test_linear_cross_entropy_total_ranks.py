@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import TargetRangeError, UnsupportedInputError
+from memeff_compile.kernels._head_loss import ranks as exchange
+from memeff_compile.kernels._head_loss.call import ScalarLoss
 from memeff_compile.kernels.linear_cross_entropy import (
     Shard,
-    call,
     linear_cross_entropy_total_shard,
     makes_gradients_in_forward,
     makes_gradients_in_forward_over_ranks,
@@ -22,7 +23,6 @@ from memeff_compile.kernels.linear_cross_entropy import (
 from memeff_compile.kernels.linear_cross_entropy import (
     hopper as hopper_module,
 )
-from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
 from tests.kernels.linear_cross_entropy.engines import Found, hopper, reference
 from tests.kernels.linear_cross_entropy.meeting import (
     IGNORED,
@@ -115,8 +115,8 @@ def test_a_column_of_a_target_elsewhere_is_never_taken_for_an_ignored_one() -> N
     """Ranks of more than a hundred classes, of which some would be written as -100."""
     given = loss_of(64, 230, lowest=200, highest=220)
     local = part_of(given, Shard(0, 2, 230), None)
-    assert bool((local.target == call.ELSEWHERE - 98).any())
-    column, here, elsewhere = call.own_columns(local.target)
+    assert bool((local.target == exchange.ELSEWHERE - 98).any())
+    column, here, elsewhere = exchange.own_columns(local.target)
     assert bool(elsewhere.all())
     assert not here.any()
     assert bool(((column >= 0) & (column < 115)).all())

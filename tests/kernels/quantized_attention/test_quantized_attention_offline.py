@@ -150,7 +150,7 @@ def _attention(
         "EARLY": is_described,
         **flags,
     }
-    kernel = tiles_kernels._quantized_attention_kernel
+    kernel = tiles_kernels._quantized_attention_tiles_forward_kernel
     found = _compile(kernel, capability, constants, shape.warps, codes, shape.registers)
     return found, shape
 
@@ -290,11 +290,11 @@ def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
     wide = depth_block(depth, NARROWEST)
     width = max(1, wide // 128)
     launches = (
-        (kernels._look_kernel, LOOK_KEYS, LOOK_WARPS * width),
-        (kernels._settle_kernel, 0, SETTLE_WARPS),
-        (kernels._write_kernel, 0, write_warps(wide)),
-        (kernels._total_kernel, 0, TOTAL_WARPS),
-        (kernels._correct_kernel, 0, CORRECT_WARPS),
+        (kernels._quantized_attention_prepare_look_kernel, LOOK_KEYS, LOOK_WARPS * width),
+        (kernels._quantized_attention_prepare_settle_kernel, 0, SETTLE_WARPS),
+        (kernels._quantized_attention_prepare_write_kernel, 0, write_warps(wide)),
+        (kernels._quantized_attention_prepare_total_kernel, 0, TOTAL_WARPS),
+        (kernels._quantized_attention_prepare_correct_kernel, 0, CORRECT_WARPS),
     )
     return [
         _compile(kernel, capability, {**constants, "KEYS": keys}, warps, {"v_codes_ptr": value})
@@ -347,4 +347,4 @@ def test_bounds_of_these_tiles_compile() -> None:
         "MEAN": False,
         "FROM_LSE": False,
     }
-    _compile(key_tiles_kernels._attention_bounds_kernel, 90, constants, BOUNDS_WARPS)
+    _compile(key_tiles_kernels._attention_key_tiles_bounds_kernel, 90, constants, BOUNDS_WARPS)

@@ -125,7 +125,9 @@ def _vectors(
         "BYTEWISE": False,
     }
     kinds = {"codes_ptr": "*i32"}
-    return _compile("_ternary_vectors_kernel", capability, "bf16", constants, shapes.warps, kinds)
+    return _compile(
+        "_ternary_linear_tiles_vectors_kernel", capability, "bf16", constants, shapes.warps, kinds
+    )
 
 
 def _tiles(
@@ -151,7 +153,9 @@ def _tiles(
         "BYTEWISE": False,
     }
     kinds = dict.fromkeys(("packed_a", "packed_b", "packed_c"), "*u8")
-    return _compile("_ternary_tiles_kernel", capability, "bf16", constants, shapes.warps, kinds)
+    return _compile(
+        "_ternary_linear_tiles_tiles_kernel", capability, "bf16", constants, shapes.warps, kinds
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,7 +263,9 @@ def test_quantisers_compile_without_spills(kind: str, has_neighbours: bool) -> N
     given = {**_quantizer(kind, is_native=True), **_neighbours(is_on=has_neighbours)}
     given["COLUMNS"] = 16384
     kinds = {"codes_ptr": "*i32"}
-    within_limits(_compile("_ternary_quantize_kernel", 90, "bf16", given, 16, kinds), 90)
+    within_limits(
+        _compile("_ternary_linear_tiles_quantize_kernel", 90, "bf16", given, 16, kinds), 90
+    )
 
 
 @pytest.mark.usefixtures("sizes_of_one")
@@ -270,10 +276,20 @@ def test_kernels_compile_for_sizes_of_one() -> None:
     given = _quantizer("int4", is_step=True)
     kinds = {"codes_ptr": "*i32", "packed_ptr": "*i32"}
     for name, constants in (
-        ("_ternary_quantize_kernel", {**given, "COLUMNS": 16}),
-        ("_ternary_pack_kernel", {**given, "WORDS": 1}),
-        ("_ternary_weights_kernel", {**given, "WORDS": 1}),
-        ("_ternary_parts_kernel", {**given, "SPLITS": 2, "ROWS": 16, "HAS_BIAS": True}),
+        ("_ternary_linear_tiles_quantize_kernel", {**given, "COLUMNS": 16}),
+        ("_ternary_linear_tiles_pack_kernel", {**given, "WORDS": 1}),
+        ("_ternary_linear_tiles_weights_kernel", {**given, "WORDS": 1}),
+        (
+            "_ternary_linear_tiles_parts_kernel",
+            {**given, "SPLITS": 2, "ROWS": 16, "HAS_BIAS": True},
+        ),
     ):
         _compile(name, 90, "fp32", constants, 4, kinds)
-    _compile("_ternary_tokens_kernel", 90, "fp32", {**given, "WORDS": 1}, 4, {"codes_ptr": "*i32"})
+    _compile(
+        "_ternary_linear_tiles_tokens_kernel",
+        90,
+        "fp32",
+        {**given, "WORDS": 1},
+        4,
+        {"codes_ptr": "*i32"},
+    )

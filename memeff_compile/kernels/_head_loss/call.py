@@ -7,7 +7,7 @@ request is a `ScalarLoss` and the result a `LossAndGradients`. Axis letters as i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,11 +16,7 @@ from torch import Tensor
 from ... import compat
 from ...errors import TargetRangeError
 from ..checks import wide
-
-# An engine that has some of the classes gets for each row's target its column, or IGNORED, or, if
-# another rank has the target, ELSEWHERE minus a column that is about as likely as any.
-IGNORED = -1
-ELSEWHERE = -2
+from .ranks import Ranks
 
 
 class Settings(NamedTuple):
@@ -153,54 +149,6 @@ class Gradients(NamedTuple):
     bias: Tensor | None  # (V,)
     low: Tensor | None = None  # (N, R)
     up: Tensor | None = None  # (V, R)
-
-
-class Ranks(NamedTuple):
-    """The ranks that hold parts of the classes, and exchange statistics once per block of rows.
-
-    For each row a rank has the log-sum-exp of its classes, and the target's loss if the target is
-    one of its classes, else 0. Ranks exchange no other data. The format does not depend on the
-    engine. Blocks follow the row order of `counted_first`, which is the same on all ranks.
-    """
-
-    rank: int
-    ranks: int
-    height: int  # rows of a block
-    owner: Tensor  # (N,) int32: the rank that has a row's target; any rank for a row without one
-    gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
-
-    def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Exchange a block's statistics; return the whole head's log-sum-exps and losses."""
-        own = lse.new_zeros(2, rows)
-        own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
-        every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]
-        return merged(every[:, 0], every[:, 1], owner)
-
-
-def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the (P, ...) log-sum-exps and losses of all ranks into those of the whole head."""
-    whole = lse.logsumexp(0)
-    own = lse.gather(0, owner.long().unsqueeze(0))[0]
-    # Confident targets need no difference of two large numbers; a logit of -inf gives loss inf.
-    loss = nll.sum(0) + (lse - own).logsumexp(0)
-    return whole, torch.where(own == -torch.inf, whole - own, loss)
-
-
-def counted_first(target: Tensor) -> Tensor:
-    """Return the order in which ranks process rows: first the rows that count, then ignored rows.
-
-    Engines that leave ignored rows out use exactly this order.
-    """
-    return (target == IGNORED).to(torch.int8).sort(stable=True).indices
-
-
-def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each counting row's target column, and two masks.
-
-    The masks say whether this rank, or another rank, has the target.
-    """
-    here, elsewhere = target >= 0, target <= ELSEWHERE
-    return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere
 
 
 class ScalarLoss(NamedTuple):

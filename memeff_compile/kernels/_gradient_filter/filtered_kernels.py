@@ -16,8 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._head_loss.logits_kernels import (
+    FAR,
+    LN2,
+    count_rows,
+    halves_of,
+    logits_of,
+    quarter_of,
+)
 from .._triton.products_kernels import dot
-from .hopper_kernels import FAR, LN2, _halves, _logits, _rows_here
 
 # Bits of a word: groups of TILE rows in a block of rows of the walk.
 GROUPS = tl.constexpr(16)
@@ -34,7 +41,7 @@ def _finite(value):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_sample_kernel(
+def _gradient_filter_sample_kernel(
     weight_ptr,  # (V, D) contiguous
     target_ptr,  # (N,) original rows, any integers
     sample_ptr,  # (S, D) out
@@ -60,7 +67,7 @@ def _linear_cross_entropy_filter_sample_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_estimate_kernel(
+def _gradient_filter_estimate_kernel(
     products_ptr,  # (n, S) contiguous: of some rows with the sample's classes
     hidden_ptr,  # (N, D), original rows
     stride_hidden_row,
@@ -93,7 +100,7 @@ def _linear_cross_entropy_filter_estimate_kernel(
         s = tl.load(
             products_ptr + local.to(tl.int64) * (likely + spread) + offs, mask=is_class, other=0.0
         )
-        z2, _slope = _logits(s.to(tl.float32)[None, :], column, bias_ptr, vocab, cap, C)
+        z2, _slope = logits_of(s.to(tl.float32)[None, :], column, bias_ptr, vocab, cap, C)
         z2 = tl.sum(z2, axis=0)
         is_spread = offs >= likely
         peak = tl.max(tl.where(is_spread, z2, float("-inf")), axis=0)
@@ -116,7 +123,7 @@ def _linear_cross_entropy_filter_estimate_kernel(
                 sums += e.to(tl.float32) * c.to(tl.float32)
             own = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
             its = tl.zeros((1,), tl.int32) + tl.where(has_target, target, vocab)
-            own2, _slope = _logits(own[:, None], its, bias_ptr, vocab, cap, C)
+            own2, _slope = logits_of(own[:, None], its, bias_ptr, vocab, cap, C)
             likeliest = tl.max(tl.where(is_spread, float("-inf"), z2), axis=0)
             highest = tl.maximum(tl.sum(tl.sum(own2, axis=1), axis=0), likeliest)
             larger = tl.maximum(highest, tail)
@@ -143,13 +150,7 @@ def _level(index, highest, C: tl.constexpr):
 
 
 @triton.jit
-def _quarter_of(tile, index: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    halves = _halves(tile, ROWS, COLUMNS)
-    return _halves(halves[index // 2], ROWS, COLUMNS // 2)[index % 2]
-
-
-@triton.jit
-def _linear_cross_entropy_filter_score_kernel(
+def _gradient_filter_score_kernel(
     hidden_desc,  # (R, D), ranked rows, zero after the last, block TILE x BK
     weight_desc,  # (V, D), block BN x BK
     bias_ptr,  # (V,) or None
@@ -183,7 +184,7 @@ def _linear_cross_entropy_filter_score_kernel(
     group = tl.program_id(0)
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     is_needed = group * C.TILE < rows_here
     if C.HAS_AGAIN:
         is_needed = is_needed & (tl.load(again_ptr) > 0)
@@ -214,8 +215,8 @@ def _linear_cross_entropy_filter_score_kernel(
                 first = tile * C.BN + quarter * WIDE
                 offs = tl.arange(0, WIDE)
                 columns = first + offs
-                part = _quarter_of(acc, quarter, C.TILE, C.BN)
-                z2, slope = _logits(part, columns, bias_ptr, vocab, (scale, softcap), C)
+                part = quarter_of(acc, quarter, C.TILE, C.BN)
+                z2, slope = logits_of(part, columns, bias_ptr, vocab, (scale, softcap), C)
                 # tl.max passes over NaN; the sum keeps it.
                 peak = tl.maximum(peak, tl.max(z2, axis=1))
                 x = tl.exp2(z2 - base[:, None])
@@ -267,7 +268,7 @@ def _linear_cross_entropy_filter_score_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_check_kernel(
+def _gradient_filter_check_kernel(
     stats_ptr,  # (2, chunks, R) fp32
     base_ptr,  # (N,) fp32, ranked, in and, where it is too far off, out
     again_ptr,  # (1,) int32 out
@@ -279,7 +280,7 @@ def _linear_cross_entropy_filter_check_kernel(
 ):
     """Record whether a row's largest logit is far from its base, and make that logit the base."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
-    is_row = rows < _rows_here(kept_ptr, first_row, piece_rows, C)
+    is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
     base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
     peak = tl.full((C.ROWS,), float("-inf"), tl.float32)
     for chunk in range(0, chunks):
@@ -294,7 +295,7 @@ def _linear_cross_entropy_filter_check_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_level_kernel(
+def _gradient_filter_level_kernel(
     part_ptr,  # (groups, chunks, LEVELS, TILE) fp32
     stats_ptr,  # (2, chunks, R) fp32
     base_ptr,  # (N,) fp32, ranked
@@ -327,7 +328,7 @@ def _linear_cross_entropy_filter_level_kernel(
     as without a filter. Otherwise classes that are never pushed down would rise over many steps.
     """
     group = tl.program_id(0)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     index = tl.arange(0, C.LEVELS)
     rows = group * C.TILE + tl.arange(0, C.TILE)
     is_row = rows < rows_here
@@ -399,7 +400,7 @@ def _larger(of_p, of_target):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_share_kernel(
+def _gradient_filter_share_kernel(
     values_ptr,  # (5, N) fp32, compact, of `hopper`
     rank_ptr,  # (N,) int64: compact row of each ranked row
     kept_ptr,
@@ -425,7 +426,7 @@ def _linear_cross_entropy_filter_share_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_word_kernel(
+def _gradient_filter_word_kernel(
     score_ptr,  # (groups, V) fp32
     level_ptr,  # (groups,) fp32
     word_ptr,  # (V,) int16 out
@@ -456,7 +457,7 @@ def _either(one, other):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_tile_kernel(
+def _gradient_filter_tile_kernel(
     word_ptr,  # (V,) int16, sorted
     tile_word_ptr,  # (T,) int32 out
     vocab,
@@ -480,7 +481,7 @@ def _bits(words):
 
 
 @triton.jit
-def _linear_cross_entropy_filter_list_kernel(
+def _gradient_filter_list_kernel(
     tile_word_ptr,  # (T,) int32
     active_ptr,  # (1,) int32 out: how many tiles count
     group_start_ptr,  # (passes, starts) int32 out: where a group's slots start
@@ -547,7 +548,7 @@ def _linear_cross_entropy_filter_list_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_fill_kernel(
+def _gradient_filter_fill_kernel(
     hidden_desc,  # (R, D), ranked rows, zero after the last, block TILE x BK
     weight_ptr,  # (V, D) contiguous
     bias_ptr,
@@ -577,7 +578,7 @@ def _linear_cross_entropy_filter_fill_kernel(
 
     Elements of classes that do not count in their group are zero, unless tiles are kept WHOLE.
     """
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
     # All groups of a tile run together: its rows of the weight stay in the L2 cache.
     first = tl.load(tile_start_ptr + tl.load(pass_tile_ptr))
@@ -604,7 +605,7 @@ def _linear_cross_entropy_filter_fill_kernel(
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
         own = tl.load(at_target_ptr + rows, mask=is_row, other=0.0)
         columns = tl.where(is_column, column.to(tl.int32), vocab)
-        z2, slope = _logits(acc, columns, bias_ptr, vocab, (scale, softcap), C)
+        z2, slope = logits_of(acc, columns, bias_ptr, vocab, (scale, softcap), C)
         x = tl.exp2(z2 - base[:, None])
         if C.HAS_SOFTCAP:
             x *= slope / scale
@@ -624,14 +625,14 @@ def _linear_cross_entropy_filter_fill_kernel(
 @triton.jit
 def _part(tile, index: tl.constexpr, C: tl.constexpr):
     """Return one of PARTS equal shares of the columns of a tile."""
-    part = _halves(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
+    part = halves_of(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
     if C.PARTS == 4:
-        part = _halves(part, C.TILE, C.BN // 2)[index % 2]
+        part = halves_of(part, C.TILE, C.BN // 2)[index % 2]
     return part
 
 
 @triton.jit
-def _linear_cross_entropy_filter_products_kernel(
+def _gradient_filter_products_kernel(
     packed_by_row_desc,  # (slots * TILE, TILE), block TILE x BK
     packed_by_step_desc,  # (slots * TILE, TILE), block BK x TILE
     ranked_desc,  # (R, D) rows times their scale, block BK x BN
@@ -737,7 +738,7 @@ def _linear_cross_entropy_filter_products_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_filter_rows_kernel(
+def _gradient_filter_rows_kernel(
     sums_ptr,  # (splits, R, D) fp32, ranked
     grad_hidden_ptr,  # (N, D) contiguous out, original rows
     order_ptr,  # (N,) int32
@@ -751,7 +752,7 @@ def _linear_cross_entropy_filter_rows_kernel(
 ):
     """Add the shares of dE in a fixed order, times the row's scale, at the rows' positions."""
     place = tl.program_id(0)
-    if place < _rows_here(kept_ptr, first_row, piece_rows, C):
+    if place < count_rows(kept_ptr, first_row, piece_rows, C):
         scale = tl.load(scale_ptr + place)
         out = tl.load(order_ptr + first_row + place).to(tl.int64) * depth
         for start in range(0, depth, C.BLOCK):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sympy
 
+from .._head_loss.shapes import MIB
 from .shapes import (
     FILTER_BYTES,
     FILTER_GROUPS,
     FILTER_LEAST_BYTES,
     FILTER_SUMS_BYTES,
-    MIB,
     filter_fixed_bytes,
 )
 

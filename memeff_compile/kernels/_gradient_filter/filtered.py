@@ -32,10 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._triton.launch import Launches
-from . import gradient_filter_kernels as kernels
-from . import hopper_kernels
-from .call import (
+from .._head_loss.call import (
     Gradients,
     LossAndGradients,
     Operands,
@@ -44,27 +41,29 @@ from .call import (
     ScalarLoss,
     Settings,
 )
-from .gradient_filter import LEVELS, ROUNDING, STEP, filter_level
-from .hopper import Selection, _aligned, _gather, _row_values, select_rows, tiles_of
+from .._head_loss.row_walks import RowWalk
+from .._head_loss.rows import Selection, row_values, select_rows
+from .._head_loss.shapes import row_block
+from .._head_loss.walks import Block, Differentiating, Statistics
+from . import filtered_kernels as kernels
+from .levels import LEVELS, ROUNDING, STEP, filter_level
 from .shapes import (
+    CHECKED,
+    LIKELY,
+    LISTED,
+    SAMPLED_ROWS,
+    SPREAD,
+    SUMMED,
+    WORDS,
     FilterShapes,
     filter_capacity,
     filter_rows,
     filter_shapes_for,
     filter_splits,
-    row_block,
 )
-from .walk import Block, Differentiating, Statistics
-
-# Classes of a sample: targets of some rows, and classes that are spread over the vocabulary.
-LIKELY = SPREAD = 1024
-# Rows whose logits of the sample exist at one time.
-SAMPLED_ROWS = 2048
-# Rows that a program checks; classes of which one writes the words, and tiles that one lists.
-CHECKED, WORDS, LISTED = 128, 512, 512
 
 
-class Filtered(Differentiating):
+class Filtered(RowWalk):
     """The buffers of a walk under a filter, and the launches for each of its blocks of rows."""
 
     def __init__(
@@ -74,12 +73,11 @@ class Filtered(Differentiating):
         output_mask: Sequence[bool],
         values: Tensor | None = None,  # (5, N), compact, of a call whose log-sum-exps are known
     ) -> None:
-        hidden, weight, bias, target, *_ = given
-        self.hidden = hidden = _aligned(hidden)
-        self.weight, self.settings = weight, settings
-        self.bias = None if bias is None else bias.contiguous()
-        (self.extent, self.depth), self.vocab = hidden.shape, len(weight)
-        self.shapes: FilterShapes = filter_shapes_for(hidden.device)
+        self.shapes: FilterShapes = filter_shapes_for(given.hidden.device)
+        super().__init__(given, settings, output_mask, self.shapes)
+        hidden, (of_hidden, of_weight) = self.hidden, output_mask[:2]
+        self.flags["HAS_KEPT"] = True
+        self.block = row_block(self.depth, self.shapes)
         tile = self.shapes.rows
         self.step = filter_rows(self.extent, tile)
         self.groups, self.tiles = self.step // tile, -(-self.vocab // tile)
@@ -100,29 +98,11 @@ class Filtered(Differentiating):
         self.levels: dict[str, Any] = {"TILE": tile, "LEVELS": LEVELS, "STEP": STEP}
         if not self.is_mass:
             self.levels |= {"LEVELS": 16, "STEP": 0.0}
-        self.cap = settings.scale, settings.softcap
-        of_hidden, of_weight, of_bias = output_mask[:3]
-        self.described: dict[tuple[Any, ...], Any] = {}
-        sizes = (*hidden.shape, self.vocab, type(self), tuple(output_mask), settings)
-        self.launch = Launches(*sizes, hidden.device, target.dtype)
-        compact = select_rows(target, settings, self.launch)
-        self.is_compact = compact.kept is not None
-        new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.flags = {
-            "HAS_BIAS": bias is not None,
-            "HAS_KEPT": True,
-            "HAS_SOFTCAP": settings.softcap > 0,
-        }
         self.has_lse = values is not None
         self.base = self.floats(self.extent)
         self.share: Tensor | None = None
         self.factor: Tensor | None = None
-        self.selection = self._ranked(compact, target, values)
-        self.grad_hidden = new(hidden) if of_hidden else None
-        self.grad_weight = torch.empty_like(weight) if of_weight else None
-        self.bias_sums: Tensor | None = None
-        if of_bias and bias is not None:
-            self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
+        self.selection = self._ranked(self.selection, given.target, values)
 
         levels, floats, ints = self.levels["LEVELS"], self.floats, self.ints
         self.rows = hidden.new_empty((self.step, self.depth))
@@ -150,27 +130,16 @@ class Filtered(Differentiating):
         self.counters = hidden.new_zeros((blocks, self.passes + 1, 4), dtype=torch.int32)
         self.dropped = hidden.new_zeros(self.extent, dtype=torch.float32)
         self.nll: Tensor | None = None
-        self.of_rows: Tensor | None = None
+        self.factors: Tensor | None = None
 
     def run(self, name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch the filter's kernel of a step."""
-        kernel = getattr(kernels, f"_linear_cross_entropy_filter_{name}_kernel")
+        kernel = getattr(kernels, f"_gradient_filter_{name}_kernel")
         self.launch(kernel, grid, *arguments, **constants)
-
-    def floats(self, *sizes: int) -> Tensor:
-        """Return an uninitialised fp32 tensor of these sizes."""
-        return self.hidden.new_empty(sizes, dtype=torch.float32)
 
     def ints(self, *sizes: int) -> Tensor:
         """Return an uninitialised int32 tensor of these sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.int32)
-
-    def tiles_of(self, matrix: Tensor, rows: int, columns: int) -> Any:
-        """Return a descriptor of a matrix for tiles of this shape, cached for all blocks."""
-        key = id(matrix), rows, columns
-        if key not in self.described:
-            self.described[key] = tiles_of(matrix, rows, columns)  # holds the matrix
-        return self.described[key]
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
         """Return the rows that count in the order of their estimated mass in unlikely classes.
@@ -182,7 +151,6 @@ class Filtered(Differentiating):
         if as_given is not None and values is not None:
             return self._selected(compact, as_given, values[0], values)
         likely, spread = min(LIKELY, rows), min(SPREAD, vocab)
-        block = row_block(depth, self.shapes)
         sample = self.hidden.new_empty((likely + spread, depth))
         classes = self.ints(likely + spread)
         self.run(
@@ -190,7 +158,7 @@ class Filtered(Differentiating):
             (likely + spread,),
             *(self.weight, target.contiguous(), sample, classes),
             *(rows, vocab, depth, likely, spread),
-            BLOCK=block,
+            BLOCK=self.block,
         )
         place = compact.place
         if place is None:
@@ -208,7 +176,7 @@ class Filtered(Differentiating):
                 SAMPLE=1 << (likely + spread - 1).bit_length(),
                 HAS_LSE=values is not None,
                 SUMS=self.is_mass,
-                BLOCK=block,
+                BLOCK=self.block,
                 num_warps=8,
                 **self.flags,
             )
@@ -238,7 +206,7 @@ class Filtered(Differentiating):
     def choose(self, block: Block) -> None:
         """Compute statistics of a block of rows, and which classes count in each of its groups."""
         first, here = block.first, block.stop - block.first
-        _gather(self.hidden, self.rows, self.selection, first, self.shapes, self.launch)
+        self.copy(self.hidden, self.rows, self.selection.order, first=first)
         again = self.counters[block.number, self.passes]
         self._score(first, None)
         if not self.has_lse:
@@ -250,7 +218,7 @@ class Filtered(Differentiating):
                 **self.flags,
             )
             self._score(first, again)
-        factor = self.of_rows if self.factor is None else self.factor
+        factor = self.factors if self.factor is None else self.factor
         self.run(
             "level",
             (self.groups,),
@@ -299,17 +267,9 @@ class Filtered(Differentiating):
         """List the tiles that count, and add their products to the gradients."""
         self._list(block.number)
         first, here = block.first, block.stop - block.first
-        shapes, tile, scaled = self.shapes, self.shapes.rows, self.scaled
+        scaled = self.scaled
         if scaled is not None:
-            self.launch(
-                hopper_kernels._linear_cross_entropy_hopper_scale_rows_kernel,
-                (min(-(-here // tile) * tile, self.step),),
-                *(self.rows, self.depth, self.scale, self.selection.kept, scaled),
-                *(first, self.step, self.depth),
-                PAD=tile,
-                BLOCK=row_block(self.depth, shapes),
-                **self.flags,
-            )
+            self.copy(self.rows, scaled, None, first=first, rows=here, scale=self.scale)
         if self.grad_hidden is None and self.grad_weight is None:
             return
         for number in range(self.passes):
@@ -321,7 +281,7 @@ class Filtered(Differentiating):
                 (here,),
                 *(self.sums, self.grad_hidden, self.selection.order, self.selection.kept),
                 *(self.scale, first, self.step, self.splits, self.depth),
-                BLOCK=min(1024, row_block(self.depth, shapes)),
+                BLOCK=min(SUMMED, self.block),
                 HAS_KEPT=True,
             )
 
@@ -401,22 +361,14 @@ class Filtered(Differentiating):
             **shapes.multiplying(),
         )
 
-    def made(self) -> Gradients:
-        """Return the requested gradients; call this after the last block."""
-        sums = self.bias_sums
-        of_bias = None if sums is None else sums.to(self.bias)
-        return Gradients(self.grad_hidden, self.grad_weight, of_bias)
-
 
 class FilteredTotal(Filtered, Statistics):
     """Walks for a loss that is one number; estimates each row's log-sum-exp, then computes it."""
 
     def __init__(self, given: ScalarLoss) -> None:
         super().__init__(Operands(*given[:4]), given.settings, given.output_mask)
-        self.given, self.of_rows = given, given.row_gradients(torch.float32)
-        # Ignored rows, which no kernel writes, have a loss of zero.
-        new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.nll = new(self.hidden[:, 0], dtype=torch.float32)
+        self.given, self.factors = given, given.row_gradients(torch.float32)
+        self.nll = self.of_rows(self.hidden[:, 0], torch.float32)
 
     def statistics(self, block: Block) -> None:
         self.choose(block)
@@ -438,7 +390,7 @@ class FilteredBackward(Filtered):
         output_mask: Sequence[bool],
     ) -> None:
         selection = select_rows(given.target, settings)
-        values = _row_values(grads, saved, selection, settings)
+        values = row_values(grads, saved, selection, settings)
         super().__init__(given, settings, output_mask, values)
 
     def gradients(self, block: Block) -> None:

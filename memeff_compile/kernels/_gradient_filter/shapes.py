@@ -1,0 +1,123 @@
+"""All sizes of walks under a gradient filter: of groups, of tiles, of launches."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .._head_loss.shapes import MIB
+from ..device import gpu, processors
+
+# Classes of a sample: targets of some rows, and classes that are spread over the vocabulary.
+LIKELY = SPREAD = 1024
+# Rows whose logits of the sample exist at one time.
+SAMPLED_ROWS = 2048
+# Rows that a program checks; classes of which one writes the words, and tiles that one lists.
+CHECKED, WORDS, LISTED = 128, 512, 512
+# Features of a row that a program of the sum of dE reads at a time.
+SUMMED = 1024
+# Under a gradient filter: groups of rows in a block of rows, a bit each of a word of 16.
+FILTER_GROUPS = 16
+# Bytes of a walk if the workspace is automatic; the most for sums of dE, unless one sum takes more;
+# the fewest for packed tiles.
+FILTER_BYTES = 132 * MIB
+FILTER_SUMS_BYTES = 32 * MIB
+FILTER_LEAST_BYTES = 8 * MIB
+# Shares of a group's tiles: so many items of dE for a program.
+FILTER_ITEMS = 4
+
+
+class FilterShapes(NamedTuple):
+    """Tiles, warps and pipeline stages of a filter's kernels on one kind of GPU.
+
+    A group has `rows` rows. Logits are computed in tiles of `columns` classes, and products in
+    tiles of `rows` x `product_columns`. `per_processor` programs that compute products share a
+    multiprocessor, so that one multiplies while the other reads and writes its dC.
+    """
+
+    rows: int
+    columns: int
+    product_columns: int
+    step: int
+    warps: tuple[int, int]  # of logits, and of packed tiles
+    stages: tuple[int, int, int]  # of logits, of packed logits, and of products
+    programs: int
+    per_processor: int = 2
+    is_interpreted: bool = False
+    flatten: bool = False
+
+    def _constants(self, columns: int, warps: int, stages: int) -> dict[str, Any]:
+        return {
+            "BN": columns,
+            "BK": self.step,
+            "UPCAST": self.is_interpreted,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+    def scoring(self) -> dict[str, Any]:
+        """Return the constants and launch options of the kernel that scores classes."""
+        return {
+            **self._constants(self.columns, self.warps[0], self.stages[0]),
+            "FLATTEN": self.flatten,
+        }
+
+    def filling(self) -> dict[str, Any]:
+        """Return the constants and launch options of the kernel that fills the tiles that count."""
+        return self._constants(self.rows, self.warps[1], self.stages[1])
+
+    def multiplying(self) -> dict[str, Any]:
+        """Return the constants and launch options of the kernel that multiplies these tiles."""
+        parts = 4 if self.product_columns >= 256 else 2
+        columns = self.product_columns
+        return {**self._constants(columns, self.warps[1], self.stages[2]), "PARTS": parts}
+
+
+@lru_cache(maxsize=64)
+def filter_shapes_for(device: torch.device) -> FilterShapes:
+    """Return the shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
+    if device.type != "cuda":
+        return FilterShapes(32, 64, 64, 16, (4, 4), (1, 1, 1), 2, 1, is_interpreted=True)
+    return filter_shapes_of(processors(device), is_hopper=gpu(device).is_hopper)
+
+
+def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
+    """Return the shapes for a GPU of compute capability 9.0, or for any other one."""
+    if is_hopper:
+        return FilterShapes(128, 256, 128, 64, (8, 4), (3, 3, 5), programs, flatten=True)
+    return FilterShapes(128, 128, 128, 32, (8, 4), (3, 3, 3), programs, 1)
+
+
+def filter_rows(rows: int, tile: int) -> int:
+    """Return the rows of a block under a filter: whole groups, in blocks of about equal height."""
+    tiles = max(-(-rows // tile), 1)
+    blocks = -(-tiles // FILTER_GROUPS)
+    return -(-tiles // blocks) * tile
+
+
+def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
+    """Return the bytes of a walk under a filter, apart from its packed tiles.
+
+    They are scores, words and their order, rows of hidden states twice, sums of dE, and sums of
+    each level.
+    """
+    return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
+
+
+def filter_capacity(
+    rows: int, depth: int, vocab: int, itemsize: int, workspace: int, splits: int, tile: int
+) -> int:
+    """Return how many packed tiles exist at one time."""
+    groups = rows // tile
+    taken = filter_fixed_bytes(rows, groups, depth, vocab, 4 * splits * rows * depth)
+    budget = max(workspace or FILTER_BYTES - taken, FILTER_LEAST_BYTES)
+    return max(min(budget // (itemsize * tile * tile), groups * -(-vocab // tile)), 1)
+
+
+def filter_splits(rows: int, depth: int, groups: int, shapes: FilterShapes) -> int:
+    """Return how many programs share the sum of a tile of dE."""
+    items = groups * -(-depth // shapes.product_columns)
+    fitting = FILTER_SUMS_BYTES // (4 * rows * depth)
+    return max(1, min(-(-FILTER_ITEMS * shapes.programs // items), fitting))

@@ -1,0 +1,65 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Device code of losses: a tile of products in parts, and as logits.
+
+Logits are in base 2: z2 = z * log2(e). Rows are compact: ignored rows are left out, and kernels
+read the number of remaining rows on the GPU (`kept_ptr`); the host never reads it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# How far above its base a row's largest logit may lie, in base 2: sums of 2^96 stay in fp32.
+FAR = tl.constexpr(64.0)
+
+
+@triton.jit
+def halves_of(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """Split the columns of a tile in two without moving them between threads.
+
+    An epilogue that processes one half at a time needs half the registers.
+    """
+    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def quarter_of(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Return one quarter of the columns of a tile."""
+    half = halves_of(tile, BM, BN)[index // 2]
+    return halves_of(half, BM, BN // 2)[index % 2]
+
+
+@triton.jit
+def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
+    """Return how many of these rows exist."""
+    if C.HAS_KEPT:
+        return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
+    return rows
+
+
+@triton.jit
+def logits_of(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
+    """Return logits in base 2, and dz/ds, of one tile of products.
+
+    Columns after the last class get -inf: a number per column is added to the products. A condition
+    for each element would take four times as long. If there is no softcap, dz/ds is the scale.
+    """
+    scale, softcap = cap
+    edge = tl.where(columns < vocab, 0.0, float("-inf"))
+    bias = tl.zeros_like(edge)
+    if C.HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+    if C.HAS_SOFTCAP:
+        u = (acc + bias[None, :]) * scale
+        shrink = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))
+        inverse = 1.0 / (1.0 + shrink)
+        tanh = (1.0 - shrink) * inverse
+        z2 = tl.where(u < 0.0, -tanh, tanh) * (softcap * LOG2E) + edge[None, :]
+        slope = 4.0 * scale * shrink * inverse * inverse
+    else:
+        z2 = acc * (scale * LOG2E) + (bias * (scale * LOG2E) + edge)[None, :]
+        slope = scale
+    return z2, slope

@@ -1,0 +1,176 @@
+"""A head whose classes are split over ranks: which rank has which, and the exchange of statistics.
+
+Rank r of P has the rows of the weight that `torch.chunk` gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import compat
+from ...errors import UnsupportedInputError
+
+# An engine that has some of the classes gets for each row's target its column, or IGNORED, or, if
+# another rank has the target, ELSEWHERE minus a column that is about as likely as any.
+IGNORED = -1
+ELSEWHERE = -2
+NO_COLUMN = -100  # the target of an ignored row, in a loss per row over one rank's columns
+
+
+class Shard(NamedTuple):
+    """The classes of a head that a rank has."""
+
+    rank: int
+    ranks: int
+    classes: int  # of all ranks
+
+    @property
+    def chunk(self) -> int:
+        """Return how many classes each of the first ranks has; the last may have fewer."""
+        return -(-self.classes // self.ranks)
+
+    @property
+    def first(self) -> int:
+        """Return the first class of this rank."""
+        return self.rank * self.chunk
+
+    @property
+    def columns(self) -> int:
+        """Return how many classes this rank has."""
+        return max(0, min(self.chunk, self.classes - self.first))
+
+    @property
+    def leaves_some_empty(self) -> bool:
+        """Return whether some rank has no class."""
+        return self.chunk * (self.ranks - 1) >= self.classes
+
+    def fault(self, rows: int) -> str | None:
+        """Return why a weight with this many rows is not this shard, or None if it is."""
+        if 0 < rows == self.columns:
+            return None
+        return (
+            f"weight has {rows} rows; rank {self.rank} of {self.ranks} with {self.classes} classes "
+            f"holds {self.columns}, as torch.chunk cuts them. Shard the head with DTensor."
+        )
+
+    def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return targets as columns of this rank, and two masks.
+
+        The masks say whether this rank, or another rank, has the target. A row whose target is on
+        another rank gets any column: the row counts, but the logit of that column is not used.
+        """
+        here = (target >= self.first) & (target < self.first + self.columns)
+        if ignore_index is None:
+            return torch.where(here, target - self.first, 0), here, ~here
+        kept = target != ignore_index
+        here = here & kept
+        column = torch.where(here, target - self.first, torch.where(kept, 0, NO_COLUMN))
+        return column.to(target.dtype), here, kept & ~here
+
+
+class Split(NamedTuple):
+    """Describes how a head is split over ranks.
+
+    It holds this rank's shard, the dimension of the mesh, and the group's name.
+    """
+
+    shard: Shard
+    dim: int
+    group: str
+
+
+def split_of(weight: Any) -> Split | str:
+    """Return how a DTensor's rows are split over ranks.
+
+    If they are not split, return a description of the DTensor's layout. Except for the rank's part,
+    the answer is the same on every rank.
+    """
+    from torch.distributed.tensor import Shard as Rows
+
+    places = {i: p for i, p in enumerate(weight.placements) if not p.is_replicate()}
+    if len(places) != 1 or any(type(p) is not Rows or p.dim != 0 for p in places.values()):
+        return f"is laid out as {layout(weight)}, not split by its classes over one dimension"
+    (dim,), mesh = places, weight.device_mesh
+    shard = Shard(mesh.get_local_rank(dim), mesh.size(dim), weight.shape[0])
+    if shard.leaves_some_empty:
+        return f"has {shard.classes} classes for {shard.ranks} ranks, which leave ranks without any"
+    return Split(shard, dim, mesh.get_group(dim).group_name)
+
+
+def layout(tensor: Any) -> str:
+    """Return the layout of a DTensor in words."""
+    return f"({', '.join(map(repr, tensor.placements))})"
+
+
+def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
+    """Return this rank's local tensor, whose gradient is a partial sum over one mesh dimension."""
+    if summed is None:
+        return tensor.to_local()  # type: ignore[no-any-return]
+    from torch.distributed.tensor import Partial
+
+    places = [Partial() if i == summed else p for i, p in enumerate(tensor.placements)]
+    return tensor.to_local(grad_placements=places)  # type: ignore[no-any-return]
+
+
+class Ranks(NamedTuple):
+    """The ranks that hold parts of the classes, and exchange statistics once per block of rows.
+
+    For each row a rank has the log-sum-exp of its classes, and the target's loss if the target is
+    one of its classes, else 0. Ranks exchange no other data. The format does not depend on the
+    engine. Blocks follow the row order of `counted_first`, which is the same on all ranks.
+    """
+
+    rank: int
+    ranks: int
+    height: int  # rows of a block
+    owner: Tensor  # (N,) int32: the rank that has a row's target; any rank for a row without one
+    gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
+
+    def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Exchange a block's statistics; return the whole head's log-sum-exps and losses."""
+        own = lse.new_zeros(2, rows)
+        own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
+        every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]
+        return merged(every[:, 0], every[:, 1], owner)
+
+
+def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the (P, ...) log-sum-exps and losses of all ranks into those of the whole head."""
+    whole = lse.logsumexp(0)
+    own = lse.gather(0, owner.long().unsqueeze(0))[0]
+    # Confident targets need no difference of two large numbers; a logit of -inf gives loss inf.
+    loss = nll.sum(0) + (lse - own).logsumexp(0)
+    return whole, torch.where(own == -torch.inf, whole - own, loss)
+
+
+def counted_first(target: Tensor) -> Tensor:
+    """Return the order in which ranks process rows: first the rows that count, then ignored rows.
+
+    Engines that leave ignored rows out use exactly this order.
+    """
+    return (target == IGNORED).to(torch.int8).sort(stable=True).indices
+
+
+def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each counting row's target column, and two masks.
+
+    The masks say whether this rank, or another rank, has the target.
+    """
+    here, elsewhere = target >= 0, target <= ELSEWHERE
+    return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere
+
+
+def check_counts(counts: Tensor, rows: int) -> None:
+    """Raise an error on every rank if ranks have different numbers of rows."""
+    same = (counts == rows).all()
+    said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
+    needed = "Every rank of a tensor-parallel group needs the same batch. Give them the same data."
+    if counts.device.type == "cuda":
+        compat.assert_on_device(same, f"{said}. {needed}")
+    elif not bool(same):
+        listed = ", ".join(map(str, counts.tolist()))
+        raise UnsupportedInputError(f"{said} ({listed}). {needed}")

@@ -1,0 +1,71 @@
+"""What walks over blocks of rows have in common: operands as kernels read them, and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._triton.launch import Launches
+from .call import Gradients, Operands, Settings
+from .rows import aligned, copy_rows, select_rows, tiles_of
+from .shapes import Tiles
+from .walks import Differentiating
+
+
+class RowWalk(Differentiating):
+    """A walk over blocks of rows that adds up the gradients of all blocks."""
+
+    def __init__(
+        self, given: Operands, settings: Settings, output_mask: Sequence[bool], shapes: Tiles
+    ) -> None:
+        hidden, weight, bias, target, *_ = given
+        self.hidden = hidden = aligned(hidden)
+        self.weight, self.settings, self.tiling = weight, settings, shapes
+        self.bias = None if bias is None else bias.contiguous()
+        (self.extent, self.depth), self.vocab = hidden.shape, len(weight)
+        self.described: dict[tuple[Any, ...], Any] = {}
+        sizes = (*hidden.shape, self.vocab, type(self), tuple(output_mask), settings)
+        self.launch = Launches(*sizes, hidden.device, target.dtype)
+        self.selection = select_rows(target, settings, self.launch)
+        self.is_compact = self.selection.kept is not None
+        self.cap = settings.scale, settings.softcap
+        self.flags = {
+            "HAS_BIAS": bias is not None,
+            "HAS_KEPT": self.is_compact,
+            "HAS_SOFTCAP": settings.softcap > 0,
+        }
+        of_hidden, of_weight, of_bias = output_mask[:3]
+        self.grad_hidden = self.of_rows(hidden) if of_hidden else None
+        self.grad_weight = torch.empty_like(weight) if of_weight else None
+        self.bias_sums: Tensor | None = None
+        if of_bias and bias is not None:
+            self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
+
+    def of_rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a new tensor of numbers per row; ignored rows, which no kernel writes, are 0."""
+        new = torch.zeros_like if self.is_compact else torch.empty_like
+        return new(like, dtype=dtype)
+
+    def floats(self, *sizes: int) -> Tensor:
+        """Return an uninitialised fp32 tensor of these sizes."""
+        return self.hidden.new_empty(sizes, dtype=torch.float32)
+
+    def copy(self, source: Tensor, out: Tensor, order: Tensor | None, **how: Any) -> None:
+        """Copy rows that count, in an order and times a factor if there is one."""
+        copy_rows(source, out, self.tiling, order, self.selection.kept, launch=self.launch, **how)
+
+    def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = tiles_of) -> Any:
+        """Return a matrix's descriptor for tiles of this shape; it is cached for all blocks."""
+        key = id(matrix), rows, columns, describe
+        if key not in self.described:
+            self.described[key] = describe(matrix, rows, columns)  # holds the matrix
+        return self.described[key]
+
+    def made(self) -> Gradients:
+        """Return the requested gradients; call this after the last block."""
+        sums = self.bias_sums
+        of_bias = None if sums is None else sums.to(self.bias)
+        return Gradients(self.grad_hidden, self.grad_weight, of_bias)

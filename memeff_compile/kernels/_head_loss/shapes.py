@@ -1,0 +1,55 @@
+"""The sizes of the steps that losses share: spans of blocks, and what one program reads at a time.
+
+Axis letters of losses: N rows (tokens), D depth (hidden size), V vocabulary (classes), R rows of a
+block, W classes of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+MIB = 2**20
+# Targets that the program that lists the rows that count reads at a time; rows whose gradients a
+# program gathers.
+LISTED = 2048
+GATHERED = 512
+# Elements that a program scales at a time, and programs per multiprocessor.
+SCALED = 4096
+SCALING_PROGRAMS = 8
+# Elements that are widened at a time if a gradient is scaled elsewhere, outside a compiled graph.
+CHUNK = 1 << 22
+
+
+def spans(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    """Cut [first, stop) into spans of `width`; the last one may be shorter."""
+    for start in range(first, stop, width):
+        yield start, min(start + width, stop)
+
+
+def window(buffer: Tensor, rows: int, width: int) -> Tensor:
+    """Return the start of a flat buffer as a contiguous (rows, width) matrix."""
+    return buffer[: rows * width].view(rows, width)
+
+
+class Tiles(Protocol):
+    """The sizes of an engine's tiles that copies of rows depend on."""
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a tile."""
+
+    @property
+    def step(self) -> int:
+        """Return the step along the summed axis."""
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Return whether Triton's interpreter runs the kernels."""
+
+
+def row_block(depth: int, shapes: Tiles) -> int:
+    """Return how many features of a row a program copies at a time."""
+    return 16 if shapes.is_interpreted else min(4096, 1 << (depth - 1).bit_length())

@@ -1,0 +1,50 @@
+"""Walks over the blocks of a call, in the order in which an engine computes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .shapes import spans
+
+
+class Block(NamedTuple):
+    """A range of rows or of classes: those from `first` to before `stop`."""
+
+    number: int
+    first: int
+    stop: int
+
+
+class Walk(ABC):
+    """The blocks of a call, and an engine's work on each of them."""
+
+    extent: int  # rows or classes of the call
+    step: int  # of a block
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks in order."""
+        for number, (first, stop) in enumerate(spans(0, self.extent, self.step)):
+            yield Block(number, first, stop)
+
+    @abstractmethod
+    def results(self) -> Any:
+        """Return the results that the call requested, after the last block."""
+
+
+class Statistics(Walk):
+    """A walk that computes logits, and from them the statistics for the rows' losses."""
+
+    @abstractmethod
+    def statistics(self, block: Block) -> None:
+        """Compute the logits of a block and merge them into the statistics of its rows."""
+
+
+class Differentiating(Walk):
+    """A walk that computes gradients, from the logits of its own first step or from recomputed
+    logits."""
+
+    @abstractmethod
+    def gradients(self, block: Block) -> None:
+        """Compute the gradients of a block's logits, and add their products to the results."""
