@@ -32,9 +32,7 @@ class Products(TorchDispatchMode):
         """Let Dynamo run compiled code under this mode."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func in PRODUCTS
         return func(*args, **kwargs or {})
 
@@ -56,9 +54,7 @@ def _any_size_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compiled(block: nn.Module, **options: str) -> Any:
     torch.compiler.reset()
-    return torch.compile(
-        block, backend="memeff", options={"memeff.inner": "aot_eager", **options}
-    )
+    return torch.compile(block, backend="memeff", options={"memeff.inner": "aot_eager", **options})
 
 
 def checkpointed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
