@@ -471,7 +471,7 @@ def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[s
             row["fused_losses"] = report.rewrites("fuse_linear_cross_entropy") + len(outside)
         if each in right:
             row["ms"] = rows.percentiles(samples[each.backend])
-            if not case.endswith(" head"):
+            if "TP" not in case and not case.endswith(" head"):  # each rank has its own tokens
                 seconds = row["ms"]["median"] / 1e3
                 row["tokens_per_second_and_gpu"] = round(size.batch * size.length / seconds, 1)
             if device == "cuda":
