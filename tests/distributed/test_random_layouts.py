@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -80,7 +80,7 @@ def draw(seed: int) -> Draw:
     returns = not splits and chance.random() < 0.6
     if splits:
         returns = seed % 2 == 0 and "parallel loss" not in layout
-    return Draw(
+    drawn = Draw(
         seed=seed,
         layout=layout,
         width=chance.choice((8, 16, 24)),
@@ -98,6 +98,10 @@ def draw(seed: int) -> Draw:
         batches=by_rank((1, 2, 3)),
         ignored=ignored,
     )
+    # AOTAutograd of torch 2.13 fails on logits gathered over ranks if their sizes vary, with every
+    # backend (a RecursionError).
+    fails = splits and drawn.returns_logits and drawn.logits == "eager"
+    return replace(drawn, inner="eager") if fails else drawn
 
 
 class Block(nn.Module):
