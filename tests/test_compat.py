@@ -1238,6 +1238,24 @@ def test_a_backward_knows_whether_it_is_the_last_to_read() -> None:
         assert compat.is_traced(torch.ones(2))
 
 
+@probes("is_under_checkpoint")
+def test_a_checkpoint_around_the_code_is_noticed_both_times() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    seen: list[bool] = []
+
+    def body(x: Tensor) -> Tensor:
+        seen.append(compat.is_under_checkpoint())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(body, x, use_reentrant=False).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        body(x)
+    body(x)
+    assert seen == [True, True, False, False]
+
+
 # --- addresses ------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
-"""Measures the collectives of one step, the GPU's busy and waiting time, and the largest block
-requested from the allocator.
+"""Measures the collectives of one step, the GPU's busy and waiting time, the largest block
+requested from the allocator, and the blocks that exist at the step's memory peak.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def at(step: Callable[[], object], device: str) -> dict[str, Any]:
         return {}
     events = _traced(step)
     seen = {"collectives": collectives(events), "stream": stream(events)}
-    return {**seen, "largest_block_mib": round(_largest_block(step) / 2**20, 1)}
+    return {**seen, **blocks(_allocations(step))}
 
 
 Events = list[dict[str, Any]]
@@ -90,11 +91,36 @@ def stream(events: Events, most: int = 8) -> dict[str, Any]:
     }
 
 
-def _largest_block(step: Callable[[], object]) -> int:
+def _allocations(step: Callable[[], object]) -> Events:
     torch.cuda.synchronize()
-    torch.cuda.memory._record_memory_history(max_entries=BLOCKS, stacks="python", context=None)
+    torch.cuda.memory._record_memory_history(max_entries=BLOCKS, stacks="python", context="alloc")
     step()
     torch.cuda.synchronize()
     history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     torch.cuda.memory._record_memory_history(enabled=None)
-    return max((e["size"] for e in history if e["action"] == "alloc"), default=0)
+    return [event for event in history if event["action"] in ("alloc", "free_completed")]
+
+
+def blocks(history: Events, most: int = 16) -> dict[str, Any]:
+    """Return the largest block of a step, and the blocks of the step that exist at its peak, with
+    the lines of code that asked for them.
+    """
+    sizes = [e["size"] * (1 if e["action"] == "alloc" else -1) for e in history]
+    totals = list(accumulate(sizes, initial=0))
+    live: Events = []
+    for event in history[: totals.index(max(totals))]:
+        if event["action"] == "alloc":
+            live.append(event)
+        else:
+            live = [each for each in live if each["addr"] != event["addr"]]
+    live.sort(key=lambda event: -int(event["size"]))
+    return {
+        "largest_block_mib": round(max([0, *sizes]) / 2**20, 1),
+        "above_start_mib": round(max(totals) / 2**20, 1),
+        "at_peak": [[round(e["size"] / 2**20, 1), _lines(e)] for e in live[:most]],
+    }
+
+
+def _lines(event: dict[str, Any], most: int = 4) -> str:
+    frames = event.get("frames", [])[:most]
+    return " < ".join(f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in frames)

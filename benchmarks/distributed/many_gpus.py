@@ -4,9 +4,11 @@
     torchrun --nproc-per-node 2 benchmarks/distributed/many_gpus.py --size tiny --device cpu
     torchrun --nproc-per-node 1 benchmarks/distributed/many_gpus.py --case blocks --size llama3.2-1b
     torchrun --nproc-per-node 2 benchmarks/distributed/many_gpus.py --size llama3-8b --look
+    torchrun --nproc-per-node 2 benchmarks/distributed/many_gpus.py --case blocks@llama3.1-8b
 
 Eager PyTorch, Inductor and memeff have a model each and take turns, step by step, in one process
-group. A step is forward, backward and SGD; its time is that of the slowest rank. First each of them
+group. A step is forward, backward and SGD (AdamW for `llama3.1-8b`, whose weights are created in
+shards); its time is that of the slowest rank. First each of them
 has to have eager's loss and gradient norm: otherwise its row has the reason and no time. Peak
 memory is the largest of any rank, without the other backends' models; for a lone head there is also
 the memory on top of its gradients. The whole head on one GPU is measured as well as the split one.
@@ -56,6 +58,8 @@ class Size:
     depth: int
     dtype: torch.dtype = torch.bfloat16
     is_tied: bool = False
+    optimizer: str = "SGD"
+    is_made_in_shards: bool = False  # the whole model is on the meta device; not for all cases
 
     @property
     def tolerance(self) -> float:
@@ -67,8 +71,18 @@ SIZES = {
     "full": Size(128256, 2048, 8192, 8, 32, 8, 4, 2048, 8192, 4096),
     "llama3.2-1b": Size(128256, 2048, 8192, 16, 32, 8, 8, 2048, 8192, 4096, is_tied=True),
     "llama3-8b": Size(128256, 4096, 14336, 8, 32, 8, 4, 2048, 8192, 4096),
+    "llama3.1-8b": Size(
+        *(128256, 4096, 14336, 32, 32, 8, 2, 8192, 8192, 4096),
+        optimizer="AdamW",
+        is_made_in_shards=True,
+    ),
     "wide-vocabulary": Size(151936, 2560, 9728, 8, 20, 4, 4, 2048, 8192, 2560),
     "tiny": Size(160, 32, 48, 2, 4, 2, 2, 12, 24, 16, torch.float32),
+    "tiny-in-shards": Size(
+        *(160, 32, 48, 2, 4, 2, 2, 12, 24, 16, torch.float32),
+        optimizer="AdamW",
+        is_made_in_shards=True,
+    ),
 }
 BACKENDS = ("eager", "inductor", "memeff")
 
@@ -103,6 +117,7 @@ class Subject:
     backend: str
     parameters: list[nn.Parameter]
     loss: Callable[[], Tensor]
+    kind: str = "SGD"
     kept: int = 0  # bytes that it keeps between steps
     row: dict[str, Any] = field(default_factory=dict)
     peak: int = 0
@@ -116,7 +131,7 @@ class Subject:
         # In one group the foreach form would be given plain tensors and DTensors together.
         kinds = [[p for p in self.parameters if hasattr(p, "to_local") == k] for k in (False, True)]
         groups = [{"params": some} for some in kinds if some]
-        self.optimizer = torch.optim.SGD(groups, lr=1e-6)
+        self.optimizer = getattr(torch.optim, self.kind)(groups, lr=1e-6)
 
     def step(self) -> None:
         """Do one step."""
@@ -207,7 +222,7 @@ def _llama(size: Size, device: str, *, is_checkpointed: bool = True) -> Any:
         tie_word_embeddings=size.is_tied,
         use_cache=False,
     )
-    with torch.device(device):
+    with torch.device("meta" if size.is_made_in_shards else device):
         model = LlamaForCausalLM(config).to(size.dtype).train()
     if is_checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -273,6 +288,21 @@ def cut(model: Any, mesh: DeviceMesh, *, looks_up_parts: bool = True) -> Any:
     return tp.parallelize_module(model, mesh, plan)
 
 
+def _filled(model: Any, device: str) -> Any:
+    """Give a sharded model on the meta device random weights, in place, shard by shard."""
+    model.to_empty(device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    torch.manual_seed(1 + dist.get_rank())
+    with torch.no_grad():
+        for weight in model.parameters():
+            local = _local(weight)
+            if weight.dim() > 1:
+                local.normal_(std=model.config.initializer_range)
+            else:
+                local.fill_(1.0)
+    return model
+
+
 Made = tuple[list[nn.Parameter], Callable[[], Tensor]]
 
 
@@ -294,6 +324,8 @@ def fsdp2(
     model, ids = _llama(size, device), _ids(size, device)
     apart = [model.model.norm, model.lm_head] if is_head_apart else []
     _shard(list(model.model.layers), model, line(device), apart=apart, **layout)
+    if size.is_made_in_shards:
+        _filled(model, device)
     for layer in model.model.layers if is_layerwise else ():
         layer.forward = compiled(layer.forward)
     run = compiled(model)
@@ -347,9 +379,12 @@ def blocks(
         lengths = size.length - torch.arange(size.batch) * shorter
         mask = (torch.arange(size.length) < lengths[:, None]).to(device)
         labels = ids.masked_fill(~mask, -100)
-    model = OneByOne(_llama(size, device), compiled)
+    whole = _llama(size, device)
+    model = OneByOne(whole, compiled)
     if dist.get_world_size() > 1:
         _shard(list(model.trunk.layers), model, line(device))
+    if size.is_made_in_shards:
+        _filled(whole, device)
     return list(model.parameters()), lambda: model(ids, ids if labels is None else labels, mask)
 
 
@@ -413,7 +448,7 @@ def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[s
         gc.collect()
         before = _allocated(device)
         made = CASES[case](size, device, _compiled(backend, asked.options))
-        subject = Subject(backend, *made)
+        subject = Subject(backend, *made, kind=size.optimizer)
         subject.checked(subjects[0].row if subjects else None, size.tolerance)
         gc.collect()
         subject.kept = _allocated(device) - before  # weights, and DDP's buckets
@@ -432,12 +467,16 @@ def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[s
             report = memeff_compile.last_report()
             counted = [(r.code, r.sites) for r in report.records if r.action == "declined"]
             row |= {"options": asked.options, "declined": counted}
-            row["fused_losses"] = report.rewrites("fuse_linear_cross_entropy")
+            outside = [graph for graph in report.graphs if graph.logits and graph.logits.fused]
+            row["fused_losses"] = report.rewrites("fuse_linear_cross_entropy") + len(outside)
         if each in right:
             row["ms"] = rows.percentiles(samples[each.backend])
+            if "TP" not in case and not case.endswith(" head"):  # each rank has its own tokens
+                seconds = row["ms"]["median"] / 1e3
+                row["tokens_per_second_and_gpu"] = round(size.batch * size.length / seconds, 1)
             if device == "cuda":
                 row["peak_gib"] = round((slowest(each.peak) + asked.libraries) / 2**30, 3)
-            if device == "cuda" and "head" in case:
+            if device == "cuda" and case.endswith(" head"):
                 beyond = each.peak - each.kept - each.gradients
                 row["beyond_gradients_mib"] = round(slowest(beyond) / 2**20, 1)
         yield row

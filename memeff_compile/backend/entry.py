@@ -98,7 +98,8 @@ def _inner(trip: Trip) -> Callable[..., Any]:
     if trip.cuts:
         # A CUDA graph of Inductor's keeps the addresses of weights, so each layer needs its own.
         shares = not trip.reuses_memory
-        return compiled_in_pieces(gm, trip.example_inputs, trip.cuts, compile_one, shares=shares)
+        how: dict[str, Any] = {"shares": shares, "is_last_plain": trip.is_last_plain}
+        return compiled_in_pieces(gm, trip.example_inputs, trip.cuts, compile_one, **how)
     return compile_one(gm, trip.example_inputs)
 
 

@@ -21,7 +21,7 @@ from ..logits.attach import accept, attach, with_missing_outputs
 from ..logits.saved_graphs import Around, savable
 from ..options import Options
 from ..passes.attention.mask_reader import hand_over
-from ..passes.graph import cuts
+from ..passes.graph import cuts, last_product
 from ..passes.graph import repeated_layers as layers
 from ..passes.graph.base import GraphPass
 from ..passes.graph.graph_info import GraphInfo, ambient_region
@@ -53,6 +53,7 @@ class Trip:
     rewritten: KeptGraph | None = None  # the rewritten graph, if it will be compared
     present: list[bool] | None = None  # which outputs exist, if the passes set some to None
     cuts: tuple[Node, ...] = ()  # where partitions of the graph start
+    is_last_plain: bool = False  # whether the last partition runs op by op
     unread: list[int] = field(default_factory=list)  # inputs that the rewritten graph does not read
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:
@@ -105,7 +106,7 @@ class Trip:
     def _cut(self, info: GraphInfo) -> None:
         """Decide where to split the graph, and report it.
 
-        The reason is updates in the backward pass, or repeated layers.
+        The reason is updates in the backward pass, repeated layers, or a checkpoint around it.
         """
         try:
             self.cuts = cuts.starts(info)
@@ -113,7 +114,7 @@ class Trip:
         except Exception as error:  # the graph runs whole all the same
             found = cuts.undecided(error)
         if not self.cuts:
-            found = self._find_layers(info) or found
+            found = self._find_layers(info) or self._find_last_product(info) or found
         if found is not None:
             records = (*self.outcome.report.records, found)
             self.outcome.report = replace(self.outcome.report, records=records)
@@ -129,6 +130,17 @@ class Trip:
             return layers.undecided(error)
         self.cuts = repeated.starts
         return found
+
+    def _find_last_product(self, info: GraphInfo) -> report.Record | None:
+        """Split the graph before the last product of a checkpointed block; return the record."""
+        try:
+            found = None if self.cuts or self.reuses_memory else last_product.last_product(info)
+        except Exception as error:  # the graph is compiled whole
+            return last_product.undecided(error)
+        if found is None:
+            return None
+        self.cuts, self.is_last_plain = (found,), True
+        return last_product.said(found)
 
     def _hand_over(self, info: GraphInfo) -> None:
         """Record the meaning of masks made here for later partitions of the model."""

@@ -153,6 +153,15 @@ def packs_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def is_under_checkpoint() -> bool:
+    """Return whether a non-reentrant checkpoint surrounds this code, in its forward pass or
+    recomputation."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    name = getattr(hooks and hooks[0], "__qualname__", "").partition(".")[0]
+    kinds = checkpoint._checkpoint_hook, checkpoint._recomputation_hook
+    return name in [kind.__name__ for kind in kinds]
+
+
 def tensor_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has gradient hooks or hooks that run after accumulation."""
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)

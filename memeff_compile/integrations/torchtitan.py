@@ -1,8 +1,9 @@
-"""Compute torchtitan's chunked loss with our op, over the whole sequence at once.
+"""Compute torchtitan's chunked loss with our op, over the whole sequence at once, and compile blocks
+with FlexAttention by this backend.
 
 Usage:
 
-    --override.imports memeff_compile.integrations.torchtitan.fused_loss
+    --compile.backend memeff --override.imports memeff_compile.integrations.torchtitan.fused_loss
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ host("torchtitan")
 
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.config import derive, override  # noqa: E402
+from torchtitan.distributed import compile as compile_blocks  # noqa: E402
 from torchtitan.distributed.spmd_types import spmd_mesh_size  # noqa: E402
 from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
 
@@ -108,3 +110,20 @@ def fused_loss(cfg: Any) -> Any:
         log.warning("The loss stays in torchtitan's chunks: it is no cross entropy.")
         return cfg
     return derive(cfg, FusedLoss.Config)
+
+
+def _accept_flex_attention() -> None:
+    """Make torchtitan compile blocks with FlexAttention by `memeff`.
+
+    torchtitan refuses every backend except Inductor and `aot_eager` for them, because others may
+    run FlexAttention op by op. This backend hands it on to Inductor.
+    """
+    refuse = getattr(compile_blocks, "_maybe_regional_inductor_backend", None)  # since 0.3
+
+    def choose(model: nn.Module, backend: Any) -> Any:
+        return backend if backend == "memeff" or refuse is None else refuse(model, backend)
+
+    compile_blocks._maybe_regional_inductor_backend = choose
+
+
+_accept_flex_attention()

@@ -225,3 +225,19 @@ def test_what_a_stream_does_is_told_from_a_trace() -> None:
     assert said["gaps"] == [{"ms": 1.0, "at_ms": 2.1, "between": ["add", "mm"]}]
     assert said["kernels"] == [["mm", 3.0], ["add", 0.6]]
     assert looking.stream([gathered]) == {}
+
+
+def test_the_blocks_of_a_peak_are_told_from_allocations() -> None:
+    def event(action: str, address: int, size: int) -> dict[str, Any]:
+        frame = {"filename": "/a/step.py", "line": address, "name": "f"}
+        return {"action": action, "addr": address, "size": size << 20, "frames": [frame]}
+
+    freed = event("free_completed", 9, 7)  # it was allocated before the step
+    given = [freed, event("alloc", 1, 100), event("alloc", 2, 50), event("free_completed", 1, 100)]
+    given += [event("alloc", 1, 20), event("alloc", 3, 90)]
+    assert looking.blocks(given) == {
+        "largest_block_mib": 100.0,
+        "above_start_mib": 153.0,
+        "at_peak": [[90.0, "step.py:3 f"], [50.0, "step.py:2 f"], [20.0, "step.py:1 f"]],
+    }
+    assert looking.blocks([]) == {"largest_block_mib": 0.0, "above_start_mib": 0.0, "at_peak": []}

@@ -12,12 +12,15 @@ from benchmarks.distributed import many_gpus, merging
 from tests.distributed.processes import RANKS, TwoProcesses
 
 EVERY = [*many_gpus.CASES]
+FIRST, OTHERS = EVERY[: len(EVERY) // 2], EVERY[len(EVERY) // 2 :]
 SOME = ["TP head"]
 
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize(
-    "cases", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "all"]
+    "cases",
+    [SOME, *(pytest.param(cases, marks=pytest.mark.slow) for cases in (FIRST, OTHERS))],
+    ids=["some", "first", "others"],
 )
 def test_a_case_writes_a_row_for_each_backend(
     cases: list[str], two_processes: TwoProcesses, tmp_path: Path

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -27,8 +27,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
+from memeff_compile.passes.graph import last_product
 from tests.distributed.models import assert_same_gradients, fresh_start, gradients, whole
 from tests.distributed.processes import RANKS, TwoProcesses
 
@@ -38,6 +40,7 @@ LIMIT = 150.0
 DATA_PARALLEL = (
     *("plain", "ddp", "ddp outside", "fsdp root", "fsdp layers"),
     *("fsdp root freed", "fsdp root kept", "fsdp own head", "fsdp norm and head"),
+    "fsdp layers in checkpoints",
 )
 TENSOR_PARALLEL = ("tp gathered", "tp parallel loss", "tp sequence", "tp sequence, parallel loss")
 
@@ -77,7 +80,7 @@ def draw(seed: int) -> Draw:
     returns = not splits and chance.random() < 0.6
     if splits:
         returns = seed % 2 == 0 and "parallel loss" not in layout
-    return Draw(
+    drawn = Draw(
         seed=seed,
         layout=layout,
         width=chance.choice((8, 16, 24)),
@@ -95,13 +98,23 @@ def draw(seed: int) -> Draw:
         batches=by_rank((1, 2, 3)),
         ignored=ignored,
     )
+    # AOTAutograd of torch 2.13 fails on logits gathered over ranks if their sizes vary, with every
+    # backend (a RecursionError).
+    fails = splits and drawn.returns_logits and drawn.logits == "eager"
+    return replace(drawn, inner="eager") if fails else drawn
 
 
 class Block(nn.Module):
     def __init__(self, width: int, attends: bool) -> None:
         super().__init__()
         self.attends = attends
+        self.gradient_checkpointing = False
         self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def __call__(self, x: Tensor) -> Any:
+        if not self.gradient_checkpointing:
+            return super().__call__(x)
+        return checkpoint(partial(super().__call__), x, use_reentrant=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.up(x).unflatten(-1, (3, 2, -1)).movedim(-3, 0).transpose(-3, -2).unbind(0)
@@ -181,9 +194,10 @@ def spread(model: Model) -> Any:
     if layout.startswith("tp"):
         return _split(model)
     if layout.startswith("fsdp"):
-        if layout == "fsdp layers":
+        if layout.startswith("fsdp layers"):
             for block in model.blocks:
                 fully_shard(block, mesh=mesh())
+                block.gradient_checkpointing = layout.endswith("in checkpoints")
         if layout == "fsdp own head":
             fully_shard(model.head, mesh=mesh())
         if layout == "fsdp norm and head":
@@ -210,6 +224,12 @@ def _split(model: Model) -> Any:
 
 def run(drawn: Draw) -> None:
     """Accumulate gradients over all micro-batches of a draw, and compare."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(last_product.SHORTEST, "cpu", 0.0)  # a product of any size is left out
+        _run(drawn)
+
+
+def _run(drawn: Draw) -> None:
     losses, wanted_logits, wanted = expected(drawn)
     fresh_start()
     model = spread(Model(drawn))

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile.backend import sharded_layers
+from memeff_compile.passes.graph import last_product
 from tests.distributed.models import (
     OPTIONS,
     VOCABULARY,
@@ -113,6 +115,24 @@ def as_a_whole() -> None:
     assert_same_gradients(gradients(model), expected())
 
 
+def without_the_last_product() -> None:
+    """The checkpoint around a layer's hooks ends in front of its last product, after which no hook
+    of FSDP2 runs: gradients are reduced all the same, and weights are freed.
+    """
+    model = sharded(Around)
+    with pytest.MonkeyPatch.context() as patch, seen_by_the_inner_compiler() as graphs:
+        patch.setitem(last_product.SHORTEST, "cpu", 0.0)
+        run = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
+        for _ in range(2):
+            model.zero_grad()
+            run(ids()).backward()
+    assert "last_product_apart" in {r.code for r in memeff_compile.last_report().records}
+    products = [str(n.target) for graph in graphs for n in graph.nodes if "addmm" in str(n.target)]
+    assert len(products) == 1, products
+    assert_same_gradients(gradients(model), expected())
+    assert all(isinstance(each, DTensor) for each in model.trunk.layers.parameters())
+
+
 def as_a_whole_switched_off() -> None:
     """The report has their number, class and the way out; layers inside their hooks are not
     listed.
@@ -164,7 +184,14 @@ def what_the_verb_leaves() -> None:
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize(
-    "case", [as_a_whole, as_a_whole_switched_off, by_the_verb, what_the_verb_leaves]
+    "case",
+    [
+        as_a_whole,
+        without_the_last_product,
+        as_a_whole_switched_off,
+        by_the_verb,
+        what_the_verb_leaves,
+    ],
 )
 def test_layers_in_checkpoints(
     case: Callable[[], None], two_processes: TwoProcesses, inner: str

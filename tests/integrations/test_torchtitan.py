@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -72,8 +73,16 @@ def get_spmd_backend():
 
 def spmd_mesh_size(name):
     return 1
+
+def _maybe_regional_inductor_backend(model, backend):
+    if backend == "inductor":
+        return backend
+    raise ValueError("Model uses FlexAttention")
 """
-MODULES = ("components.loss", "config", "distributed.spmd_types", "distributed.utils")
+MODULES = (
+    *("components.loss", "config", "distributed.compile"),
+    *("distributed.spmd_types", "distributed.utils"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +98,7 @@ def ours() -> Iterator[Any]:
             for each in ("", ".components", ".distributed", *(f".{one}" for one in MODULES)):
                 patch.setitem(sys.modules, f"torchtitan{each}", made)
             exec(STAND_IN, made.__dict__)
+            made.compile = made  # type: ignore[attr-defined]
         yield import_module(name)
     sys.modules.pop(name, None)
 
@@ -203,3 +213,17 @@ def test_a_chunked_loss_of_another_kind_stays(ours: Any, caplog: pytest.LogCaptu
     config = ours.ChunkedLossWrapper.Config(loss_fn=other)
     assert ours.fused_loss(config) is config
     assert "no cross entropy" in caplog.text
+
+
+def test_blocks_with_flex_attention_are_compiled_by_this_backend(ours: Any) -> None:
+    kind: type[nn.Module] = nn.Identity  # a stand-in refuses every model
+    with suppress(ImportError):
+        kind = import_module("torchtitan.models.common.attention").FlexAttention
+    model = nn.Module()
+    model.attention = kind.__new__(kind)
+    nn.Module.__init__(model.attention)
+    choose = import_module("torchtitan.distributed.compile")._maybe_regional_inductor_backend
+    assert choose(model, "memeff") == "memeff"
+    assert choose(model, "inductor") == "inductor"
+    with pytest.raises(ValueError, match="uses FlexAttention"):
+        choose(model, "eager")

@@ -143,11 +143,12 @@ def compiled_in_pieces(
     compile_one: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
     *,
     shares: bool = True,
+    is_last_plain: bool = False,
 ) -> Callable[..., Any]:
     """Compile each partition between the cuts; return a function of the whole graph.
 
     If `shares` is set, partitions that are equal in structure and inputs share the compiled code of
-    the first one.
+    the first one. If `is_last_plain` is set, the last partition is not compiled.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))
@@ -162,7 +163,10 @@ def compiled_in_pieces(
     steps: list[_Step] = []
     for place, piece in enumerate(pieces):
         inputs = [known.get(node, compat.example_value(node)) for node in piece.takes]
-        key = structure(piece.graph, inputs) if shares else place
+        is_plain = is_last_plain and piece is pieces[-1]
+        key = structure(piece.graph, inputs) if shares and not is_plain else place
+        if is_plain:
+            made[key] = piece.graph.forward
         if key not in made:
             with compat.apart_in_tracing():
                 made[key] = compile_one(piece.graph, inputs)
