@@ -33,23 +33,27 @@ HALF_BIAS: gl.constexpr = gl.constexpr(112)
 @gluon.jit
 def _bytes_of(high, low, FIRST: gl.constexpr):
     """Return two fp16 numbers in a word: bytes 0 and 1 of `high` and `low`, or bytes 2 and 3."""
-    if FIRST:
-        how: gl.constexpr = "prmt.b32 $0, $1, $2, 0x1504;"
-    else:
-        how: gl.constexpr = "prmt.b32 $0, $1, $2, 0x3726;"
     return gl.inline_asm_elementwise(
-        how, "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1
+        "prmt.b32 $0, $1, $2, 0x1504;" if FIRST else "prmt.b32 $0, $1, $2, 0x3726;",
+        "=r,r,r",
+        [high, low],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
 @gluon.jit
 def _high_byte(high, FIRST: gl.constexpr):
     """Return two fp16 numbers in a word, whose low bytes are zero."""
-    if FIRST:
-        how: gl.constexpr = "prmt.b32 $0, $1, 0, 0x1404;"
-    else:
-        how: gl.constexpr = "prmt.b32 $0, $1, 0, 0x3424;"
-    return gl.inline_asm_elementwise(how, "=r,r", [high], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x1404;" if FIRST else "prmt.b32 $0, $1, 0, 0x3424;",
+        "=r,r",
+        [high],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
