@@ -457,7 +457,7 @@ def fuses(
     trains: bool = False,  # a gradient is needed: products then have the dense layer's bits
 ) -> bool:
     """Return whether a product with this many tokens decodes the weight inside the kernel."""
-    if trains or form.codec != "win4" or len(shape) != 2 or shape[1] % GROUP:
+    if trains or form.family != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:
         return tokens == 1
