@@ -524,12 +524,13 @@ class Options:
         "backward, or computes them again from their codes: the same integers, in less memory.",
     )
     weights: str = _choice(
-        "exact off win4 win4:k3 win4:k1 win4:k0 tier rans",
+        "exact off win4 win4:k3 win4:k1 win4:k0 tier rans win4:fp32 tier:fp32 rans:fp32 tier:fp16 "
+        "rans:fp16",
         "Whether linears with weights that `memeff_compile.compress_` compressed run as "
         "one op that keeps no decoded weight for the backward. `off`: each is decoded and kept. A "
         "codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
         "`torch.compile` refuses it, because a backend does not see the model. `k3`, `k1`, `k0`: "
-        "lossy, 3, 1 or 0 mantissa bits are kept.",
+        "lossy, 3, 1 or 0 mantissa bits are kept. `fp32`, `fp16`: for weights of these dtypes.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),

@@ -42,6 +42,7 @@ Each path in each of `--batch` and `--prompt`, one model after the other; `read_
 a step has to read: weights and the tokens that are there, in the bits that they are held in. Where
 several processes share a GPU, `--turns FILE` has one of them on it at a time; they compile in
 parallel, so that `compile_s` is longer than alone. `--brief` leaves out the loops of `step_ms`.
+`--regions on` compiles equal layers once, which shortens the first call of deep models.
 
 `host`: the host's time for one step without generate()'s loop: calls in a row while the GPU is busy
 with other work.
@@ -261,10 +262,10 @@ class Times:
 # --- paths ----------------------------------------------------------------------------------------
 
 
-def prepare(path: str, model: Any) -> None:
+def prepare(path: str, model: Any, *, regions: str = "off") -> None:
     """Compress and compile a model as a path says."""
     if path in VERBS:
-        memeff_compile.compile(model, **VERBS[path])
+        memeff_compile.compile(model, options={"memeff.regions": regions}, **VERBS[path])
     elif path == "win4":
         memeff_compile.compress_(model, "win4", progress=False)
     elif path.startswith("torchao"):
@@ -539,8 +540,10 @@ def measure(options: argparse.Namespace) -> None:
         row: dict[str, Any] = {"kind": "serving", "path": path, "layers": options.layers}
         if options.size != "h200":
             row["size"] = options.size
+        if options.regions != "off":
+            row["regions"] = options.regions
         try:
-            prepare(path, model)
+            prepare(path, model, regions=options.regions)
         except Exception as error:  # a path that fails is a result
             rows.write(options.out, {**row, "error": f"{type(error).__name__}: {error}"[:300]})
             continue
@@ -682,6 +685,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs="+", default=[12000])
     parser.add_argument("--turns", type=Path, help="a file that processes on a GPU share")
     parser.add_argument("--brief", action="store_true")
+    parser.add_argument("--regions", choices=["off", "on"], default="off", help="of the verb")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="print the report of each path")

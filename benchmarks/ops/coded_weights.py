@@ -217,6 +217,7 @@ def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
             errors = {}
             has_peers = tokens == 1 and shape in WIDTHS[options.size][:PEERS]
+            has_peers = has_peers and not options.no_peers
             for name in FORMATS if has_peers else ():
                 peers = [PlainFormat(each, name) for (each,) in _copies([weight], options)]
                 groups[name] = [lambda own=own, x=x: own(x) for own in peers]
@@ -432,6 +433,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--size", choices=tuple(registry.WEIGHTS), default="h200")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 8, 16, 64])
+    parser.add_argument("--no-peers", action="store_true", help="no INT8 and NF4 in `widths`")
     parser.add_argument("--way", choices=WAYS, nargs="+", help="of one token through the model")
     parser.add_argument("--out", type=Path, default=Path("coded-weights.jsonl"))
     options = parser.parse_args()

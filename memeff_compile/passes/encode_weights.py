@@ -99,7 +99,7 @@ class EncodeWeights(GraphPass):
             return "it is declined or skipped"
         if codecs[0] != codecs[1]:
             return f"one is coded as {codecs[0]}, the other as {codecs[1]}"
-        if op_folder.parse(codecs[0]).codec != "win4":
+        if op_folder.parse(codecs[0]).family != "win4":
             return f"{codecs[0]} is not multiplied while it is decoded"
         if any(out is None or out.requires_grad for out in outs):
             return "they are trained, or an earlier layer is"
@@ -138,11 +138,14 @@ class EncodeWeights(GraphPass):
         if kind:
             said = f"an operand of the linear is a {kind}, which this op does not take"
             return Decline(f"subclass_operand({kind})", said, "pass a plain tensor to the linear")
-        dtype = info.value(site.node).dtype
-        if dtype == torch.bfloat16:
+        dtype, own = info.value(site.node).dtype, _dtype(site)
+        if dtype == own:
             return None
         said = "autocast runs this linear in another dtype than the weight was compressed from"
-        return Decline(f"other_dtype({short(dtype)})", said, "use autocast with torch.bfloat16")
+        remedy = "use autocast with torch.bfloat16"
+        if own != torch.bfloat16:
+            remedy = f"leave autocast off, or use it with {own}"
+        return Decline(f"other_dtype({short(dtype)})", said, remedy)
 
     def places(self, match: Several) -> Sequence[Node]:
         return [site.node for site in match.sites]
@@ -157,7 +160,7 @@ class EncodeWeights(GraphPass):
             # In the dtype of coded weights, as autocast would hand them over. Matches are found
             # before any edit: one linear's input may be another's result.
             x, *biases = (
-                None if node is None else editor.cast(info.current(node), torch.bfloat16)
+                None if node is None else editor.cast(info.current(node), _dtype(first))
                 for node in (first.x, *(site.bias for site in match.sites))
             )
             if len(match.sites) == 1:
@@ -179,6 +182,12 @@ class EncodeWeights(GraphPass):
 def _coded(node: Node) -> op_folder.CodedWeight | None:
     value = compat.local_part(compat.example_value(node))
     return value if isinstance(value, op_folder.CodedWeight) else None
+
+
+def _dtype(site: Coded) -> torch.dtype:
+    """Return the dtype that a site's weight was compressed from."""
+    weight = _coded(site.weight)
+    return torch.bfloat16 if weight is None else weight.dtype
 
 
 def _whole(node: Node) -> Node:
@@ -218,7 +227,7 @@ def _sentence(info: GraphInfo, match: Several) -> str:
         return said
     rows, columns = weight.shape
     n, k = sympy.symbols("N K", integer=True, positive=True)
-    before = op_folder.bytes_before(n, k)
+    before = op_folder.bytes_before(n, k, weight.dtype.itemsize)
     kept = format_bytes(int(before.subs({n: rows, k: columns})))
     return (
         f"{said}. The backward decodes again: {kept} "

@@ -18,10 +18,12 @@ from .codecs import MAX_TOGETHER as MAX_TOGETHER
 from .codecs import Room as Room
 from .codecs import Step as Step
 from .codecs import sheltered as sheltered
+from .dtypes import dtype_of as dtype_of
 from .layout import ADVISED as ADVISED
 from .layout import BITS as BITS
 from .layout import CODECS as CODECS
 from .layout import LISTS as LISTS
+from .layout import WIDER as WIDER
 from .layout import Format as Format
 from .layout import parse as parse
 from .memory import bits_per_weight as bits_per_weight

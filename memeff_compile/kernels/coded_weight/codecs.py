@@ -457,7 +457,7 @@ def fuses(
     trains: bool = False,  # a gradient is needed: products then have the dense layer's bits
 ) -> bool:
     """Return whether a product with this many tokens decodes the weight inside the kernel."""
-    if trains or form.codec != "win4" or len(shape) != 2 or shape[1] % GROUP:
+    if trains or form.family != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:
         return tokens == 1
@@ -604,6 +604,11 @@ def _aligned(x: Tensor) -> Tensor:
     return flat.view(x.shape)
 
 
+_MATRIX_KERNELS = ("win4_matrix_kernel", "win4_matrices_kernel")
+_TOKEN_KERNELS = ("win4_token_kernel", "win4_tokens_kernel")
+"""The kernels for one weight and for several."""
+
+
 def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor]:
     """Multiply a few tokens with one weight, or with two or three in one launch."""
     x, count, form = several[0].x, len(several), several[0].form
@@ -625,16 +630,22 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
         "BLOCK": form.block,
     }
     if count == 1:
-        kernel, constants["TILE"] = "win4_matrix_kernel", tiles[0]
+        constants["TILE"] = tiles[0]
     else:
-        kernel, constants["COUNT"] = "win4_matrices_kernel", count
+        constants["COUNT"] = count
         operands += operands[-1:] * (MAX_TOGETHER - count)  # a missing third weight is not read
         tiles += tiles[-1:] * (MAX_TOGETHER - count)
         constants |= {f"TILE_{place}": each for place, each in enumerate(tiles)}
     programs = sum(-(-each.shape[0] // setting.rows) for each in several)
     grid = (programs, -(-tokens // setting.tokens))
-    given = (x, *operands, tokens, groups)
-    _run("matrix_kernels", kernel, x, grid, *given, **constants, warps=setting.warps)
+    module, kernels = "matrix_kernels", _MATRIX_KERNELS
+    sizes: tuple[int, ...] = (tokens, groups)
+    if tokens == 1 and shapes.fits_halves(form.block, x.shape[1]):
+        module, kernels, sizes = "token_kernels", _TOKEN_KERNELS, (groups,)
+        constants["GROUPS"] = groups
+    given = (x, *operands, *sizes)
+    kernel = kernels[count > 1]
+    _run(module, kernel, x, grid, *given, **constants, warps=setting.warps)
     return outs
 
 

@@ -42,6 +42,8 @@ BITS = {"win4": 12.02, "tier": 11.03, "rans": 10.89}
 (`benchmarks/ops/coded_weights.py`)."""
 ADVISED = ("win4", "tier")
 """The codecs that `fit` plans with: one for speed, one for memory."""
+SMALLER = ADVISED[-1]
+"""The codec to name for weights that another one leaves dense."""
 MANTISSA_BITS = 7
 LOSSY = (0, 1, 3)
 """Mantissa bits that the lossy modes keep."""
@@ -82,6 +84,7 @@ class Format:
     codec: str  # how exponents are coded, one of `CODECS`
     mantissa: int = MANTISSA_BITS  # mantissa bits kept; 7 is lossless
     block: int = 0  # weights per normaliser; 0 where it is lossless
+    dtype: str = "bf16"  # of decoded weights; fp32 and fp16 are lossless
 
     @property
     def is_lossless(self) -> bool:
@@ -92,10 +95,16 @@ class Format:
     def parts(self) -> tuple[str, ...]:
         """Return the names of a coded weight's tensors, in order."""
         norms = () if self.is_lossless else ("norms",)
-        return (*_EXPONENTS[self.codec], "signs", *norms)
+        rest = () if self.dtype == "bf16" else ("rest",)
+        return (*_EXPONENTS[self.codec], "signs", *norms, *rest)
+
+    @property
+    def family(self) -> str:
+        """Return the name without mantissa bits and block: "tier", or "tier:fp32"."""
+        return self.codec if self.dtype == "bf16" else f"{self.codec}:{self.dtype}"
 
     def __str__(self) -> str:
-        return self.codec if self.is_lossless else f"{self.codec}:k{self.mantissa}:b{self.block}"
+        return self.family if self.is_lossless else f"{self.codec}:k{self.mantissa}:b{self.block}"
 
 
 _FORMATS = {
@@ -103,6 +112,9 @@ _FORMATS = {
     for codec in CODECS
     for form in (Format(codec), *(Format(codec, kept, block) for kept in LOSSY for block in BLOCKS))
 }
+WIDER = tuple(f"{codec}:{dtype}" for codec in CODECS for dtype in ("fp32", "fp16"))
+"""Names of the codecs of weights of another dtype; their mantissas keep all bits."""
+_FORMATS |= {name: Format(name[:4], dtype=name[5:]) for name in WIDER}
 _FORMATS |= {
     f"{codec}:k{kept}": Format(codec, kept, BLOCKS[-1]) for codec in CODECS for kept in LOSSY
 }
@@ -115,7 +127,8 @@ def parse(name: str) -> Format:
     """
     if name not in _FORMATS:
         raise UnsupportedInputError(
-            f"codec is {name!r}; {', '.join(CODECS)} are lossless, and a lossy mode is one of them "
+            f"codec is {name!r}; {', '.join(CODECS)} are lossless, with :fp32 or :fp16 for weights "
+            "of these dtypes instead of bfloat16, and a lossy mode is one of them "
             f"with the mantissa bits kept ({', '.join(map(str, LOSSY))}) and the size of a block "
             f"({', '.join(map(str, BLOCKS))}), such as 'win4:k3:b512'."
         )

@@ -131,7 +131,7 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 
 @gluon.jit
-def _chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
+def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
     """Return the position of some rows (first chunk, number of chunks, position in the first
     chunk), and the bounds of their patches.
     """
@@ -146,7 +146,7 @@ def _chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 
 @gluon.jit
-def _own_patches(mma: gl.constexpr, C: gl.constexpr):
+def own_patches(mma: gl.constexpr, C: gl.constexpr):
     """Return the layout of patches and the chunks that they are compared with, and each warp's
     first patches, counted from the first.
     """
@@ -160,19 +160,19 @@ def _own_patches(mma: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _some_patches(each, end, places_ptr, values_ptr):
+def some_patches(each, end, places_ptr, values_ptr):
     """Load positions and values of patches; the position is -1 from `end` on."""
     place = gl.load(places_ptr + each, mask=each < end, other=-1).to(gl.int32)
     return place, gl.load(values_ptr + each, mask=each < end, other=0)
 
 
 @gluon.jit
-def _patched(
+def patched(
     acc,
     x_ptr,
     lists,  # starts, places, values
-    loaded,  # the first patches, as `_some_patches` returns them
-    found,  # as `_chunks_of` returns it
+    loaded,  # the first patches, as `some_patches` returns them
+    found,  # as `chunks_of` returns it
     token,  # for the operand of x
     tokens_count,
     row_length,
@@ -183,7 +183,7 @@ def _patched(
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    own = _own_patches(mma, C)
+    own = own_patches(mma, C)
     plain: gl.constexpr = own.type.layout.parent
     chunk, chunks, inside, patch, end = found
     number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
@@ -193,7 +193,7 @@ def _patched(
     for start in range(patch, end, C.WARPS * C.PATCHES):
         each = start + own
         if start > patch:
-            place, weight = _some_patches(each, end, places_ptr, values_ptr)
+            place, weight = some_patches(each, end, places_ptr, values_ptr)
         passed = gl.sum((each[:, :, None] >= ends[None, None, :]).to(gl.int32), 2)
         flat = passed * CHUNK + place - inside
         its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
@@ -211,7 +211,7 @@ def _patched(
 
 
 @gluon.jit
-def _codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
+def load_codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
     """Load the words of one group: codes, fields (two words of lossless ones), normalisers."""
     codes_at, signs_at, norms_ptr, its_group = at
     pitch: gl.constexpr = 64 if C.FIELD == 8 else 32
@@ -284,23 +284,23 @@ def _matrix_tile(
     codes_at = weight.codes + (row_groups[:, :, None] * 32 + lane)
     signs_at = weight.signs + (row_groups[:, :, None] * (64 if C.FIELD == 8 else 32) + lane)
     at = (codes_at, signs_at, weight.norms, row_groups)
-    loaded = _codes(at, 0, is_row & (begin < groups), TILE[1], C)
+    loaded = load_codes(at, 0, is_row & (begin < groups), TILE[1], C)
     power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
     lists = (weight.starts, weight.places, weight.patterns)
-    found = _chunks_of(weight.starts, first_row, rows_count, groups * 256, C)
-    first = found[3] + _own_patches(mma, C)  # loaded early, so that no one waits for them
-    patches = _some_patches(first, found[4], weight.places, weight.patterns)
+    found = chunks_of(weight.starts, first_row, rows_count, groups * 256, C)
+    first = found[3] + own_patches(mma, C)  # loaded early, so that no one waits for them
+    patches = some_patches(first, found[4], weight.places, weight.patterns)
     zeros = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words)
     x_at = x_ptr + (token.to(gl.int64) * groups + its) * 256 + column[None, :, None]
     acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
     short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
     # Patches come first, as the codes of the first group are on their way.
-    acc = _patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
+    acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
     for group in range(0, share):
         codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
         following = gl.minimum(group + 1, share - 1)
-        loaded = _codes(at, following, is_row & (begin + following < groups), TILE[1], C)
+        loaded = load_codes(at, following, is_row & (begin + following < groups), TILE[1], C)
         here = x_at + group * 256
         is_in = is_token & (its + group < groups)
         fields = (_spread(signs, C.FIELD), more)
@@ -458,7 +458,7 @@ def _note_patches(
     notes,  # (NOTED,) each in shared memory: rows, counted from the first, or -1; columns; values
     loaded,  # as `_load_patches` returns them
     starts_ptr,
-    found,  # as `_chunks_of` returns it
+    found,  # as `chunks_of` returns it
     row_length,
     C: gl.constexpr,
 ):
@@ -586,7 +586,7 @@ def win4_wide_kernel(
     for stage in gl.static_range(C.X_STAGES):
         _fetch_x(x_desc, bars, x, stage, first_token, first + stage, stage < steps)
     row_length = groups * 256
-    chunk, chunks, inside, patch, end = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
+    chunk, chunks, inside, patch, end = chunks_of(starts_ptr, first_row, rows_count, row_length, C)
     its_patches = (end - patch + splits - 1) // splits
     patch += split * its_patches
     end = gl.minimum(end, patch + its_patches)

@@ -7,10 +7,10 @@ import sympy
 from ..sizes import Size
 
 
-def bytes_before(rows: Size, columns: Size) -> sympy.Expr:
+def bytes_before(rows: Size, columns: Size, itemsize: int = 2) -> sympy.Expr:
     """Return the bytes of the decoded weight, which autograd keeps unless the backward pass decodes
     again."""
-    return 2 * sympy.sympify(rows) * columns
+    return itemsize * sympy.sympify(rows) * columns
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:

@@ -21,8 +21,8 @@ from torch import Tensor
 from ...errors import UnsupportedInputError
 from .. import library
 from ..device import kernels_serve, without_autocast
-from . import codecs, pieces, reference
-from .layout import LISTS, Format, fits_one_piece, parse
+from . import codecs, dtypes, pieces, reference
+from .layout import LISTS, SMALLER, Format, fits_one_piece, parse
 
 ENGINES = {
     "triton": (
@@ -44,12 +44,9 @@ def supports_weight(
     """Return a sentence that says why a codec cannot encode a tensor, or None if it can."""
     if weight.layout != torch.strided or weight.is_quantized:
         return "it is not a plain strided tensor"
-    if weight.dtype != torch.bfloat16:
-        return (
-            f"its dtype is {str(weight.dtype).removeprefix('torch.')}; only bfloat16 is coded, "
-            "because its exponents are redundant (those of fp16 and fp32 save less than a sixth). "
-            "Load the model with dtype=torch.bfloat16 to compress it; this rounds its weights"
-        )
+    wanted = dtypes.dtype_of(parse(codec))
+    if weight.dtype != wanted:
+        return _other_dtype(weight.dtype, wanted, codec)
     if weight.device.type == "meta" and not is_loaded_later:
         return "it is on the meta device and holds no values yet"
     if not 0 < weight.numel() < MAX_WEIGHTS:
@@ -59,6 +56,21 @@ def supports_weight(
     if not bool(weight.isfinite().all()):
         return "it holds values that are not finite, which a lossy mode cannot keep"
     return None
+
+
+def _other_dtype(given: torch.dtype, wanted: torch.dtype, codec: str) -> str:
+    name, own = (str(each).removeprefix("torch.") for each in (given, wanted))
+    short = {each: key for key, each in dtypes.DTYPES.items()}.get(given)
+    said = f"its dtype is {name}, and {codec!r} codes {own}"
+    if short is None or not parse(codec).is_lossless:
+        return said
+    said += f". The codec {str(Format(SMALLER, dtype=short))!r} codes {name}"
+    if short == "bf16":
+        return said
+    return (
+        f"{said}, saves less than a sixth, and decodes before each product. Loading the model with "
+        "dtype=torch.bfloat16 saves half and rounds its weights"
+    )
 
 
 def engine_for(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
@@ -77,13 +89,16 @@ def _require(weight: Tensor, codec: str) -> None:
 
 
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
-    """Return the parts of a bf16 tensor of any shape, in the order of `parse(codec).parts`.
+    """Return the parts of a tensor of any shape, in the order of `parse(codec).parts`.
 
     Spare memory in the lists lets other values fit in later. Values that cannot be encoded raise an
     error.
     """
     form = parse(codec)
     _require(weight, codec)
+    if form.dtype != "bf16":
+        upper, rest = dtypes.split(weight, form)
+        return [*encode(upper, form.codec, room), rest]
     if form.is_lossless and _uses_kernels(weight):
         return codecs.encode(weight, form, room)
     parts = reference.encode(weight, form)
@@ -108,6 +123,8 @@ def encode_soon(
     finite.
     """
     form = parse(codec)
+    if form.dtype != "bf16":
+        return reference.move(encode(weight, codec), parts)
     if not form.is_lossless:
         _require(weight, codec)
     elif _uses_kernels(weight):
@@ -137,6 +154,8 @@ def _form(codec: str, parts: Sequence[Tensor]) -> Format:
 
 def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int], at: object = None) -> Tensor:
     form = _form(codec, parts)
+    if form.dtype != "bf16":
+        return dtypes.join(_decode(parts[:-1], form.codec, size), parts[-1], form, size)
     if not _uses_kernels(parts[0]):
         return reference.decode(_apart(parts, form, size), form, size)
     if len(parts) < len(form.parts):
@@ -161,8 +180,8 @@ def _apart(parts: Sequence[Tensor], form: Format, size: Sequence[int]) -> Sequen
 def _fake_decode(
     parts: Sequence[Tensor], codec: str, size: Sequence[int], at: object = None
 ) -> Tensor:
-    _form(codec, parts)
-    return parts[0].new_empty(tuple(size), dtype=torch.bfloat16)
+    dtype = dtypes.dtype_of(_form(codec, parts))
+    return parts[0].new_empty(tuple(size), dtype=dtype)
 
 
 def _require_fit(given: Product) -> Format:
@@ -170,10 +189,11 @@ def _require_fit(given: Product) -> Format:
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):
-        if tensor is not None and tensor.dtype != torch.bfloat16:
+        if tensor is not None and tensor.dtype != dtypes.dtype_of(form):
+            own = str(dtypes.dtype_of(form)).removeprefix("torch.")
             raise UnsupportedInputError(
                 f"coded_weight_linear: {name} has dtype {tensor.dtype} and the weight was coded "
-                "from bfloat16; cast one, or run under autocast."
+                f"from {own}; cast one, or run under autocast."
             )
     if x.device != parts[0].device:
         raise UnsupportedInputError(

@@ -201,6 +201,15 @@ def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile
     return min(found, key=itemgetter(0))[1]
 
 
+MOST_HALVES = 32768
+"""The most columns of x that a program holds in shared memory as fp16, 64 KiB."""
+
+
+def fits_halves(block: int, columns: int) -> bool:
+    """Return whether one token is multiplied in fp16: normalisers cover whole groups, x fits."""
+    return block >= GROUP and columns <= MOST_HALVES
+
+
 def chunks_touched(rows: int, columns: int) -> int:
     """Return the least power of two that is at least the number of chunks of some rows."""
     return 1 << ((rows * columns - 1) // CHUNK + 1).bit_length()

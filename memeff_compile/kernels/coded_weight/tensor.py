@@ -1,4 +1,4 @@
-"""CodedWeight: a tensor with the shape and dtype of a bf16 weight that stores only codes.
+"""CodedWeight: a tensor with the shape and dtype of a weight that stores only codes.
 
 An operation that has no special support decodes the weight and uses the values. A linear
 becomes `memeff::coded_weight_linear`, which keeps no decoded weight for the backward pass. In-place
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ... import compat
 from ...errors import CodedWeightError, UnsupportedInputError
 from ..device import on_stream, stream_of
-from . import codecs, op, pieces
+from . import codecs, dtypes, op, pieces
 from .layout import CODECS, parse
 
 _aten = torch.ops.aten
@@ -36,7 +36,7 @@ _DEVICE = torch.ops.prim.device.default
 OWN_ATTRIBUTES = frozenset(
     "codec room place piece shares_with unsettled times_anew".split()
     + ["_number", "_memory_number", "_is_param"]
-    + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
+    + [name for codec in CODECS for name in (*parse(codec).parts, "norms", "rest")]
 )
 """Attributes of a `CodedWeight`; the last one is PyTorch's. Other code has set any further ones."""
 
@@ -88,7 +88,7 @@ class Unsettled:
             fits = outcome if isinstance(outcome, bool) else outcome.fits()
             if not fits:
                 value = kept.view(-1)[: weight.numel()].to(weight.device)
-                weight.encode_anew(value.view(torch.bfloat16).view(weight.shape))
+                weight.encode_anew(value.view(weight.dtype).view(weight.shape))
             self._kept = None  # only now: if encoding fails, this is the only copy of the value
             if weight.unsettled is self:
                 weight.unsettled = None
@@ -198,7 +198,7 @@ HOW_TO_LEAVE_DENSE = "leave the head dense: name it in skip of compress_"
 
 
 class CodedWeight(Tensor):
-    """A bf16 weight in coded form."""
+    """A weight in coded form."""
 
     codec: str  # its name, as `encode` takes it
     room: codecs.Room  # spare room of lists that have to be made again
@@ -226,7 +226,8 @@ class CodedWeight(Tensor):
         if type(parts[0]) is Tensor:
             make = compat.make_without_memory
         place = parts[0].device
-        made = make(cls, shape, dtype=torch.bfloat16, device=place, requires_grad=requires_grad)
+        dtype = dtypes.dtype_of(parse(codec))
+        made = make(cls, shape, dtype=dtype, device=place, requires_grad=requires_grad)
         return cast("CodedWeight", made)
 
     def __init__(
@@ -821,7 +822,7 @@ def _set_data(weight: CodedWeight, new: Tensor) -> None:
     warnings.warn(
         f"a compressed weight of {tuple(weight.shape)} became a dense one of {new.dtype} on "
         f"{new.device}, since new data was assigned to it, as module.half(), .float() and "
-        ".to(dtype) do; codes hold bfloat16 and nothing else.",
+        ".to(dtype) do; codes hold weights of one dtype.",
         stacklevel=2,
     )
     dense = new.detach()

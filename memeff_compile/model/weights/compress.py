@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+import math
 import re
 import sys
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +28,10 @@ from memeff_compile.kernels.coded_weight import (
     CODECS,
     LISTS,
     OWN_ATTRIBUTES,
+    WIDER,
     CodedWeight,
     bits_per_weight,
+    dtype_of,
     encode,
     parse,
     side_by_side,
@@ -81,7 +84,7 @@ class CompressedWeight:
     @property
     def bits(self) -> float:
         """Return the bits per weight, including all parts of the code."""
-        return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
+        return _bits([self])
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class CompressionReport(VerbReport):
     @property
     def bits(self) -> float:
         """Return the bits per weight, over all compressed weights."""
-        return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
+        return _bits(self.compressed)
 
     def to_json(self, indent: int | None = None) -> str:
         """Return everything as JSON."""
@@ -160,6 +163,11 @@ class CompressionReport(VerbReport):
         return (self.bytes_before, self.bytes_after) if self.compressed else None
 
 
+def _bits(weights: Sequence[CompressedWeight]) -> float:
+    count = sum(math.prod(each.shape) for each in weights)
+    return bits_per_weight(sum(each.bytes_after for each in weights), max(count, 1))
+
+
 _NUMBER = re.compile(r"\d+")
 
 
@@ -168,10 +176,7 @@ def _line(weights: Sequence[CompressedWeight]) -> str:
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
-        before, after = (
-            sum(getattr(w, f"bytes_{n}") for w in weights) for n in ("before", "after")
-        )
-        label = f"{bits_per_weight(after, max(before // 2, 1)):5.2f} bits"
+        label = f"{_bits(weights):5.2f} bits"
     more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
     return f"  {label}  {first.name}{more} {first._about}"
 
@@ -751,13 +756,14 @@ def _codes_in_state_dict(
                 error_messages.append(f"{path}: {error}")
 
 
-PARTS = frozenset(part for each in CODECS for part in (*parse(each).parts, "norms"))
+PARTS = frozenset(part for each in CODECS for part in (*parse(each).parts, "norms", "rest"))
 """Names of the parts of compressed weights, of any codec."""
 
 
 def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
     """Return a coded weight with these parts, which can replace a module's weight."""
-    forms = [own.codec] if isinstance(own, CodedWeight) else list(CODECS)
+    every = [name for name in (*CODECS, *WIDER) if dtype_of(parse(name)) == own.dtype]
+    forms = [own.codec] if isinstance(own, CodedWeight) else every
     codec = next((each for each in forms if set(parse(each).parts) == set(found)), None)
     if codec is None:
         raise CodedWeightError(

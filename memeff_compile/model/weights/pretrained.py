@@ -148,7 +148,7 @@ class MemeffQuantizer(HfQuantizer):
         if self.pre_quantized and saved is not None and given != saved:
             raise CodedWeightError(
                 f"from_pretrained was given dtype={given}, and this compressed model was saved in "
-                f"{saved}; codes hold bfloat16 and nothing else. Leave dtype out; for another one, "
+                f"{saved}; codes hold weights of one dtype. Leave dtype out; for another one, "
                 "call decompress_(model) and model.to(dtype) afterwards."
             )
         return dtype
@@ -355,7 +355,7 @@ def _describe(said: MemeffConfig, model: Theirs) -> None:
     every = model.named_parameters(remove_duplicate=False)
     said.weights = {name: marks[id(each)] for name, each in every if id(each) in marks}
     form = parse(next(iter(coded.values())).codec)
-    said.codec, said.mantissa, said.block = form.codec, form.mantissa, form.block or said.block
+    said.codec, said.mantissa, said.block = form.family, form.mantissa, form.block or said.block
     said.dtype = str(model.dtype).removeprefix("torch.")
     count = sum(weight.numel() for weight in coded.values())
     said.bits = round(bits_per_weight(sum(w.coded_bytes for w in coded.values()), count), 3)

@@ -24,6 +24,9 @@ from memeff_compile.model.runs import call, evaluating
 DAMPED = 0.01
 """The number added to the diagonal of a Gram matrix, relative to the diagonal's mean."""
 
+FRACTION = 23
+"""Bits of mantissa of fp32."""
+
 AT_ONCE = 64
 """Columns whose errors are compensated in later columns in one step."""
 
@@ -84,10 +87,11 @@ def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor])
 
 
 def kept(x: Tensor, mantissa: int) -> Tensor:
-    """Return numbers rounded to `mantissa` bits of mantissa; halves are rounded away from zero."""
-    fraction, exponent = torch.frexp(x)
-    whole = torch.floor(fraction.abs() * 2.0 ** (mantissa + 1) + 0.5)
-    return torch.ldexp(torch.sign(fraction) * whole / 2.0 ** (mantissa + 1), exponent)
+    """Return fp32 numbers rounded to `mantissa` bits of mantissa; halves are rounded away from
+    zero.
+    """
+    low = FRACTION - mantissa  # bits that are dropped; a carry raises the exponent
+    return x.view(torch.int32).add(1 << (low - 1)).bitwise_and_(-1 << low).view(torch.float32)
 
 
 @torch.no_grad()
@@ -115,16 +119,16 @@ def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tens
     if int(failed):
         return None
     factor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).to(x.dtype)
-    left, found = x.clone(), torch.empty_like(x)
+    left, found, least = x.clone(), torch.empty_like(x), -top
     for first in range(0, x.shape[1], AT_ONCE):
         end = min(first + AT_ONCE, x.shape[1])
         errors = torch.empty(len(x), end - first, device=x.device)
-        for place in range(first, end):
+        for place in range(first, end):  # ten launches for a column, which take most of the time
             own, size = left[:, place], scale[:, place]
-            made = kept(own / size, mantissa).clamp(-top[:, place], top[:, place]) * size
-            found[:, place] = torch.where(fixed[:, place], x[:, place], made)
-            error = (own - found[:, place]) / factor[place, place]
-            left[:, place:end] -= error[:, None] * factor[place, place:end]
-            errors[:, place - first] = error
+            made = kept(own / size, mantissa).clamp_(least[:, place], top[:, place]).mul_(size)
+            torch.where(fixed[:, place], x[:, place], made, out=found[:, place])
+            error = torch.sub(own, found[:, place], out=errors[:, place - first])
+            error.div_(factor[place, place])
+            left[:, place:end].addr_(error, factor[place, place:end], alpha=-1)
         left[:, end:] -= errors @ factor[first:end, end:]
     return found.to(weight.dtype)

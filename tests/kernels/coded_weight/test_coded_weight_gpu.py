@@ -71,8 +71,50 @@ def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: 
         assert torch.equal(found, dense)
 
 
+LOSSY = ("win4:k3:b512", "win4:k1:b128", "win4:k0:b32", "win4:k3:b64")
+HALVES = ("win4:k3:b512", "win4:k3:b256", "win4:k1:b512", "win4:k0:b512")
+"""Formats of which one token is multiplied in fp16."""
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(33, 256), (1024, 4096), (8960, 1536), (4096, 14336)]
+)
+def test_one_token_in_fp16_has_the_range_of_bf16(rows: int, columns: int, name: str) -> None:
+    weight = trained(rows, columns).cuda()
+    weight.view(-1)[:: rows * 7] = 300.0
+    weight[1] = 0.0
+    coded = CodedWeight(encode(weight, name), name, weight.shape)
+    decoded = coded.decode()
+    for at in (0, columns // 2 + 3, columns - 1):
+        x = torch.zeros(1, columns, device="cuda", dtype=torch.bfloat16)
+        x[0, at] = 1.0
+        assert torch.equal(F.linear(x, coded), F.linear(x, decoded)), at
+    for scale in (1e-37, 1e-20, 1.0, 1e20, 1e33):
+        x = torch.randn(1, columns, device="cuda").exp().mul(scale).to(torch.bfloat16)
+        exact = x.double() @ decoded.double().t()
+        found, dense = F.linear(x, coded), F.linear(x, decoded)
+        off, usual = (float((y.double() - exact).abs().max()) for y in (found, dense))
+        assert off <= 1.5 * usual + 1e-39, scale
+    assert not bool(F.linear(torch.zeros_like(x), coded).any())
+    for wrong in (float("inf"), float("nan")):
+        x[0, 5] = wrong
+        assert not bool(F.linear(x, coded)[0, 2:].isfinite().any())
+
+
+@pytest.mark.parametrize("name", HALVES[::2])
+def test_several_weights_in_fp16_give_the_bits_of_each_alone(name: str) -> None:
+    weights = [trained(rows, 2048).cuda() for rows in (4096, 1000, 33)]
+    coded = [CodedWeight(encode(w, name), name, w.shape) for w in weights]
+    x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
+    for count in (2, 3):
+        outs = coded_weight_linears(x, coded[:count], [None] * count)
+        for out, weight in zip(outs, coded, strict=False):
+            assert torch.equal(bits(out), bits(coded_weight_linear(x, weight)))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16, 17, 64, 200])
-@pytest.mark.parametrize("name", ["win4:k3:b512", "win4:k1:b128", "win4:k0:b32", "win4:k3:b64"])
+@pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize(("rows", "columns"), [(33, 256), (8960, 1536), (1024, 4096)])
 def test_a_lossy_linear_multiplies_decoded_weights(
     rows: int, columns: int, name: str, tokens: int

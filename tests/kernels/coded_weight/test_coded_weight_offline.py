@@ -42,13 +42,14 @@ SEVERAL = {
     for place in range(3)
 }
 PARTS = {"row": ONE, "rows": SEVERAL, "matrix": ONE, "matrices": SEVERAL}
+PARTS |= {"token": ONE, "tokens": SEVERAL}
 
 
 def _compile(
     module: str, name: str, capability: int, constants: dict[str, Any], warps: int, **types: str
 ) -> Any:
     folder = "memeff_compile.kernels.coded_weight"
-    engine = "win4" if module in ("matrix", "row") else module
+    engine = "win4" if module in ("matrix", "row", "token") else module
 
     def type_of(argument: str) -> str:
         number = "fp32" if argument in ("rate", "decay") else "i32"
@@ -99,9 +100,16 @@ def _several(field: int) -> dict[str, str]:
     return {f"{name}_{n}_ptr": kind for kind, group in several for name in group for n in range(3)}
 
 
-def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **types: str) -> Any:
+def _gluon(
+    name: str,
+    capability: int,
+    constants: dict[str, Any],
+    warps: int,
+    module: str = "matrix",
+    **types: str,
+) -> Any:
     types = {"x_ptr": "*bf16", "xt_ptr": "*bf16", **types}
-    return _compile("matrix", name, capability, constants, warps, **types)
+    return _compile(module, name, capability, constants, warps, **types)
 
 
 def _matrix(
@@ -124,6 +132,28 @@ def _matrix(
     types = {"signs_ptr": FIELDS[field], "out_ptr": "*bf16", **_several(field)}
     name = "matrix" if count == 1 else "matrices"
     return _gluon(name, capability, constants, tile.warps, **types)
+
+
+def _token(
+    capability: int, rows: int, columns: int, field: int, *, is_even: bool = True, count: int = 1
+) -> Any:
+    tile = shapes.matrix_tile(1, rows, columns, 132)
+    constants = {
+        "COUNT": count,
+        "TILE": (True, is_even),
+        **{f"TILE_{place}": (place == 0, is_even) for place in range(3)},
+        "GROUPS": columns // 256,
+        "ROWS": tile.rows,
+        "TOKENS": tile.tokens,
+        "CHUNKS": shapes.chunks_touched(tile.rows, columns),
+        "PATCHES": tile.patches,
+        "WARPS": tile.warps,
+        "FIELD": field,
+        "BLOCK": 512,
+    }
+    types = {"signs_ptr": FIELDS[field], "out_ptr": "*bf16", **_several(field)}
+    name = "token" if count == 1 else "tokens"
+    return _gluon(name, capability, constants, tile.warps, "token", **types)
 
 
 def _wide(tile: shapes.WideTile, field: int = 8, **sizes: int) -> Any:
@@ -316,6 +346,37 @@ def test_operands_are_decoded_in_registers(
     loop = max(blocks, key=lambda block: block.count("mma.sync"))  # the others add patches
     assert re.search(r"ld\.global\.\S*v4\.b32", loop), "narrow loads"
     assert "shared" not in loop, "operands move between threads"
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "columns", "field", "is_even"),
+    [
+        (90, 14336, 4096, 2, True),
+        *[
+            pytest.param(*case, marks=SLOW)
+            for case in (
+                *((90, 14336, 4096, 4, True), (90, 14336, 4096, 1, True)),
+                *((90, 4096, 14336, 4, True), (90, 1030, 1536, 4, False)),
+                *((80, 14336, 4096, 4, True), (100, 14336, 4096, 1, True)),
+            )
+        ],
+    ],
+)
+def test_codes_become_halves_in_registers(
+    capability: int, rows: int, columns: int, field: int, is_even: bool
+) -> None:
+    kernel = _token(capability, rows, columns, field, is_even=is_even)
+    _check(kernel, capability)
+    blocks = kernel.asm["ptx"].split("$L__BB")
+    loop = max(blocks, key=lambda block: block.count("mma.sync"))
+    assert loop.count("row.col.f32.f16.f16.f32") == 16, "no tensor cores, or of another type"
+    assert loop.count("prmt.b32") == 64, "weights are expanded one by one"
+    assert "st.shared" not in loop, "operands move between threads"
+
+
+@pytest.mark.parametrize("field", [pytest.param(4, marks=SLOW), pytest.param(1, marks=SLOW)])
+def test_halves_times_several_weights_compile_within_the_limits(field: int) -> None:
+    _check(_token(90, 4096, 4096, field, count=3), 90)
 
 
 @pytest.mark.parametrize("field", [4, pytest.param(8, marks=SLOW), pytest.param(1, marks=SLOW)])

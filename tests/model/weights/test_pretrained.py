@@ -173,6 +173,26 @@ def test_families_are_saved_loaded_compressed_and_dense_again(
     assert torch.equal(logits(auto.from_pretrained(tmp_path / "again")), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_models_of_other_dtypes_keep_codes_and_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    codec = {torch.float32: "tier:fp32", torch.float16: "tier:fp16"}[dtype]
+    exact = dense(dtype=dtype)
+    model = compressed(codec, dtype=dtype)
+    model.save_pretrained(tmp_path / "coded")
+    exact.save_pretrained(tmp_path / "dense")
+    loaded = memeff_compile.from_pretrained(tmp_path / "coded")
+    settings = memeff_compile.MemeffConfig(codec, min_size=0)
+    while_loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dense", quantization_config=settings, dtype=dtype
+    )
+    for each in (loaded, while_loading):
+        assert each.dtype == dtype
+        coded = [w for w in each.parameters() if isinstance(w, CodedWeight)]
+        assert {w.codec for w in coded} == {codec}
+        assert len(coded) == 14
+        assert torch.equal(logits(each), logits(exact))
+
+
 def test_heads_and_base_models_read_each_others_folders(tmp_path: Path) -> None:
     model = compressed()
     model.save_pretrained(tmp_path / "whole")
