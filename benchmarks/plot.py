@@ -494,7 +494,7 @@ def tasks(rows: list[Row]) -> Any:
                     axis.annotate(_short(mode), (100 * across, up), **_BESIDE)
         left.set_title(f"{model}, {count} tasks", fontsize=9)
         tidy(left, "bytes of the cache (blue) or weights (orange), % of bf16", "mean score, %")
-        tidy(right, "kernels of a prompt and 256 tokens, eager, % of exact", "")
+        tidy(right, "kernels of a prompt and 256 tokens, compiled, % of exact", "")
     figure.suptitle(caption(rows), fontsize=8)
     return figure
 

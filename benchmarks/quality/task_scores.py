@@ -10,7 +10,8 @@ each item whether it was right, so that a mode is compared with the exact model 
 that are there already are not measured again: after --budget seconds, or when it was stopped, the
 command goes on where its rows end. Tasks in which the exact model is no better than chance are
 asked of it alone, unless --tasks names them. --times adds the time of reading a prompt and of
-writing a token, with weights that stay coded, as those with all bits do in tasks, too.
+writing a token with the compiled model, whose weights stay coded, as those with all bits do in
+tasks, too.
 
 A cache takes the text before the question as the prompt, which attends exactly; the question and
 the answer, in pieces of 64 tokens, read the cache. Attention in low bits and weights of fewer bits
@@ -20,13 +21,15 @@ take everything in one go.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import math
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,18 +162,30 @@ def _answer(run: Run, subject: Subject, seed: int) -> None:
 
 def _time(run: Run, subject: Subject) -> None:
     batch, length, count = run.given.shape
-    ids = torch.arange(batch * length).remainder(1000).add(100).view(batch, length)
+    ids = torch.arange(batch * length).remainder(subject.facts["vocabulary"]).view(batch, length)
     ids = ids.to(subject.device)
     for mode in modes_of(subject, run.given):
-        if mode.compiled:
+        if mode.compiled or mode.in_pieces:
             continue
         facts = {"what": "task times", **subject.facts, "mode": mode.name, "batch": batch}
         facts |= {"prompt": length, "tokens": count}
 
         def make(mode: Mode = mode) -> dict[str, Any]:
-            return Answering(subject, mode, coded=subject.device == "cuda").times(ids, count)
+            asked = Answering(subject, mode, coded=subject.device == "cuda")
+            return asked.times(ids, count, run.given.inner, alone(run.given.turns))
 
         run.write(facts, make)
+
+
+@contextmanager
+def alone(turns: Path | None) -> Iterator[None]:
+    """Wait until no other process measures that has the same file."""
+    if turns is None:
+        yield
+        return
+    with turns.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def tasks_of(subject: Subject, given: argparse.Namespace) -> list[tasks.Task]:
@@ -355,7 +370,7 @@ def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
 
 def share_of_time(found: list[dict[str, Any]], mode: str) -> float | None:
     """Return the time of a prompt and the tokens after it, compared with the exact model."""
-    timed = [row for row in found if "token_ms" in row]
+    timed = [row for row in found if "token_ms" in row and row.get("compiled")]
     both = [[row for row in timed if row["mode"] == name][-1:] for name in (mode, EXACT.name)]
     if not all(both):
         return None
@@ -427,7 +442,9 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     parser.add_argument("--shape", nargs=3, type=int, default=[8, 2048, 9], metavar="N",
                         help="batch, prompt and written tokens of times")  # fmt: skip
-    parser.add_argument("--times", action="store_true", help="as well")
+    parser.add_argument("--times", action="store_true", help="of the compiled model, as well")
+    parser.add_argument("--inner", default="inductor", help="aot_eager where no compiler is")
+    parser.add_argument("--turns", type=Path, help="a file of processes that share a GPU")
     parser.add_argument("--had", nargs="+", type=Path, default=[], help="more files of rows")
     where = "nvidia-h100" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--out", type=Path, default=RESULTS / where / "tasks.jsonl")

@@ -324,10 +324,15 @@ def test_rows_end_where_time_does_and_go_on_from_there(folder: Path, tmp_path: P
     assert {mode for mode, _ in names} == set(MODES)
     assert {each["task"] for each in found} == {"copying", "code that parses"}
     assert all(len(each["answers"]) == each["items"] == 2 for each in found)
-    script("task_scores", *given, "--times", "--shape", "1", "64", "3")
+    times = ["--times", "--shape", "1", "256", "3", "--inner", "aot_eager"]
+    script("task_scores", *given, *times, "--turns", str(tmp_path / "turns"))
     timed = [json.loads(line) for line in out.read_text().splitlines()[len(whole) :]]
     assert {each["what"] for each in timed} == {"task times"}
     assert all(each["token_ms"] > 0 for each in timed)
+    assert {each["mode"]: each["rewrites"]["compress_kv_cache"] > 0 for each in timed} == {
+        "exact": False,
+        "cache, 2 bits": True,
+    }
     shown = script("task_scores", "table", "--out", str(out))
     assert "Not above chance: copying" in shown
 
