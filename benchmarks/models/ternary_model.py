@@ -390,35 +390,70 @@ def fitting(given: argparse.Namespace, ms: float) -> int:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def table(given: argparse.Namespace) -> None:
-    """Print, by seed and variant, the loss at the end, its gap from b1.58 with a band, and zeros.
+BASE = "b1.58"
 
-    The gap is the mean over the last evaluations that both have; all variants make them at the same
-    steps on the same text. The band is the deviation of these differences.
+
+def table(given: argparse.Namespace) -> None:
+    """Print the loss of each variant at the end, its gap from b1.58 and its zeros; then the gaps on
+    the way.
+
+    Gaps are differences on the same text from the run of the same seed. The number in brackets is
+    the standard error over sequences.
     """
     found = [row for row in rows.read(given.out) if row.get("stage") == 2]
-    for seed in sorted({row["seed"] for row in found}):
-        curves: dict[str, dict[int, dict[str, float]]] = {}
-        ends: dict[str, dict[str, Any]] = {}
-        for row in (row for row in found if row["seed"] == seed):
-            if row.get("done"):
-                ends[row["variant"]] = row
-            elif row["step"]:
-                curves.setdefault(row["variant"], {})[row["step"]] = row["judged"]
-        steps = set.intersection(*map(set, curves.values()))
-        print(f"\nseed {seed}, second stage of {max(steps)} steps\n")
-        print("| variant | python | other | gap, python | gap, other | zeros |")
-        print("|---|---:|---:|---:|---:|---:|")
-        for name, curve in curves.items():
-            cells = [f"{curve[max(steps)][part]:.4f}" for part in SLICES]
-            for part in SLICES:
-                base = curves.get("b1.58", {})
-                last = sorted(steps & set(base))[-given.lasts :]
-                gaps = [curve[step][part] - base[step][part] for step in last]
-                mean = f"{statistics.mean(gaps):+.4f} ± {statistics.pstdev(gaps):.4f}"
-                cells.append(mean if gaps else "-")
-            zero = ends.get(name, {}).get("zeros", {}).get("overall")
-            print(f"| {name} | {' | '.join(cells)} | {'-' if zero is None else f'{zero:.1%}'} |")
+    ends = {(row["variant"], row["seed"]): row for row in found if "judged_each" in row}
+    print("| variant | seeds | steps | python | other | gap, python | gap, other | zeros |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for name in VARIANTS:
+        mine = {seed: row for (variant, seed), row in ends.items() if variant == name}
+        if not mine:
+            continue
+        steps = " and ".join(f"{row['step']}" for row in mine.values())
+        losses = [statistics.mean(r["judged"][part] for r in mine.values()) for part in SLICES]
+        gaps = [gap_of(mine, ends, part) for part in SLICES]
+        zero = statistics.mean(row["zeros"]["overall"] for row in mine.values())
+        cells = [name, f"{len(mine)}", steps, *(f"{loss:.4f}" for loss in losses), *gaps]
+        print(f"| {' | '.join(cells)} | {zero:.1%} |")
+    _gaps_on_the_way(found)
+
+
+def gap_of(
+    mine: dict[int, dict[str, Any]], ends: dict[tuple[str, int], dict[str, Any]], part: str
+) -> str:
+    """Return the mean gap from b1.58 over the sequences of all seeds, and its standard error."""
+    gaps = []
+    for seed, row in mine.items():
+        base = ends.get((BASE, seed), {})
+        if base.get("step") == row["step"]:
+            pairs = zip(row["judged_each"][part], base["judged_each"][part], strict=True)
+            gaps += [own - other for own, other in pairs]
+    if len(gaps) < 2:
+        return ""
+    return f"{statistics.mean(gaps):+.4f} ({statistics.stdev(gaps) / len(gaps) ** 0.5:.4f})"
+
+
+def _gaps_on_the_way(found: list[dict[str, Any]]) -> None:
+    """Print a column for each evaluation, by the share of steps: means over slices and seeds."""
+    losses = {
+        (row["variant"], row["seed"], round(row["step"] / row["of_steps"], 2)): row["judged"]
+        for row in found
+        if "of_steps" in row and not row.get("done")
+    }
+    shares = sorted({share for _, _, share in losses})
+    print(f"\n| variant | {' | '.join(f'{share:.0%}' for share in shares)} |")
+    print("|---" + "|---:" * len(shares) + "|")
+    for name in VARIANTS:
+        cells = []
+        for share in shares:
+            gaps = [
+                own[part] - losses[BASE, seed, share][part]
+                for (variant, seed, at), own in losses.items()
+                if (variant, at) == (name, share) and (BASE, seed, share) in losses
+                for part in SLICES
+            ]
+            cells.append(f"{statistics.mean(gaps):+.4f}" if gaps else "")
+        if name != BASE and any(cells):
+            print(f"| {name} | {' | '.join(cells)} |")
 
 
 ACTIONS = {"text": tokens, "first": first, "second": second, "table": table}
@@ -449,7 +484,6 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=16, help="sequences of each slice on the way")
     parser.add_argument("--every", type=int, default=20, help="steps between rows")
     parser.add_argument("--evaluations", type=int, default=0, help="in the second stage")
-    parser.add_argument("--lasts", type=int, default=4, help="evaluations that make the band")
     parser.add_argument("--root", type=Path, nargs="+", help="folders to take the text from")
     parser.add_argument("--inner", default="inductor", help="aot_eager where no compiler is")
     parser.add_argument("--out", type=Path, default=RESULTS / "ternary-model.jsonl")
