@@ -2,6 +2,7 @@
 
     python benchmarks/quality/task_scores.py measure --models FOLDER [FOLDER ...]
     python benchmarks/quality/task_scores.py table
+    python benchmarks/quality/task_scores.py summary
 
 FOLDER is an argument of `from_pretrained`. One that `fine_tuning.py --save` wrote is a mode of the
 model that was fine-tuned, and compared with that fine-tuned by the exact loss. Tasks are those of
@@ -410,6 +411,42 @@ def table(given: argparse.Namespace) -> int:
     return 0
 
 
+def summary(given: argparse.Namespace) -> int:
+    """Print as Markdown what each mode costs on average, a column for each model."""
+    found = [row for row in before(given) if row.get("dtype") == (given.dtype or "bfloat16")]
+    models = list(dict.fromkeys(row["model"] for row in found))
+    rows_by = {name: [row for row in found if row["model"] == name] for name in models}
+    asked = {name: [r for r in own if r["what"] == "tasks"] for name, own in rows_by.items()}
+    made = {name: scores(own) for name, own in asked.items()}
+    over = {name: solved(asked[name], made[name]) for name in models}
+    heads = [f"{name}, {_tasks(len(over[name]))}" for name in models]
+    print(f"| mode | bytes | time | {' | '.join(heads)} |")
+    print("|---" * (len(models) + 3) + "|")
+    for mode in dict.fromkeys(mode for own in made.values() for mode in own):
+        sizes = [share_of_bytes(own, mode) for own in rows_by.values()]
+        ratio = [share_of_time(own, mode) for own in rows_by.values()]
+        cells = [as_percent([x for x in each if x is not None]) for each in (sizes, ratio)]
+        for name in models:
+            own = made[name].get(mode, {})
+            there = [task for task in over[name] if task in own]
+            mean = shown(mean_of(own, there), mode)
+            left = len(over[name]) - len(there)
+            of = f", {_tasks(len(there))}" if mean and left else ""
+            cells.append(f"{mean}{of}")
+        print(f"| {' | '.join([mode, *cells])} |")
+    return 0
+
+
+def _tasks(count: int) -> str:
+    return f"{count} task{'' if count == 1 else 's'}"
+
+
+def as_percent(shares: list[float]) -> str:
+    """Return the range of shares."""
+    ends = [f"{end(shares):.0%}".replace("%", " %") for end in (min, max) if shares]
+    return " to ".join(dict.fromkeys(ends))
+
+
 def shown(own: Change | None, mode: str) -> str:
     """Return a cell: percent of the exact model, points of change of every other one."""
     if own is None:
@@ -426,7 +463,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["measure", "table"])
+    actions = {"measure": measure, "table": table, "summary": summary}
+    parser.add_argument("action", choices=[*actions])
     parser.add_argument("--models", nargs="+", type=Path, default=[], help="folders")
     parser.add_argument(
         "--modes", nargs="+", default=[], help="names, or parts of them; all without"
@@ -449,7 +487,7 @@ def main() -> int:
     where = "nvidia-h100" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--out", type=Path, default=RESULTS / where / "tasks.jsonl")
     given = parser.parse_args()
-    return {"measure": measure, "table": table}[given.action](given)
+    return actions[given.action](given)
 
 
 if __name__ == "__main__":

@@ -395,6 +395,27 @@ def test_exact_modes_are_told_by_margins() -> None:
     assert made["same"] == pytest.approx((2, 1, 0.2, 0.1))
 
 
+def test_a_summary_has_a_mode_in_a_row_and_a_model_in_a_column(tmp_path: Path) -> None:
+    big = {"model": "n", "cache_bytes_a_token": 100.0, "length": 8}
+    half = {**big, "cache_bytes_a_token": 50.0}
+    timed = {"what": "task times", "model": "m", "dtype": "bfloat16", "compiled": "inductor"}
+    found = [row("exact", "1101" * 32), row("exact", "1001" * 32, "sorting")]
+    found += [row("cache, 16 bits", "11" * 64), row("exact", "10" * 64, model="n")]
+    found += [row("cache, 16 bits", "10" * 64, **big), row("cache, 4 bits", "10" * 64, **half)]
+    for mode, ms in (("exact", 1.0), ("cache, 16 bits", 0.5)):
+        found.append({**timed, "mode": mode, "prompt_ms": 0.0, "token_ms": ms})
+    out = tmp_path / "tasks.jsonl"
+    out.write_text("".join(json.dumps(each) + "\n" for each in found))
+    shown = script("task_scores", "summary", "--out", str(out)).splitlines()
+    assert [line for line in shown if line.startswith("|")] == [
+        "| mode | bytes | time | m, 2 tasks | n, 1 task |",
+        "|---|---|---|---|---|",
+        "| exact |  | 100 % | 62 % (3) | 50 % (4) |",
+        "| cache, 16 bits | 100 % | 50 % | +25 (4), 1 task | 0 |",
+        "| cache, 4 bits | 50 % |  |  | 0 |",
+    ]
+
+
 def test_the_page_shows_what_the_rows_say() -> None:
     page = (ROOT / "docs" / "measured" / "tasks.md").read_text()
     results = ROOT / "benchmarks" / "results"
