@@ -54,6 +54,8 @@ LEFT_OUT = (
 """Parts of names of modes that perplexity tells from others well enough."""
 SURE = 4
 """Standard errors above chance, from which on a task counts."""
+LOGITS = 2**30
+"""Bytes of fp32 logits of a batch."""
 AFTER = 256
 """Tokens after a prompt whose time is compared."""
 COMPILED = Mode("compiled", compiled=True)
@@ -63,12 +65,13 @@ TUNED = "fine-tuned, "
 """How modes of fine-tuned models begin; a method and a seed follow."""
 
 
-def batch_of(items: tasks.Rows, device: str) -> int:
+def batch_of(items: tasks.Rows, device: str, vocabulary: int = 1) -> int:
     """Return how many rows go through the model at a time; rows of two texts never do."""
     length, is_gpu = items.ids.shape[1], device == "cuda"
+    fitting = LOGITS // (4 * vocabulary * max(1, *items.answers))
     if items.group == 1:
-        return max(1, (65_536 if is_gpu else 2048) // length)
-    most = max(1, (131_072 if is_gpu else 16_384) // length)
+        return max(1, min(fitting, (65_536 if is_gpu else 2048) // length))
+    most = max(1, min(fitting, (131_072 if is_gpu else 16_384) // length))
     return max(
         each for each in range(1, items.group + 1) if items.group % each == 0 and each <= most
     )
@@ -148,7 +151,9 @@ def _answer(run: Run, subject: Subject, seed: int) -> None:
             if mode not in light:
                 held.clear()
             held[mode] = Answering(subject, mode, coded=mode.is_exact, exact=exact)
-        return held[mode].row(items, task.kind, batch_of(items, subject.device))
+        return held[mode].row(
+            items, task.kind, batch_of(items, subject.device, subject.facts["vocabulary"])
+        )
 
     order = [(task, mode) for task in asked for mode in light]
     order += [(task, mode) for mode in found if mode not in light for task in asked]
