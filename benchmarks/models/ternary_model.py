@@ -62,6 +62,7 @@ class Variant:
 
     recipe: str
     low_bit_heads: dict[str, int] | None = None
+    kinds: dict[str, str] | None = None
 
 
 VARIANTS = {
@@ -70,6 +71,8 @@ VARIANTS = {
     "a4.8-fp4": Variant("a4.8-fp4"),
     "a4.8, heads in 4 bits": Variant("a4.8", {"query": 4, "key_value": 4}),
     "a4.8, keys in 3 bits": Variant("a4.8", {"query": 4, "key_value": 3, "first": 1}),
+    "a4.8, without top-K": Variant("a4.8", kinds={"*.o_proj": "int8"}),
+    "b1.58, with top-K": Variant("b1.58", kinds={"*.o_proj": "topk8"}),
 }
 
 
@@ -190,7 +193,7 @@ class Run:
         self.optimizer = training.optimizer_for(self.model, recipe, self.device)
         self.stages = TernaryStages(
             self.model, 1 << 30, second=variant.recipe, activation="relu2",
-            low_bit_heads=variant.low_bit_heads, optimizer=self.optimizer,
+            low_bit_heads=variant.low_bit_heads, kinds=variant.kinds, optimizer=self.optimizer,
         )  # fmt: skip
         self.done, self.second_steps = 0, 0
         compile_layers(self.model, given.inner)
