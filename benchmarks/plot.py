@@ -349,6 +349,46 @@ def ternary_training(rows: list[Row]) -> Any:
     return figure
 
 
+def ternary_model(rows: list[Row]) -> Any:
+    """Draw a real model's loss over both stages, and the gaps of the second stage from b1.58."""
+    judged = [row for row in rows if row.get("judged") and not row.get("done")]
+    second = [row for row in judged if row["stage"] == 2 and row.get("of_steps")]
+    ends = [row for row in rows if row.get("judged_each")]
+    if not second or not ends:
+        return None
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8))
+    for seed in unique(row["seed"] for row in second):
+        curve = {r["step"]: _mean(r) for r in judged if (r["stage"], r["seed"]) == (1, seed)}
+        left.plot([*curve], [*curve.values()], color="#9a9a9a", linewidth=1.2)
+    base = {(r["seed"], r["step"]): _mean(r) for r in second if r["variant"] == "b1.58"}
+    for number, name in enumerate(unique(row["variant"] for row in second)):
+        mine = [row for row in second if row["variant"] == name]
+        gaps: dict[int, dict[float, float]] = {}
+        for seed in unique(row["seed"] for row in mine):
+            own = [row for row in mine if row["seed"] == seed]
+            steps = [row["first_steps"] + row["step"] for row in own]
+            label = name if seed == mine[0]["seed"] else None
+            left.plot(steps, [_mean(r) for r in own], color=f"C{number}", label=label, lw=1)
+            for row in own:
+                if (seed, row["step"]) in base and row["step"]:
+                    share = round(100 * row["step"] / row["of_steps"])
+                    gap = _mean(row) - base[seed, row["step"]]
+                    gaps.setdefault(seed, {})[share] = gap
+        if name != "b1.58":
+            _band(right, [*gaps.values()], name, f"C{number}")
+    left.legend(frameon=False, fontsize=7)
+    right.axhline(0.02, color="black", linewidth=0.6, linestyle="--")
+    tidy(left, "step (gray: first stage)", "loss on held-out text")
+    tidy(right, "% of the second stage's steps", "loss above b1.58 (dashed: 0.02)")
+    model = ends[0]["model"]
+    figure.suptitle(f"{model} in ternary weights\n{caption(ends)}", fontsize=9)
+    return figure
+
+
+def _mean(row: Row) -> float:
+    return statistics.mean(row["judged"].values())
+
+
 TERNARY_PANELS = {
     "hybrid and four bits everywhere (figure 4)": ["b1.58 relu2", "hybrid", "all int4", "all fp4"],
     "input of the down projection (figure 5)": [
@@ -494,7 +534,7 @@ def tasks(rows: list[Row]) -> Any:
                     axis.annotate(_short(mode), (100 * across, up), **_BESIDE)
         left.set_title(f"{model}, {count} tasks", fontsize=9)
         tidy(left, "bytes of the cache (blue) or weights (orange), % of bf16", "mean score, %")
-        tidy(right, "kernels of a prompt and 256 tokens, eager, % of exact", "")
+        tidy(right, "kernels of a prompt and 256 tokens, compiled, % of exact", "")
     figure.suptitle(caption(rows), fontsize=8)
     return figure
 
@@ -605,6 +645,7 @@ PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "weights-ablation.jsonl": (weights_ablation, "weights-ablation"),
     "attention-ablation.jsonl": (attention_ablation, "attention-ablation"),
     "ternary-qat.jsonl": (ternary_training, "ternary-qat"),
+    "ternary-model.jsonl": (ternary_model, "ternary-model"),
     "coded-weight-throughput.jsonl": (coded_weight_throughput, "coded-weight-throughput"),
 }
 """File of rows -> its painter, and the name of the figure."""

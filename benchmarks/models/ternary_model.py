@@ -1,16 +1,22 @@
 """A real model continued in ternary weights, in the two stages of BitNet a4.8.
 
+    python benchmarks/models/ternary_model.py text --model FOLDER --state DIR
     python benchmarks/models/ternary_model.py first --model FOLDER --state DIR --seconds 60
     python benchmarks/models/ternary_model.py second --model FOLDER --state DIR --variant a4.8
     python benchmarks/models/ternary_model.py table
 
 FOLDER is a causal model with its tokenizer. Its gated MLPs get the squared ReLU, its linears
 ternary weights with INT8 tokens (b1.58), and it trains on sources and prose that Python packages
-bring along, one file in sixteen for judging. `first` trains until its steps or seconds are over and
-saves weights and optimizer under --state; a second call goes on from there. `second` takes up that
-state for each variant, switches quantisers, rate (times 2/3) and weight decay (to 0) with
-`TernaryStages`, and lets the rate fall to zero over its steps. So all variants share the first
-stage and see the same text. fp32 weights, bf16 autocast, AdamW; each layer is compiled by memeff.
+bring along, one file in sixteen for judging; `text` writes its tokens. `first` trains until its
+steps or seconds are over and saves weights and optimizer under --state; a second call goes on from
+there. `second` takes up that state for each variant, switches quantisers, rate (times 2/3) and
+weight decay (to 0) with `TernaryStages`, and lets the rate fall to zero over its steps. So all
+variants share the first stage and see the same text. fp32 weights, bf16 autocast, AdamW; each layer
+is compiled by memeff.
+
+All processes of a run may start at once with --wait: they compile, then wait for the text and the
+first stage. Its end says how many steps all variants do: as many as fit into the time until
+--second-until if --processes of them share the GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import math
 import os
 import statistics
 import sys
@@ -27,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,6 +44,7 @@ from benchmarks.data.corpus import roots, texts
 from benchmarks.methods import registered
 from benchmarks.models import training
 from benchmarks.models.causal_attention import use_causal_attention
+from benchmarks.tiles import wide_product
 from memeff_compile.functional import linear_cross_entropy
 from memeff_compile.model import TernaryStages
 
@@ -53,6 +62,7 @@ class Variant:
 
     recipe: str
     low_bit_heads: dict[str, int] | None = None
+    kinds: dict[str, str] | None = None
 
 
 VARIANTS = {
@@ -61,6 +71,8 @@ VARIANTS = {
     "a4.8-fp4": Variant("a4.8-fp4"),
     "a4.8, heads in 4 bits": Variant("a4.8", {"query": 4, "key_value": 4}),
     "a4.8, keys in 3 bits": Variant("a4.8", {"query": 4, "key_value": 3, "first": 1}),
+    "a4.8, without top-K": Variant("a4.8", kinds={"*.o_proj": "int8"}),
+    "b1.58, with top-K": Variant("b1.58", kinds={"*.o_proj": "topk8"}),
 }
 
 
@@ -70,6 +82,8 @@ VARIANTS = {
 def tokens(given: argparse.Namespace) -> dict[str, Tensor]:
     """Return (rows, length) token ids: `train`, and the text of each slice to judge by."""
     path = given.state / f"tokens-{given.train_tokens}-{given.length}-{given.judged}.pt"
+    if given.wait:
+        wait_for(path, given)
     if path.exists():
         return dict(torch.load(path, weights_only=True))
     from transformers import AutoTokenizer
@@ -104,6 +118,20 @@ def tokens(given: argparse.Namespace) -> dict[str, Tensor]:
 def note(said: str) -> None:
     """Print a line with the seconds since the process began."""
     print(f"{time.monotonic() - BEGAN:.1f} s: {said}", flush=True)
+
+
+def wait_for(path: Path, given: argparse.Namespace) -> None:
+    """Wait for a file of another process."""
+    while not path.exists():
+        if is_over(given):
+            raise SystemExit(f"{path} did not come in time")
+        time.sleep(0.2)
+    note(f"{path.name} is there")
+
+
+def is_over(given: argparse.Namespace) -> bool:
+    """Return whether the time of this process is over."""
+    return time.monotonic() - BEGAN > given.seconds or time.time() > given.until
 
 
 def save(state: Any, path: Path) -> None:
@@ -159,21 +187,37 @@ class Run:
     def __init__(self, given: argparse.Namespace, variant: Variant) -> None:
         self.given = given
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.text = {name: ids.to(self.device) for name, ids in tokens(given).items()}
+        self.text: dict[str, Tensor] = {}
         self.model = load(given, self.device)
         recipe = training.Recipe(peak_lr=RATE, weight_decay=DECAY)
         self.optimizer = training.optimizer_for(self.model, recipe, self.device)
         self.stages = TernaryStages(
             self.model, 1 << 30, second=variant.recipe, activation="relu2",
-            low_bit_heads=variant.low_bit_heads, optimizer=self.optimizer,
+            low_bit_heads=variant.low_bit_heads, kinds=variant.kinds, optimizer=self.optimizer,
         )  # fmt: skip
-        self.done, self.ms = 0, 0.0
-        draw = torch.Generator().manual_seed(given.seed)
-        count = len(self.text["train"])
-        passes = [torch.randperm(count, generator=draw) for _ in range(given.passes)]
-        self.order = torch.cat(passes).to(self.device)
+        self.done, self.second_steps = 0, 0
         compile_layers(self.model, given.inner)
         note("the model is there")
+
+    def read(self) -> None:
+        """Read the text, and draw its order."""
+        self.text = {name: ids.to(self.device) for name, ids in tokens(self.given).items()}
+        draw = torch.Generator().manual_seed(self.given.seed)
+        count = len(self.text["train"])
+        passes = [torch.randperm(count, generator=draw) for _ in range(self.given.passes)]
+        self.order = torch.cat(passes).to(self.device)
+
+    def warm_up(self) -> None:
+        """Compile: do a step of random text that changes no weight."""
+        shape = self.given.batch, self.given.length
+        ids = torch.randint(self.model.config.vocab_size, shape, device=self.device)
+        with training.autocast(self.device):
+            loss_of(self.model, ids).backward()
+        self.optimizer.zero_grad()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        note("compiled")
 
     @property
     def state_path(self) -> Path:
@@ -200,21 +244,33 @@ class Run:
 
     def judge(self, sequences: int) -> dict[str, float]:
         """Return the loss per token of each slice, on its first sequences."""
+        each = self.judge_each(sequences)
+        return {name: round(statistics.mean(losses), 5) for name, losses in each.items()}
+
+    def judge_each(self, sequences: int) -> dict[str, list[float]]:
+        """Return the loss per token of each of the first sequences of each slice."""
         with torch.compiler.set_stance("force_eager"):
             return {
-                name: round(self._judge(self.text[name][:sequences]), 5)
+                name: self._judge(self.text[name][:sequences])
                 for name in SLICES
                 if len(self.text[name])
             }
 
-    def _judge(self, ids: Tensor) -> float:
-        batches = (part.long() for part in ids.split(self.given.batch))
-        return training.validate(self.model, batches, self.device)
+    @torch.no_grad()
+    def _judge(self, ids: Tensor) -> list[float]:
+        head, found = self.model.lm_head.weight.bfloat16(), []
+        for part in ids.split(self.given.batch):
+            with training.autocast(self.device):
+                hidden = self.model.model(input_ids=part.long()).last_hidden_state[:, :-1]
+            for states, targets in zip(hidden.bfloat16(), part[:, 1:].long(), strict=True):
+                found.append(F.cross_entropy(wide_product(states, head), targets))
+        return [round(each, 5) for each in torch.stack(found).tolist()]
 
     def save(self) -> None:
-        """Keep weights, optimizer and number of steps."""
+        """Keep weights, optimizer, number of steps, and that of the second stage."""
         parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        save({**parts, "done": self.done}, self.state_path)
+        counts = {"done": self.done, "second_steps": self.second_steps}
+        save({**parts, **counts}, self.state_path)
 
     def resume(self) -> bool:
         """Take up the kept state; return whether there is one."""
@@ -223,7 +279,7 @@ class Run:
         state = torch.load(self.state_path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.done = state["done"]
+        self.done, self.second_steps = state["done"], state.get("second_steps", 0)
         return True
 
 
@@ -240,13 +296,16 @@ def first(given: argparse.Namespace) -> None:
     run = Run(given, VARIANTS["b1.58"])
     for group in run.optimizer.param_groups:
         group["initial"] = RATE
+    run.warm_up()
+    run.read()
     row = facts(given, 1)
     if not run.resume():
         rows.append(given.out, {**row, "step": 0, "judged": run.judge(given.few)})
     row["text"] = hashlib.sha256(run.text["train"].cpu().numpy().tobytes()).hexdigest()[:12]
     losses: list[Tensor] = []
     started, counted = time.perf_counter(), 0
-    while run.done < given.steps and time.monotonic() - BEGAN < given.seconds:
+    ms = 0.0
+    while run.done < given.steps and not is_over(given):
         losses.append(run.step(min(1.0, (run.done + 1) / WARM_UP)))
         if len(losses) == 4:  # compiled by now
             float(losses[-1])
@@ -261,7 +320,12 @@ def first(given: argparse.Namespace) -> None:
                 line["judged"] = run.judge(given.few)
             rows.append(given.out, line)
             losses, started, counted = [losses[-1]] * 4, time.perf_counter(), 0
+    if losses and not ms:
+        float(losses[-1])
+        ms = 1e3 * (time.perf_counter() - started) / max(1, counted)
+    run.second_steps = fitting(given, ms)
     run.save()
+    note(f"{run.done} steps; {run.second_steps} in the second stage")
     peak = torch.cuda.max_memory_allocated() / 2**30 if run.device == "cuda" else 0.0
     end = {"step": run.done, "judged": run.judge(given.judged), "peak_gib": round(peak, 2)}
     rows.append(given.out, {**row, **end, **rows.environment()})
@@ -271,10 +335,17 @@ def second(given: argparse.Namespace) -> None:
     """Train the second stage of a variant from the end of the first."""
     variant = VARIANTS[given.variant]
     run = Run(given, variant)
+    run.stages.load_state_dict({"done": run.stages.switch_after})
+    run.warm_up()
+    run.stages.load_state_dict({"done": 0})
+    run.read()
+    if given.wait:
+        wait_for(run.state_path, given)
     if not run.resume():
         raise SystemExit(f"{run.state_path} is not there; run `first` before")
     at = run.done
-    row = facts(given, 2) | {"variant": given.variant, "first_steps": at}
+    steps = run.second_steps if given.wait else given.steps
+    row = facts(given, 2) | {"variant": given.variant, "first_steps": at, "of_steps": steps}
     before = run.judge(given.few)
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial"]
@@ -284,14 +355,15 @@ def second(given: argparse.Namespace) -> None:
     rows.append(given.out, {**row, "step": 0, "before": before, "judged": run.judge(given.few)})
     losses: list[Tensor] = []
     started = time.perf_counter()
-    for number in range(given.steps):
-        if time.monotonic() - BEGAN > given.seconds:
+    every = max(1, steps // given.evaluations) if given.evaluations else given.every
+    for number in range(steps):
+        if is_over(given):
             break
-        losses.append(run.step(1 - number / given.steps))
+        losses.append(run.step(1 - number / steps))
         if number == 3:
             float(losses[-1])
             started = time.perf_counter()
-        if (number + 1) % given.every == 0:
+        if (number + 1) % every == 0:
             mean = float(torch.stack(losses).mean())
             ms = 1e3 * (time.perf_counter() - started) / max(1, number - 3)
             line = {"step": number + 1, "loss": round(mean, 4), "judged": run.judge(given.few)}
@@ -302,46 +374,92 @@ def second(given: argparse.Namespace) -> None:
     sample = torch.cat([run.text[name][: given.batch // 2] for name in SLICES]).long()
     with torch.compiler.set_stance("force_eager"):
         shares = zeros(run.model, sample, run.device)
-    last = {"step": run.done - at, "judged": run.judge(given.judged), "zeros": shares}
-    last |= {"of_steps": given.steps, "done": True}
-    rows.append(given.out, {**row, **last, **rows.environment()})
+    each = run.judge_each(given.judged)
+    judged = {name: round(statistics.mean(losses), 5) for name, losses in each.items()}
+    last = {"step": run.done - at, "judged": judged, "judged_each": each, "zeros": shares}
+    rows.append(given.out, {**row, **last, "done": True, **rows.environment()})
+
+
+def fitting(given: argparse.Namespace, ms: float) -> int:
+    """Return how many steps of the second stage fit into its time, if processes share the GPU."""
+    if not math.isfinite(given.second_until):
+        return int(given.steps)
+    if not ms:
+        raise SystemExit("there was no time for a step of the first stage")
+    left = given.second_until - time.time()
+    return max(given.evaluations, int(1e3 * left / (ms * given.processes)))
 
 
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def table(given: argparse.Namespace) -> None:
-    """Print, by seed and variant, the loss at the end, its gap from b1.58 with a band, and zeros.
+BASE = "b1.58"
 
-    The gap is the mean over the last evaluations that both have; all variants make them at the same
-    steps on the same text. The band is the deviation of these differences.
+
+def table(given: argparse.Namespace) -> None:
+    """Print the loss of each variant at the end, its gap from b1.58 and its zeros; then the gaps on
+    the way.
+
+    Gaps are differences on the same text from the run of the same seed. The number in brackets is
+    the standard error over sequences.
     """
     found = [row for row in rows.read(given.out) if row.get("stage") == 2]
-    for seed in sorted({row["seed"] for row in found}):
-        curves: dict[str, dict[int, dict[str, float]]] = {}
-        ends: dict[str, dict[str, Any]] = {}
-        for row in (row for row in found if row["seed"] == seed):
-            if row.get("done"):
-                ends[row["variant"]] = row
-            elif row["step"]:
-                curves.setdefault(row["variant"], {})[row["step"]] = row["judged"]
-        steps = set.intersection(*map(set, curves.values()))
-        print(f"\nseed {seed}, second stage of {max(steps)} steps\n")
-        print("| variant | python | other | gap, python | gap, other | zeros |")
-        print("|---|---:|---:|---:|---:|---:|")
-        for name, curve in curves.items():
-            cells = [f"{curve[max(steps)][part]:.4f}" for part in SLICES]
-            for part in SLICES:
-                base = curves.get("b1.58", {})
-                last = sorted(steps & set(base))[-given.lasts :]
-                gaps = [curve[step][part] - base[step][part] for step in last]
-                mean = f"{statistics.mean(gaps):+.4f} ± {statistics.pstdev(gaps):.4f}"
-                cells.append(mean if gaps else "-")
-            zero = ends.get(name, {}).get("zeros", {}).get("overall")
-            print(f"| {name} | {' | '.join(cells)} | {'-' if zero is None else f'{zero:.1%}'} |")
+    ends = {(row["variant"], row["seed"]): row for row in found if "judged_each" in row}
+    print("| variant | seeds | steps | python | other | gap, python | gap, other | zeros |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for name in VARIANTS:
+        mine = {seed: row for (variant, seed), row in ends.items() if variant == name}
+        if not mine:
+            continue
+        steps = " and ".join(f"{row['step']}" for row in mine.values())
+        losses = [statistics.mean(r["judged"][part] for r in mine.values()) for part in SLICES]
+        gaps = [gap_of(mine, ends, part) for part in SLICES]
+        zero = statistics.mean(row["zeros"]["overall"] for row in mine.values())
+        cells = [name, f"{len(mine)}", steps, *(f"{loss:.4f}" for loss in losses), *gaps]
+        print(f"| {' | '.join(cells)} | {zero:.1%} |")
+    _gaps_on_the_way(found)
 
 
-ACTIONS = {"first": first, "second": second, "table": table}
+def gap_of(
+    mine: dict[int, dict[str, Any]], ends: dict[tuple[str, int], dict[str, Any]], part: str
+) -> str:
+    """Return the mean gap from b1.58 over the sequences of all seeds, and its standard error."""
+    gaps = []
+    for seed, row in mine.items():
+        base = ends.get((BASE, seed), {})
+        if base.get("step") == row["step"]:
+            pairs = zip(row["judged_each"][part], base["judged_each"][part], strict=True)
+            gaps += [own - other for own, other in pairs]
+    if len(gaps) < 2:
+        return ""
+    return f"{statistics.mean(gaps):+.4f} ({statistics.stdev(gaps) / len(gaps) ** 0.5:.4f})"
+
+
+def _gaps_on_the_way(found: list[dict[str, Any]]) -> None:
+    """Print a column for each evaluation, by the share of steps: means over slices and seeds."""
+    losses = {
+        (row["variant"], row["seed"], round(row["step"] / row["of_steps"], 2)): row["judged"]
+        for row in found
+        if "of_steps" in row and not row.get("done")
+    }
+    shares = sorted({share for _, _, share in losses})
+    print(f"\n| variant | {' | '.join(f'{share:.0%}' for share in shares)} |")
+    print("|---" + "|---:" * len(shares) + "|")
+    for name in VARIANTS:
+        cells = []
+        for share in shares:
+            gaps = [
+                own[part] - losses[BASE, seed, share][part]
+                for (variant, seed, at), own in losses.items()
+                if (variant, at) == (name, share) and (BASE, seed, share) in losses
+                for part in SLICES
+            ]
+            cells.append(f"{statistics.mean(gaps):+.4f}" if gaps else "")
+        if name != BASE and any(cells):
+            print(f"| {name} | {' | '.join(cells)} |")
+
+
+ACTIONS = {"text": tokens, "first": first, "second": second, "table": table}
 
 
 def main() -> None:
@@ -356,7 +474,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seconds", type=float, default=math.inf, help="since the process began")
+    parser.add_argument("--until", type=float, default=math.inf, help="the same as a time of day")
+    parser.add_argument("--second-until", type=float, default=math.inf)
+    parser.add_argument("--processes", type=int, default=1, help="variants that share the GPU")
+    parser.add_argument("--wait", action="store_true", help="for text and state of other processes")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--train-tokens", type=int, default=10_000_000)
@@ -364,7 +486,7 @@ def main() -> None:
     parser.add_argument("--judged", type=int, default=64, help="sequences of each slice at the end")
     parser.add_argument("--few", type=int, default=16, help="sequences of each slice on the way")
     parser.add_argument("--every", type=int, default=20, help="steps between rows")
-    parser.add_argument("--lasts", type=int, default=4, help="evaluations that make the band")
+    parser.add_argument("--evaluations", type=int, default=0, help="in the second stage")
     parser.add_argument("--root", type=Path, nargs="+", help="folders to take the text from")
     parser.add_argument("--inner", default="inductor", help="aot_eager where no compiler is")
     parser.add_argument("--out", type=Path, default=RESULTS / "ternary-model.jsonl")

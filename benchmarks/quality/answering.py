@@ -12,9 +12,11 @@ from torch import Tensor
 
 import memeff_compile
 from benchmarks import timing
+from benchmarks.methods import registered
 from benchmarks.quality import tasks, texts
 from benchmarks.quality.modes import CALIBRATED, Mode
 from benchmarks.quality.subject import Lowered, Subject
+from memeff_compile.errors import UnsupportedInputError
 
 PIECE = 64
 """Tokens after the prompt that go through a cache at a time."""
@@ -68,6 +70,14 @@ def device_time(call: Callable[[], Any]) -> float:
         call()
         torch.cuda.synchronize()
     return float(sum(each.self_device_time_total for each in seen.key_averages())) / 1e3
+
+
+REWRITES = ("quantize_attention", "compress_kv_cache", "rewrite_kv_update", "recover_attention")
+
+
+def _sites() -> dict[str, int]:
+    report = memeff_compile.last_report()
+    return {name: report.rewrites(name) for name in REWRITES}
 
 
 class Answering:
@@ -226,41 +236,78 @@ class Answering:
         return torch.cat(found, 1)
 
     @torch.no_grad()
-    def times(self, ids: Tensor, count: int) -> dict[str, Any]:
+    def times(
+        self, ids: Tensor, count: int, inner: str, alone: AbstractContextManager[Any]
+    ) -> dict[str, Any]:
         """Return milliseconds of reading prompts, and of each of `count` tokens after them.
 
-        On a GPU they are the time of kernels, which a host that is late does not change.
+        The model is compiled, `inner` by this compiler. On a GPU the times are those of kernels,
+        which a host that is late does not change.
+
+        Args:
+            ids: prompts (B, N).
+            count: tokens after them.
+            inner: the compiler of the rest of the graph.
+            alone: entered once everything is compiled.
         """
-        self._read(ids, count)
-        cache, last = self._read(ids, count)
+        body = self._compiled(inner)
+        self._read(ids, count, body)
+        sites = _sites()
+        cache, last = self._read(ids, count, body)
         token = self._next(last)
-        self._step(token, cache)
+        self._step(token, cache, body)
+        sites = {name: max(each, sites[name]) for name, each in _sites().items()}
 
         def steps() -> None:
             for _ in range(count - 1):
-                self._step(token, cache)
+                self._step(token, cache, body)
 
         sized = getattr(cache, "nbytes", None)
         if sized is None:
             sized = sum(x.nbytes for each in cache.layers for x in (each.keys, each.values))
+        with alone:
+            prompt = device_time(lambda: self._read(ids, count, body))
+            token_ms = device_time(steps) / (count - 1)
         return {
-            "prompt_ms": round(device_time(lambda: self._read(ids, count)), 3),
-            "token_ms": round(device_time(steps) / (count - 1), 4),
+            "compiled": inner,
+            "prompt_ms": round(prompt, 3),
+            "token_ms": round(token_ms, 4),
             "cache_mib": round(sized / 2**20, 2),
+            "rewrites": sites,
             **self.facts,
         }
 
-    def _read(self, ids: Tensor, more: int) -> tuple[Any, Tensor]:
-        from transformers import DynamicCache
+    def _compiled(self, inner: str) -> Any:
+        """Return the compiled model, whose attention has the mode's level."""
+        if not isinstance(self.levels, str):
+            raise UnsupportedInputError("levels that calls choose have no compiled time here")
+        registered()
+        options: dict[str, Any] = {"memeff.inner": inner, "memeff.cuda_graphs": "off"}
+        if self.mode.level is not None:
+            options |= {"memeff.attention": self.levels, "memeff.attention.length": 0}
+        torch.compiler.reset()
+        memeff_compile.reset()
+        return torch.compile(self._body(), backend="memeff", options=options, dynamic=False)
 
-        cache = self.cache(ids.shape[1] + more)
+    def _read(self, ids: Tensor, more: int, compiled: Any = None) -> tuple[Any, Tensor]:
+        from transformers import DynamicCache, StaticCache
+
+        length = ids.shape[1] + more
+        cache = self.cache(length)
+        if compiled is not None:
+            if cache is None:
+                config = self.subject.model.config
+                cache = StaticCache(config=config, max_cache_len=length)
+            out = compiled(input_ids=ids, past_key_values=cache)
+            return cache, out.last_hidden_state[:, -1]
         cache = DynamicCache() if cache is None else cache
         with self.around():
             out = self._body()(input_ids=ids, past_key_values=cache)
         return cache, out.last_hidden_state[:, -1]
 
-    def _step(self, token: Tensor, cache: Any) -> Tensor:
-        last: Tensor = self._body()(input_ids=token, past_key_values=cache).last_hidden_state
+    def _step(self, token: Tensor, cache: Any, compiled: Any = None) -> Tensor:
+        body = self._body() if compiled is None else compiled
+        last: Tensor = body(input_ids=token, past_key_values=cache).last_hidden_state
         return last[:, -1]
 
     def _next(self, last: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     python benchmarks/quality/task_scores.py measure --models FOLDER [FOLDER ...]
     python benchmarks/quality/task_scores.py table
+    python benchmarks/quality/task_scores.py summary
 
 FOLDER is an argument of `from_pretrained`. One that `fine_tuning.py --save` wrote is a mode of the
 model that was fine-tuned, and compared with that fine-tuned by the exact loss. Tasks are those of
@@ -10,7 +11,8 @@ each item whether it was right, so that a mode is compared with the exact model 
 that are there already are not measured again: after --budget seconds, or when it was stopped, the
 command goes on where its rows end. Tasks in which the exact model is no better than chance are
 asked of it alone, unless --tasks names them. --times adds the time of reading a prompt and of
-writing a token, with weights that stay coded, as those with all bits do in tasks, too.
+writing a token with the compiled model, whose weights stay coded, as those with all bits do in
+tasks, too.
 
 A cache takes the text before the question as the prompt, which attends exactly; the question and
 the answer, in pieces of 64 tokens, read the cache. Attention in low bits and weights of fewer bits
@@ -20,13 +22,15 @@ take everything in one go.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import math
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +54,8 @@ LEFT_OUT = (
 """Parts of names of modes that perplexity tells from others well enough."""
 SURE = 4
 """Standard errors above chance, from which on a task counts."""
+LOGITS = 2**30
+"""Bytes of fp32 logits of a batch."""
 AFTER = 256
 """Tokens after a prompt whose time is compared."""
 COMPILED = Mode("compiled", compiled=True)
@@ -59,12 +65,13 @@ TUNED = "fine-tuned, "
 """How modes of fine-tuned models begin; a method and a seed follow."""
 
 
-def batch_of(items: tasks.Rows, device: str) -> int:
+def batch_of(items: tasks.Rows, device: str, vocabulary: int = 1) -> int:
     """Return how many rows go through the model at a time; rows of two texts never do."""
     length, is_gpu = items.ids.shape[1], device == "cuda"
+    fitting = LOGITS // (4 * vocabulary * max(1, *items.answers))
     if items.group == 1:
-        return max(1, (65_536 if is_gpu else 2048) // length)
-    most = max(1, (131_072 if is_gpu else 16_384) // length)
+        return max(1, min(fitting, (65_536 if is_gpu else 2048) // length))
+    most = max(1, min(fitting, (131_072 if is_gpu else 16_384) // length))
     return max(
         each for each in range(1, items.group + 1) if items.group % each == 0 and each <= most
     )
@@ -144,7 +151,9 @@ def _answer(run: Run, subject: Subject, seed: int) -> None:
             if mode not in light:
                 held.clear()
             held[mode] = Answering(subject, mode, coded=mode.is_exact, exact=exact)
-        return held[mode].row(items, task.kind, batch_of(items, subject.device))
+        return held[mode].row(
+            items, task.kind, batch_of(items, subject.device, subject.facts["vocabulary"])
+        )
 
     order = [(task, mode) for task in asked for mode in light]
     order += [(task, mode) for mode in found if mode not in light for task in asked]
@@ -159,18 +168,30 @@ def _answer(run: Run, subject: Subject, seed: int) -> None:
 
 def _time(run: Run, subject: Subject) -> None:
     batch, length, count = run.given.shape
-    ids = torch.arange(batch * length).remainder(1000).add(100).view(batch, length)
+    ids = torch.arange(batch * length).remainder(subject.facts["vocabulary"]).view(batch, length)
     ids = ids.to(subject.device)
     for mode in modes_of(subject, run.given):
-        if mode.compiled:
+        if mode.compiled or mode.in_pieces:
             continue
         facts = {"what": "task times", **subject.facts, "mode": mode.name, "batch": batch}
         facts |= {"prompt": length, "tokens": count}
 
         def make(mode: Mode = mode) -> dict[str, Any]:
-            return Answering(subject, mode, coded=subject.device == "cuda").times(ids, count)
+            asked = Answering(subject, mode, coded=subject.device == "cuda")
+            return asked.times(ids, count, run.given.inner, alone(run.given.turns))
 
         run.write(facts, make)
+
+
+@contextmanager
+def alone(turns: Path | None) -> Iterator[None]:
+    """Wait until no other process measures that has the same file."""
+    if turns is None:
+        yield
+        return
+    with turns.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def tasks_of(subject: Subject, given: argparse.Namespace) -> list[tasks.Task]:
@@ -355,7 +376,7 @@ def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
 
 def share_of_time(found: list[dict[str, Any]], mode: str) -> float | None:
     """Return the time of a prompt and the tokens after it, compared with the exact model."""
-    timed = [row for row in found if "token_ms" in row]
+    timed = [row for row in found if "token_ms" in row and row.get("compiled")]
     both = [[row for row in timed if row["mode"] == name][-1:] for name in (mode, EXACT.name)]
     if not all(both):
         return None
@@ -395,6 +416,42 @@ def table(given: argparse.Namespace) -> int:
     return 0
 
 
+def summary(given: argparse.Namespace) -> int:
+    """Print as Markdown what each mode costs on average, a column for each model."""
+    found = [row for row in before(given) if row.get("dtype") == (given.dtype or "bfloat16")]
+    models = list(dict.fromkeys(row["model"] for row in found))
+    rows_by = {name: [row for row in found if row["model"] == name] for name in models}
+    asked = {name: [r for r in own if r["what"] == "tasks"] for name, own in rows_by.items()}
+    made = {name: scores(own) for name, own in asked.items()}
+    over = {name: solved(asked[name], made[name]) for name in models}
+    heads = [f"{name}, {_tasks(len(over[name]))}" for name in models]
+    print(f"| mode | bytes | time | {' | '.join(heads)} |")
+    print("|---" * (len(models) + 3) + "|")
+    for mode in dict.fromkeys(mode for own in made.values() for mode in own):
+        sizes = [share_of_bytes(own, mode) for own in rows_by.values()]
+        ratio = [share_of_time(own, mode) for own in rows_by.values()]
+        cells = [as_percent([x for x in each if x is not None]) for each in (sizes, ratio)]
+        for name in models:
+            own = made[name].get(mode, {})
+            there = [task for task in over[name] if task in own]
+            mean = shown(mean_of(own, there), mode)
+            left = len(over[name]) - len(there)
+            of = f", {_tasks(len(there))}" if mean and left else ""
+            cells.append(f"{mean}{of}")
+        print(f"| {' | '.join([mode, *cells])} |")
+    return 0
+
+
+def _tasks(count: int) -> str:
+    return f"{count} task{'' if count == 1 else 's'}"
+
+
+def as_percent(shares: list[float]) -> str:
+    """Return the range of shares."""
+    ends = [f"{end(shares):.0%}".replace("%", " %") for end in (min, max) if shares]
+    return " to ".join(dict.fromkeys(ends))
+
+
 def shown(own: Change | None, mode: str) -> str:
     """Return a cell: percent of the exact model, points of change of every other one."""
     if own is None:
@@ -411,7 +468,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["measure", "table"])
+    actions = {"measure": measure, "table": table, "summary": summary}
+    parser.add_argument("action", choices=[*actions])
     parser.add_argument("--models", nargs="+", type=Path, default=[], help="folders")
     parser.add_argument(
         "--modes", nargs="+", default=[], help="names, or parts of them; all without"
@@ -427,12 +485,14 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     parser.add_argument("--shape", nargs=3, type=int, default=[8, 2048, 9], metavar="N",
                         help="batch, prompt and written tokens of times")  # fmt: skip
-    parser.add_argument("--times", action="store_true", help="as well")
+    parser.add_argument("--times", action="store_true", help="of the compiled model, as well")
+    parser.add_argument("--inner", default="inductor", help="aot_eager where no compiler is")
+    parser.add_argument("--turns", type=Path, help="a file of processes that share a GPU")
     parser.add_argument("--had", nargs="+", type=Path, default=[], help="more files of rows")
     where = "nvidia-h100" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--out", type=Path, default=RESULTS / where / "tasks.jsonl")
     given = parser.parse_args()
-    return {"measure": measure, "table": table}[given.action](given)
+    return actions[given.action](given)
 
 
 if __name__ == "__main__":

@@ -334,7 +334,7 @@ def needles(draw: random.Random, characters: int) -> Iterator[Item]:
         told = f"\nThe secret number of {place} is {number}.\n\n"
         question = f"\n\nQuestion: What is the secret number of {place}?\n"
         question += f"Answer: The secret number of {place} is"
-        yield Item(prose[at : at + characters], question, (f" {number}.",), told,
+        yield Item(prose[at : at + characters], question, (f" {number}",), told,
                    draw.random() * 0.9)  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -505,13 +506,15 @@ def test_a_model_continues_in_ternary_weights_and_its_variants_from_one_state(
 ) -> None:
     out = tmp_path / "rows.jsonl"
     small = ["--model", str(folder), "--state", str(tmp_path), "--inner", "aot_eager", "--every"]
-    small += ["2", "--batch", "2", "--length", "32", "--judged", "4", "--few", "2", "--lasts", "2"]
+    small += ["2", "--batch", "2", "--length", "32", "--judged", "4", "--few", "2"]
     small += ["--train-tokens", "100000", "--out", str(out)]
     small += ["--root", str(ROOT / "docs"), str(ROOT / "benchmarks")]
+    script("ternary_model", "text", *small)
     script("ternary_model", "first", *small, "--steps", "2")
-    script("ternary_model", "first", *small, "--steps", "4")  # goes on after two steps
+    rest = ["--second-until", str(time.time() + 1), "--evaluations", "2"]
+    script("ternary_model", "first", *small, "--steps", "4", *rest)  # goes on after two steps
     for variant in ("b1.58", "a4.8, keys in 3 bits"):
-        script("ternary_model", "second", *small, "--steps", "4", "--variant", variant)
+        script("ternary_model", "second", *small, "--wait", *rest[2:], "--variant", variant)
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["step"] for row in found if row["stage"] == 1] == [0, 2, 2, 4, 4]
     starts = [row for row in found if row["stage"] == 2 and row["step"] == 0]
@@ -519,6 +522,8 @@ def test_a_model_continues_in_ternary_weights_and_its_variants_from_one_state(
     assert starts[1]["judged"] != starts[1]["before"]
     ends = {row["variant"]: row for row in found if row.get("done")}
     assert ends["a4.8, keys in 3 bits"]["zeros"]["out"] > 0.4 > ends["b1.58"]["zeros"]["out"]
+    assert all(row["step"] == row["of_steps"] == 2 for row in ends.values())
     table = script("ternary_model", "table", "--out", str(out))
-    assert "| b1.58 |" in table
-    assert "| +0.0000 ± 0.0000 |" in table
+    assert "| b1.58 | 1 | 2 |" in table
+    assert "| +0.0000 (0.0000) | +0.0000 (0.0000) |" in table
+    assert "| variant | 0% | 50% | 100% |" in table

@@ -108,6 +108,14 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
     trained = [{"run": "hybrid/0", "recipe": {}, **STATED}, {"run": "hybrid/0", "done": True}]
     trained[1:1] = [{"run": "hybrid/0", "step": s, "validation": 3.0 - s / 9} for s in (1, 2)]
     write(folder / "ternary-qat.jsonl", trained)
+    begun = {"model": "m", "stage": 1, "step": 0, "judged": {"python": 9.0}, "seed": 0}
+    second = {**begun, "stage": 2, "of_steps": 4, "first_steps": 8}
+    ended = {"done": True, "judged_each": {"python": [1.0]}, **STATED}
+    continued = [begun]
+    for variant in ("b1.58", "a4.8"):
+        continued += [{**second, "variant": variant, "step": step} for step in (0, 2, 4)]
+        continued.append({**second, "variant": variant, "step": 4, **ended})
+    write(folder / "ternary-model.jsonl", continued)
     speed = {"way": "win4", "in_gb_per_s": 1.0, "out_gb_per_s": 2.0, **STATED}
     sizes = [{**speed, "side": 2**power, "mib": 2.0**power} for power in (1, 2)]
     write(folder / "coded-weight-throughput.jsonl", sizes)

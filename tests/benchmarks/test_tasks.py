@@ -324,10 +324,15 @@ def test_rows_end_where_time_does_and_go_on_from_there(folder: Path, tmp_path: P
     assert {mode for mode, _ in names} == set(MODES)
     assert {each["task"] for each in found} == {"copying", "code that parses"}
     assert all(len(each["answers"]) == each["items"] == 2 for each in found)
-    script("task_scores", *given, "--times", "--shape", "1", "64", "3")
+    times = ["--times", "--shape", "1", "256", "3", "--inner", "aot_eager"]
+    script("task_scores", *given, *times, "--turns", str(tmp_path / "turns"))
     timed = [json.loads(line) for line in out.read_text().splitlines()[len(whole) :]]
     assert {each["what"] for each in timed} == {"task times"}
     assert all(each["token_ms"] > 0 for each in timed)
+    assert {each["mode"]: each["rewrites"]["compress_kv_cache"] > 0 for each in timed} == {
+        "exact": False,
+        "cache, 2 bits": True,
+    }
     shown = script("task_scores", "table", "--out", str(out))
     assert "Not above chance: copying" in shown
 
@@ -388,6 +393,27 @@ def test_exact_modes_are_told_by_margins() -> None:
     made = task_scores.agreements([*found, row("half", "01")])
     assert list(made) == ["same"]
     assert made["same"] == pytest.approx((2, 1, 0.2, 0.1))
+
+
+def test_a_summary_has_a_mode_in_a_row_and_a_model_in_a_column(tmp_path: Path) -> None:
+    big = {"model": "n", "cache_bytes_a_token": 100.0, "length": 8}
+    half = {**big, "cache_bytes_a_token": 50.0}
+    timed = {"what": "task times", "model": "m", "dtype": "bfloat16", "compiled": "inductor"}
+    found = [row("exact", "1101" * 32), row("exact", "1001" * 32, "sorting")]
+    found += [row("cache, 16 bits", "11" * 64), row("exact", "10" * 64, model="n")]
+    found += [row("cache, 16 bits", "10" * 64, **big), row("cache, 4 bits", "10" * 64, **half)]
+    for mode, ms in (("exact", 1.0), ("cache, 16 bits", 0.5)):
+        found.append({**timed, "mode": mode, "prompt_ms": 0.0, "token_ms": ms})
+    out = tmp_path / "tasks.jsonl"
+    out.write_text("".join(json.dumps(each) + "\n" for each in found))
+    shown = script("task_scores", "summary", "--out", str(out)).splitlines()
+    assert [line for line in shown if line.startswith("|")] == [
+        "| mode | bytes | time | m, 2 tasks | n, 1 task |",
+        "|---|---|---|---|---|",
+        "| exact |  | 100 % | 62 % (3) | 50 % (4) |",
+        "| cache, 16 bits | 100 % | 50 % | +25 (4), 1 task | 0 |",
+        "| cache, 4 bits | 50 % |  |  | 0 |",
+    ]
 
 
 def test_the_page_shows_what_the_rows_say() -> None:
