@@ -23,7 +23,15 @@ from torch import Tensor
 from ... import compat
 from ...errors import DoubleBackwardError
 from .. import library
-from ..checks import require, two_devices, two_dtypes, unfloating, unplain, wide
+from ..checks import (
+    require,
+    require_classes,
+    two_devices,
+    two_dtypes,
+    unfloating,
+    unplain,
+    wide,
+)
 from ..device import kernels_serve, on_device, without_autocast
 from .call import ClassRequest, Coefficients, Found, Request, spans
 
@@ -440,6 +448,7 @@ def _run_classes(given: _Classes, grad: Tensor | None, mask: Sequence[bool]) -> 
 
 def _classes(given: _Classes) -> Tensor:
     require("linear_divergence_classes", _classes_fault(given))
+    require_classes("linear_divergence_classes", given.chosen, given.weight.shape[0])
     return _run_classes(given, None, (False,) * 3).rows.view(given.chosen.shape)
 
 

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels.linear_divergence import (
     ENGINES,
     Coefficients,
@@ -225,6 +225,18 @@ def test_some_classes_pass_opcheck_and_have_one_derivative() -> None:
 def test_bad_indices_get_a_sentence(index: Tensor, said: str) -> None:
     with pytest.raises(UnsupportedInputError, match=said):
         linear_divergence_classes(*trained(draw()), index, **OF_CLASSES)
+
+
+@pytest.mark.parametrize("number", [-1, V], ids=["negative", "too large"])
+def test_a_number_that_is_no_class_gets_a_sentence(number: int) -> None:
+    index = INDEX.clone()
+    index[4, 1] = number
+    said = rf"row 4 names class {number}; classes run from 0 to {V - 1}"
+    with pytest.raises(TargetRangeError, match=said):
+        linear_divergence_classes(*trained(draw()), index, **OF_CLASSES)
+    hidden, *others = trained(draw())
+    with pytest.raises(TargetRangeError, match=r"row \(0, 4\)"):
+        linear_divergence_classes(hidden[None], *others, index[None], **OF_CLASSES)
 
 
 def test_sizes_of_a_trace_are_not_refused() -> None:
