@@ -99,6 +99,15 @@ def test_every_option_is_fused_and_equals_eager(name: str) -> None:
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_a_row_without_a_batch_is_fused() -> None:
+    h, w, b, y = operands()
+    found = compiled(lambda h, w, b, y: chunked(h[0], w, b, y[0]))(h, w, b, y)
+    (record,) = memeff_compile.last_report().records
+    assert record.action == "rewrote"
+    wanted = F.linear_cross_entropy(h[0], w, y[0])
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
 def test_the_loss_keeps_the_dtype_of_16_bit_operands() -> None:
     h, w, b, y = operands(torch.bfloat16)
     found = compiled(chunked)(h, w, b, y)
@@ -139,6 +148,12 @@ DECLINED: dict[str, tuple[Loss, str]] = {
     "operands of two dtypes": (
         lambda h, w, b, y: chunked(h.bfloat16(), w, b, y, **rows(acc_dtype=torch.float32)),
         "dtype_unsupported",
+    ),
+    "classes in two dimensions": (
+        lambda h, w, b, y: chunked(
+            h, w.view(V // 2, 2, D), b, (y[:, None].abs() % (V // 2)).repeat(1, 2)
+        ),
+        "class_dim_changed",
     ),
     "gradients of the op": (
         lambda h, w, b, y: torch.ops.torch_nn._linear_cross_entropy_batch_chunked(
