@@ -514,12 +514,14 @@ linear_divergence: Any = library.op(
     *library.taking(_called, _forward, _fake_forward),
     backward=_link,
     setup_context=_setup,
+    direct=library.taking(_called, _forward)[0],
 )
 linear_divergence_backward: Any = library.op(
     f"linear_divergence_backward(Tensor grad_rows, {_OPERANDS}, *, {_SETTINGS}, "
     f"bool[3] output_mask) -> ({_GRADIENTS})",
     *library.taking(_called_back, _backward, _fake_backward),
     backward=_refuse,
+    direct=library.taking(_called_back, _backward)[0],
 )
 linear_divergence_total: Any = library.op(
     f"linear_divergence_total({_OPERANDS}, Tensor? row_weight, *, {_SETTINGS}, "
@@ -527,6 +529,7 @@ linear_divergence_total: Any = library.op(
     *library.taking(_called_total, _total, _fake_total),
     backward=_link_total,
     setup_context=_setup_total,
+    direct=library.taking(_called_total, _total)[0],
 )
 
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor index"
@@ -548,10 +551,12 @@ linear_divergence_classes: Any = library.op(
     *library.taking(_called_classes, _classes, _fake_classes),
     backward=_link_classes,
     setup_context=_setup_classes,
+    direct=library.taking(_called_classes, _classes)[0],
 )
 linear_divergence_classes_backward: Any = library.op(
     f"linear_divergence_classes_backward(Tensor grad, {_HEAD}, *, {_HOW}, bool[3] output_mask) "
     f"-> ({_GRADIENTS})",
     *library.taking(_called_classes_back, _classes_backward, _fake_classes_backward),
     backward=_refuse,
+    direct=library.taking(_called_classes_back, _classes_backward)[0],
 )
