@@ -37,12 +37,12 @@ def reference(
         shares: factors of each row's loss and entropy, for a weighted sum instead.
     """
     hidden, weight, target = data.hidden, data.weight, data.target
-    wide, v = hidden.float(), weight.shape[0]
+    v = weight.shape[0]
     counts = (target != IGNORED).float()
     lse = torch.full(target.shape, -math.inf, device=hidden.device)
     picked = torch.zeros(target.shape, device=hidden.device)
     for first in range(0, v, step):
-        z = wide @ weight[first : first + step].float().t()
+        z = product(hidden, weight[first : first + step].t())
         lse = torch.logaddexp(lse, z.logsumexp(-1))
         here = (target >= first) & (target < first + z.shape[1])
         picked[here] = z[here, target[here] - first]
@@ -50,13 +50,13 @@ def reference(
     entropy = torch.zeros_like(lse)
     if of_entropy is not None:
         for first in range(0, v, step):
-            log_p = wide @ weight[first : first + step].float().t() - lse[:, None]
+            log_p = product(hidden, weight[first : first + step].t()) - lse[:, None]
             entropy -= (log_p.exp() * log_p).sum(-1)
-    grad_hidden = torch.zeros_like(wide)
+    grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
     grad_weight = torch.empty(weight.shape, device=weight.device)
     for first in range(0, v, step):
-        piece = weight[first : first + step].float()
-        log_p = wide @ piece.t() - lse[:, None]
+        piece = weight[first : first + step]
+        log_p = product(hidden, piece.t()) - lse[:, None]
         g = log_p.exp()
         slant = 0.0
         if of_entropy is not None:
@@ -65,12 +65,28 @@ def reference(
         g[here, target[here] - first] -= 1
         g *= share[:, None]
         g -= slant
-        grad_hidden += g @ piece
-        grad_weight[first : first + step] = g.t() @ wide
+        grad_hidden += product(g, piece)
+        grad_weight[first : first + step] = product(g.t(), hidden)
     total = ((lse - picked) * share).sum()
     if of_entropy is not None:
         total += (entropy * of_entropy).sum()
     return Reference(float(total), grad_hidden, grad_weight)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the fp32 product of two matrices.
+
+    On a GPU, tensor cores multiply by a bf16 matrix: products of bf16 numbers are exact in fp32,
+    and an fp32 matrix is the sum of three matrices in bf16.
+    """
+    if right.device.type != "cuda" or right.dtype != torch.bfloat16:
+        return left.float() @ right.float()
+    total, rest = torch.zeros((), device=left.device), left
+    for _ in range(1 if left.dtype == torch.bfloat16 else 3):
+        top = rest.bfloat16()
+        total = total + torch.mm(top, right, out_dtype=torch.float32)
+        rest = rest - top
+    return total
 
 
 def relative_error(got: Tensor | None, wanted: Tensor) -> float:

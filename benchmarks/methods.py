@@ -89,6 +89,12 @@ def inductor() -> Loss:
     return torch.compile(eager, dynamic=False)
 
 
+def compiled() -> Loss:
+    """Return the usual two lines, compiled by the backend `memeff`."""
+    registered()
+    return torch.compile(eager, dynamic=False, backend="memeff")
+
+
 def auto_chunked() -> Loss:
     """Return the usual two lines, compiled with the chunks that Inductor chooses by itself."""
     return torch.compile(eager, dynamic=False, options={"auto_chunker.enable": True})
@@ -452,6 +458,7 @@ _FIXED = {
         ("liger", liger),
         ("liger cute", liger_cute),
         ("inductor auto-chunker", auto_chunked),
+        ("memeff compiled", compiled),
         ("8 chunks", row_chunks),
         ("torch chunks", torch_chunks),
         ("torch chunks of 2048", partial(torch_chunks, 2048)),

@@ -82,8 +82,7 @@ def linear_divergence(
         teacher_bias: (V,) or None.
         classes: (..., k) int64, if k classes of each row are known of the teacher, who is then
             (..., k): their log-probabilities, at the temperature, which are taken as they are. The
-            sums above are over these classes. A number that is no class raises an error on a CPU
-            and gives nan on a GPU.
+            sums above are over these classes. A number that is no class raises an error.
         with_rest: whether all other classes count as one more, of student and of teacher.
 
     Returns:
@@ -91,6 +90,7 @@ def linear_divergence(
 
     Raises:
         UnsupportedInputError: a dtype, shape, layout or setting is not supported.
+        TargetRangeError: on the CPU, one of `classes` is no class. A GPU's assertion fails.
 
     Example: linear_divergence(hidden, head.weight, teacher_hidden, teacher_head.weight) is
     F.kl_div(head(hidden).log_softmax(-1), teacher_head(teacher_hidden).softmax(-1),

@@ -45,7 +45,7 @@ class ShardedLogitsError(MemeffError, RuntimeError):
 
 
 class TargetRangeError(MemeffError, IndexError):
-    """A target is neither a column of the head nor the ignored index."""
+    """A target or class number is no column of the head, nor the ignored index."""
 
 
 class DoubleBackwardError(MemeffError, RuntimeError):

@@ -3,9 +3,11 @@
     python benchmarks/ops/linear_cross_entropy_total.py --seconds 330 --out $OUT/total.jsonl
     python benchmarks/ops/linear_cross_entropy_total.py --tokens --out $OUT/tokens.jsonl
     python benchmarks/ops/linear_cross_entropy_total.py --peers 8192x4096x128256
+    python benchmarks/ops/linear_cross_entropy_total.py --apart --shape 1024x576x32000
 
 The second line measures log-probability and entropy of every token, each with a separate gradient,
-so that the logits are computed twice; the third one the losses of other libraries, too.
+so that the logits are computed twice; the third one the losses of other libraries, too. With the
+fourth, rows also have the time of the GPU alone, which does not wait for the host.
 
 One process and no more seconds than given: the most important parts come first, and a missing row
 was not reached. Small cases of every kind are compared with float64, over memory that held nan, and
@@ -312,11 +314,22 @@ def measure(
     times = timing.in_turns({name: timer(call) for name, call in calls.items()}, rounds)
     for name, row in found.items():
         row |= rows.percentiles(times[name])
+        if data.get("apart"):
+            row["gpu_alone"] = of_gpu(calls[name], tensors, rounds)
         what = "head and loss" if shares is None else "log-probabilities and entropies"
         run.row(what, shape=shape, method=name, ignored=ignored, frozen=frozen, **row)
     ours = FORWARD if shares is None else TOKENS[0]
     if device == "cuda" and ours in calls and rounds > 3:
         kernels(run, shape, calls[ours])
+
+
+def of_gpu(call: Callable[[], Any], tensors: registry.Inputs, rounds: int) -> float:
+    """Return the median milliseconds of the GPU if the host is ahead of it."""
+    found = []
+    for _ in range(rounds):
+        found.append(timing.milliseconds(call, is_ahead=True))
+        tensors.without_gradients()
+    return rows.percentiles(found)["median"]
 
 
 def kernels(run: Runner, shape: str, call: Callable[[], Any]) -> None:
@@ -350,6 +363,7 @@ def main() -> None:
     parser.add_argument(
         "--unchecked", action="store_true", help="no small cases: rows have errors anyway"
     )
+    parser.add_argument("--apart", action="store_true", help="the time of the GPU alone, too")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -361,7 +375,8 @@ def main() -> None:
         sys.exit("wrong numbers are not timed")
     for shape in given.shape or ():
         if run.left() > LEAST_SECONDS:
-            measure(run, shape, tuple(given.methods), device, rounds=given.rounds)
+            how = {"rounds": given.rounds, "apart": given.apart}
+            measure(run, shape, tuple(given.methods), device, **how)
     for shape in (given.tokens or TOKEN_SHAPES) if has_tokens else ():
         for frozen in (False, True):
             if run.left() > LEAST_SECONDS:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedInputError
+from .. import compat
+from ..errors import TargetRangeError, UnsupportedInputError
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DEPTH = 256
@@ -19,6 +20,26 @@ def require(op: str, sentence: str | None) -> None:
     """Raise an error with a sentence about unsupported inputs; do nothing if it is None."""
     if sentence is not None:
         raise UnsupportedInputError(f"{op}: {sentence}")
+
+
+def require_classes(op: str, index: Tensor, classes: int) -> None:
+    """Raise an error for class numbers outside 0 .. classes - 1: on CUDA, by a device assertion."""
+    is_valid = (index >= 0) & (index < classes)
+    if index.device.type == "cuda":
+        sentence = f"{op}: a class number is outside 0 .. {classes - 1}"
+        compat.assert_on_device(is_valid.all(), sentence)
+    elif not bool(is_valid.all()):
+        *row, place = (~is_valid).nonzero()[0].tolist()
+        number = int(index[(*row, place)])
+        raise TargetRangeError(
+            f"{op}: row {short_index(row)} names class {number}; classes run from 0 to "
+            f"{classes - 1}. Fix the class numbers."
+        )
+
+
+def short_index(place: list[int]) -> str:
+    """Return a place in a tensor as text: "3" or "(0, 3)"."""
+    return str(place[0]) if len(place) == 1 else str(tuple(place))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -37,12 +37,23 @@ SETTINGS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
     "none": lambda b: {"reduction": "none"},
     "rows of a chunk": lambda b: rows(batch_chunk_size=5),
     "a method": lambda b: rows(chunking_method="aspect_ratio:4"),
-    "a policy": lambda b: rows(acc_policy="accurate"),
+    "accurate": lambda b: rows(acc_policy="accurate"),
+    "balanced": lambda b: rows(acc_policy="balanced"),
+    "compact": lambda b: rows(acc_policy="compact"),
+    "a dtype of sums": lambda b: rows(acc_dtype=torch.float64),
     "a retained graph": lambda b: rows(allow_retain_graph=True),
     "bias": lambda b: {"linear_bias": b},
     "class weights": lambda b: {"weight": CLASS_WEIGHT},
     "class weights, none": lambda b: {"weight": CLASS_WEIGHT, "reduction": "none"},
+    "all of these": lambda b: {
+        "linear_bias": b,
+        "weight": CLASS_WEIGHT,
+        "ignore_index": 3,
+        **rows(batch_chunk_size=5, acc_policy="compact"),
+    },
     "ignore_index": lambda b: {"ignore_index": 3},
+    "ignore_index None": lambda b: {"ignore_index": None},
+    "smoothed class weights": lambda b: {"label_smoothing": 0.1, "weight": CLASS_WEIGHT},
     "label smoothing, which PyTorch does not chunk": lambda b: {"label_smoothing": 0.1},
 }
 
@@ -88,6 +99,15 @@ def test_every_option_is_fused_and_equals_eager(name: str) -> None:
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_a_row_without_a_batch_is_fused() -> None:
+    h, w, b, y = operands()
+    found = compiled(lambda h, w, b, y: chunked(h[0], w, b, y[0]))(h, w, b, y)
+    (record,) = memeff_compile.last_report().records
+    assert record.action == "rewrote"
+    wanted = F.linear_cross_entropy(h[0], w, y[0])
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
 def test_the_loss_keeps_the_dtype_of_16_bit_operands() -> None:
     h, w, b, y = operands(torch.bfloat16)
     found = compiled(chunked)(h, w, b, y)
@@ -128,6 +148,12 @@ DECLINED: dict[str, tuple[Loss, str]] = {
     "operands of two dtypes": (
         lambda h, w, b, y: chunked(h.bfloat16(), w, b, y, **rows(acc_dtype=torch.float32)),
         "dtype_unsupported",
+    ),
+    "classes in two dimensions": (
+        lambda h, w, b, y: chunked(
+            h, w.view(V // 2, 2, D), b, (y[:, None].abs() % (V // 2)).repeat(1, 2)
+        ),
+        "class_dim_changed",
     ),
     "gradients of the op": (
         lambda h, w, b, y: torch.ops.torch_nn._linear_cross_entropy_batch_chunked(

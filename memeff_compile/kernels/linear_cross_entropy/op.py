@@ -501,6 +501,17 @@ def _adapted_total(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
     return found
 
 
+def _direct(called: library.Function, compute: library.Function) -> library.Function:
+    """Return an op's function for Inductor's code, which calls optional tensors by their names."""
+
+    def direct(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
+        named = [settings.pop(name) for name in ("low", "up") if name in settings]
+        found: tuple[Tensor, ...] = compute(called(*tensors, *named, **settings))
+        return found
+
+    return direct
+
+
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target"
 _SETTINGS = (
     "int? ignore_index, float scale, float softcap, bool with_lse, bool with_logit_sum, "
@@ -519,6 +530,7 @@ linear_cross_entropy = library.op(
     *library.taking(_called, _forward, _fake_forward),
     backward=_link,
     setup_context=_setup_context,
+    direct=_direct(_called, _forward),
 )
 linear_cross_entropy_backward = library.op(
     "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
@@ -526,6 +538,7 @@ linear_cross_entropy_backward = library.op(
     f"{_LOW_RANK}, *, {_SETTINGS}, bool[] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     *library.taking(_called_back, _backward, _fake_backward),
     backward=library.refusing(DoubleBackwardError, _REFUSAL),
+    direct=_direct(_called_back, _backward),
 )
 
 _NUMBER = f"{_HEAD}, Tensor? row_weight, Tensor? norm"
@@ -540,6 +553,7 @@ linear_cross_entropy_total = library.op(
     *library.taking(_called_total, _total, _fake_total),
     backward=_link_total,
     setup_context=_setup_total,
+    direct=_direct(_called_total, _total),
 )
 _RANK = "int rank, int ranks, int classes"
 linear_cross_entropy_shard = library.op(

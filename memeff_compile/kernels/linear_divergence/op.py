@@ -24,7 +24,15 @@ from ... import compat
 from ...errors import DoubleBackwardError
 from .. import library
 from .._head_loss.scaling import asked, at_arguments, total_joins
-from ..checks import require, two_devices, two_dtypes, unfloating, unplain, wide
+from ..checks import (
+    require,
+    require_classes,
+    two_devices,
+    two_dtypes,
+    unfloating,
+    unplain,
+    wide,
+)
 from ..device import kernels_serve, on_device, without_autocast
 from .call import ClassRequest, Coefficients, Found, Request
 
@@ -385,6 +393,7 @@ def _run_classes(given: _Classes, grad: Tensor | None, mask: Sequence[bool]) -> 
 
 def _classes(given: _Classes) -> Tensor:
     require("linear_divergence_classes", _classes_fault(given))
+    require_classes("linear_divergence_classes", given.chosen, given.weight.shape[0])
     return _run_classes(given, None, (False,) * 3).rows.view(given.chosen.shape)
 
 
@@ -448,12 +457,14 @@ linear_divergence: Any = library.op(
     *library.taking(_called, _forward, _fake_forward),
     backward=_link,
     setup_context=_setup,
+    direct=library.taking(_called, _forward)[0],
 )
 linear_divergence_backward: Any = library.op(
     f"linear_divergence_backward(Tensor grad_rows, {_OPERANDS}, *, {_SETTINGS}, "
     f"bool[3] output_mask) -> ({_GRADIENTS})",
     *library.taking(_called_back, _backward, _fake_backward),
     backward=library.refusing(DoubleBackwardError, _REFUSAL),
+    direct=library.taking(_called_back, _backward)[0],
 )
 linear_divergence_total: Any = library.op(
     f"linear_divergence_total({_OPERANDS}, Tensor? row_weight, *, {_SETTINGS}, "
@@ -461,6 +472,7 @@ linear_divergence_total: Any = library.op(
     *library.taking(_called_total, _total, _fake_total),
     backward=_link_total,
     setup_context=_setup_total,
+    direct=library.taking(_called_total, _total)[0],
 )
 
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor index"
@@ -482,10 +494,12 @@ linear_divergence_classes: Any = library.op(
     *library.taking(_called_classes, _classes, _fake_classes),
     backward=_link_classes,
     setup_context=_setup_classes,
+    direct=library.taking(_called_classes, _classes)[0],
 )
 linear_divergence_classes_backward: Any = library.op(
     f"linear_divergence_classes_backward(Tensor grad, {_HEAD}, *, {_HOW}, bool[3] output_mask) "
     f"-> ({_GRADIENTS})",
     *library.taking(_called_classes_back, _classes_backward, _fake_classes_backward),
     backward=library.refusing(DoubleBackwardError, _REFUSAL),
+    direct=library.taking(_called_classes_back, _classes_backward)[0],
 )

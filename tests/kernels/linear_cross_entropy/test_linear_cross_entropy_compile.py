@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 
@@ -9,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config, lowering
+from torch._inductor.utils import run_and_get_code
 
+from memeff_compile.kernels import library
 from memeff_compile.kernels.linear_cross_entropy import (
     linear_cross_entropy,
+    linear_cross_entropy_backward,
+    linear_cross_entropy_total,
 )
+from tests.support.inductors_code import uncompiled
 from tests.support.oracles import CASES, Case, Inputs, make_inputs, values_and_gradients
 
 PLAIN = CASES[0]
@@ -52,6 +59,30 @@ def test_compiles_with_inductor() -> None:
         inputs = make_inputs(case, shape=(2, rows), **SMALL, dtype=torch.bfloat16)
         inputs.weight = inputs.weight.T.contiguous().T
         assert_compiled_equals_eager(case, inputs, compiled)
+
+
+def test_inductors_code_calls_the_functions_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = linear_cross_entropy, linear_cross_entropy_backward, linear_cross_entropy_total
+    for op in ops:  # Inductor without our backend may have compiled them in this process
+        monkeypatch.delitem(lowering.lowerings, op, raising=False)
+
+    def loss(*tensors: Tensor | None) -> Tensor:
+        rows = linear_cross_entropy(*tensors, **PLAIN.arguments())[0].sum()
+        *operands, target, _ = tensors
+        settings = {"ignore_index": None, "scale": 1.0, "softcap": 0.0, "workspace": 0}
+        settings["output_mask"] = [True, True, False]
+        total = linear_cross_entropy_total(*operands, target, None, None, **settings)[0]
+        return rows + total
+
+    library.direct_in_inductor()
+    inputs = make_inputs(PLAIN, **SMALL)
+    for operand in (inputs.hidden, inputs.weight):
+        operand.requires_grad_()
+    compiled = torch.compile(loss, backend="inductor", fullgraph=True)
+    with uncompiled(), config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: compiled(*inputs.tensors()).backward())
+    called = re.findall(r"ops\.memeff\.(\w+)\.default([.a-z]*)\(", "".join(codes))
+    assert set(called) == {(op.name()[8:], ".direct") for op in ops}, "the dispatcher is not asked"
 
 
 @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -88,3 +91,19 @@ def test_some_classes_of_each_row_are_exact_and_repeat(
     for got, same, expected in zip(found[:3], again[:3], wanted[:3], strict=True):
         assert torch.equal(got, same)
         assert (got.double() - expected).norm() / expected.norm() < BOUNDS[dtype]
+
+
+def test_a_number_that_is_no_class_fails_a_device_assertion() -> None:
+    program = """
+import torch
+from memeff_compile import linear_divergence
+hidden, weight = torch.ones(2, 8, device="cuda"), torch.ones(5, 8, device="cuda")
+logs = torch.zeros(2, 1, device="cuda")
+linear_divergence(hidden, weight, logs, classes=torch.tensor([[4], [5]], device="cuda"))
+torch.cuda.synchronize()
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert found.returncode
+    assert "a class number is outside 0 .. 4" in found.stdout + found.stderr

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import sympy
 import torch
 from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 
-from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels.linear_divergence import (
     ENGINES,
     Coefficients,
@@ -31,6 +35,7 @@ from memeff_compile.kernels.linear_divergence.call import (
     strip_bytes,
 )
 from tests.kernels.linear_divergence.divergences import DIVERGENCES, N, V, draw, eager
+from tests.support.inductors_code import uncompiled
 from tests.support.live_bytes import LiveBytes
 
 NAMES = ("hidden", "weight", "bias")
@@ -225,6 +230,35 @@ def test_some_classes_pass_opcheck_and_have_one_derivative() -> None:
 def test_bad_indices_get_a_sentence(index: Tensor, said: str) -> None:
     with pytest.raises(UnsupportedInputError, match=said):
         linear_divergence_classes(*trained(draw()), index, **OF_CLASSES)
+
+
+@pytest.mark.parametrize("number", [-1, V], ids=["negative", "too large"])
+def test_a_number_that_is_no_class_gets_a_sentence(number: int) -> None:
+    index = INDEX.clone()
+    index[4, 1] = number
+    said = rf"row 4 names class {number}; classes run from 0 to {V - 1}"
+    with pytest.raises(TargetRangeError, match=said):
+        linear_divergence_classes(*trained(draw()), index, **OF_CLASSES)
+    hidden, *others = trained(draw())
+    with pytest.raises(TargetRangeError, match=r"row \(0, 4\)"):
+        linear_divergence_classes(hidden[None], *others, index[None], **OF_CLASSES)
+
+
+def test_inductors_code_calls_the_functions_of_the_ops() -> None:
+    def loss(*operands: Tensor) -> Tensor:
+        settings = SCALES | {"coefficients": list(Coefficients(q_log_p=-1))}
+        rows = linear_divergence(*operands, **settings).sum()
+        mask = [True, True, True]
+        total = linear_divergence_total(*operands, None, output_mask=mask, **settings)[0]
+        return rows + total + linear_divergence_classes(*operands[:3], INDEX, **OF_CLASSES).sum()
+
+    library.direct_in_inductor()
+    compiled = torch.compile(loss, backend="inductor", fullgraph=True)
+    with uncompiled(), config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: compiled(*draw().values()).backward())
+    called = re.findall(r"ops\.memeff\.linear_divergence(\w*)\.default([.a-z]*)\(", "".join(codes))
+    parts = ("", "_backward", "_total", "_classes", "_classes_backward")
+    assert set(called) == {(part, ".direct") for part in parts}, "the dispatcher is not asked"
 
 
 def test_sizes_of_a_trace_are_not_refused() -> None:
