@@ -73,8 +73,10 @@ def modes(layers: int) -> list[Mode]:
             settings = {"bits": bits, "merge": Merged(start_layer=start)}
             found.append(Mode(f"cache, aligned from {where} on, {bits} bits", cache=settings))
     for t in (0.5, 0.6, 0.8):
-        settings = {"bits": 4, "merge": Merged(start_layer=half, t=t)}
-        found.append(Mode(f"cache, aligned at t {t} from half on, 4 bits", cache=settings))
+        for where, start, bits in (("half", half, 4), ("a quarter", layers // 4, 3)):
+            settings = {"bits": bits, "merge": Merged(start_layer=start, t=t)}
+            shown = f"cache, aligned at t {t} from {where} on, {bits} bits"
+            found.append(Mode(shown, cache=settings))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
     found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
     found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))

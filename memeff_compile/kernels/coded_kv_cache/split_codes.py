@@ -74,12 +74,13 @@ def turned(q: Tensor, turns: Tensor) -> Tensor:
 
     batch, heads, _, depth = q.shape
     found = q.new_empty((batch, heads, depth), dtype=torch.float32)
-    chunk = min(CHUNK, depth)
-    kernels._coded_kv_cache_turn_kernel[(batch * heads, depth // chunk)](
+    chunk, at_once = min(CHUNK, depth), heads_at_once(q, turns)
+    kernels._coded_kv_cache_turn_kernel[(batch * heads // at_once, depth // chunk)](
         *((q, q.stride(0), q.stride(1), q.stride(3)), turns, found),
         (heads, heads // turns.shape[1]),
         DEPTH=depth,
         CHUNK=chunk,
+        AT_ONCE=at_once,
         num_warps=4,
     )
     return found
@@ -87,6 +88,16 @@ def turned(q: Tensor, turns: Tensor) -> Tensor:
 
 CHUNK = 32
 """Channels of a map that one program applies."""
+
+
+def heads_at_once(q: Tensor, turns: Tensor) -> int:
+    """Return how many query heads (of B, Hq, ...) one program turns by a map of (B, H, ...).
+
+    All heads of a map, so that it is read once, or one if the GPU would have too little to do.
+    """
+    batch, kv_heads, _, depth = turns.shape[:4]
+    programs = batch * kv_heads * (depth // min(CHUNK, depth))
+    return q.shape[1] // kv_heads if programs >= 2 * processors(q.device) else 1
 
 
 def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,14 +128,15 @@ def combine(
     batch, _, heads, depth = out.shape
     means, turns, _ = maps
     if turns is not None:
-        chunk = min(CHUNK, depth)
-        kernels._coded_kv_cache_combine_turned_kernel[(batch * heads, depth // chunk)](
+        chunk, at_once = min(CHUNK, depth), heads_at_once(out.transpose(1, 2), turns)
+        kernels._coded_kv_cache_combine_turned_kernel[(batch * heads // at_once, depth // chunk)](
             *(share, stat, out, means, turns),
             (shares - exact, exact, heads // turns.shape[1], batch * heads * shares),
             DEPTH=depth,
             CHUNK=chunk,
             MERGED_BLOCK=1 << (shares - exact - 1).bit_length(),
             EXACT_BLOCK=1 << (exact - 1).bit_length(),
+            AT_ONCE=at_once,
             num_warps=4,
         )
         return

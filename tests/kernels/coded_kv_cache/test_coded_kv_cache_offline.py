@@ -183,7 +183,8 @@ def _combine(capability: int, depth: int, splits: int) -> Any:
 
 def _turn(capability: int, depth: int, splits: int | None = None) -> Any:
     """Compile the kernel that turns queries or, with splits, the one that turns results back."""
-    constants = {"DEPTH": depth, "CHUNK": split_codes.CHUNK}
+    at_once = 1 if splits == MAX_SPLITS else 4  # where there are many shares, there are few maps
+    constants = {"DEPTH": depth, "CHUNK": split_codes.CHUNK, "AT_ONCE": at_once}
     if splits is None:
         name = "_coded_kv_cache_turn_kernel"
     else:
