@@ -417,7 +417,9 @@ def batch(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     heads, _, depth = options.heads
     is_tiny = options.size == "tiny"
-    tokens, batches = (300, (1, 2)) if is_tiny else (options.tokens, tuple(options.batches))
+    sizes = [(1, 300), (2, 300)]
+    if not is_tiny:
+        sizes = list(zip(options.batches, itertools.cycle(options.tokens), strict=False))
     for name in options.shapes:
         widths = SHAPES[name]
         config = LlamaConfig(**few_layers(options, {} if is_tiny else widths))
@@ -425,7 +427,7 @@ def batch(options: argparse.Namespace) -> None:
         own.heads = (heads, config.num_key_value_heads, depth)
         with torch.device(options.device):
             made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
-        for count in batches:
+        for count, tokens in sizes:
             for kind in options.kinds or KINDS:
                 bits, settings = KINDS[kind]
                 row = {"shape": name, "batch": count, "tokens": tokens, "cache": kind}
@@ -853,7 +855,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="of `batch` and `prompt`")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 1, 16], help="of `batch`")
     parser.add_argument("--kinds", choices=list(KINDS), nargs="+", help="of `batch`; all of them")
-    parser.add_argument("--tokens", type=int, default=8192, help="of `batch`")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192], help="of --batches in turn"
+    )
     parser.add_argument("--kernels", action="store_true", help="of `batch`: times of each")
     parser.add_argument("--gib", type=float, default=16.0, help="of memory, for `fits`")
     parser.add_argument("--prompt-tokens", type=int, default=12032, help="of `prompt`")
