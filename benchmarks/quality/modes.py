@@ -77,10 +77,9 @@ def modes(layers: int) -> list[Mode]:
             settings = {"bits": bits, "merge": Merged(start_layer=start, t=t)}
             shown = f"cache, aligned at t {t} from {where} on, {bits} bits"
             found.append(Mode(shown, cache=settings))
-    for start, shown in ((layers // 3, "a third"), (layers // 4, "a quarter")):
-        merge = Merged(start_layer=start, retained=0.002)
-        shown = f"cache, aligned from {shown} on, 3 bits, 0.2 % of rows kept"
-        found.append(Mode(shown, cache={"bits": 3, "merge": merge}))
+    few = Merged(start_layer=layers // 3, retained=0.002)
+    shown = "cache, aligned from a third on, few rows kept, 3 bits"
+    found.append(Mode(shown, cache={"bits": 3, "merge": few}))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
     found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
     found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))

@@ -46,8 +46,9 @@ class FidelityReport(VerbReport):
         settings: the settings of the cache that was compared with an exact one.
         pairs: for each two neighbouring layers, their `layers`; for keys and for values, the mean
             cosine between their rows, the 5th percentile of the cosines, and a histogram of `BINS`
-            from -1 to 1; and `aligned`, the mean cosines of `keys` and of `values` when the two
-            layers are aligned.
+            from -1 to 1; `aligned`, the mean cosines of `keys` and of `values` when the two
+            layers are aligned; and `has_window`, whether one of them attends to a window: such
+            layers stay exact and never merge.
         attention: for each call of attention that both runs made, the `mean` and the `worst` cosine
             between its results; empty if the model calls no scaled_dot_product_attention.
         logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
@@ -116,9 +117,9 @@ class FidelityReport(VerbReport):
         for pair in self.pairs:
             k, v = pair["keys"], pair["values"]
             line = found.get(tuple(pair["layers"]))
-            tail = (
-                f"{line['merged']:8d} {line['kept']:6.1f} {line['left_over']:8.1f}" if line else ""
-            )
+            tail = "   never: a window" if pair.get("has_window") else ""
+            if line:
+                tail = f"{line['merged']:8d} {line['kept']:6.1f} {line['left_over']:8.1f}"
             cosines = f"{k['mean']:10.3f} {k['low']:6.3f} {v['mean']:13.3f} {v['low']:6.3f}"
             both = pair["aligned"]
             cosines += f"{both['keys']:16.3f} {both['values']:7.3f}"
@@ -278,7 +279,8 @@ class _Gathered:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         self.bytes = self.before = 0
         self.others: defaultdict[int, int] = defaultdict(int)  # bytes by bits, without merging
-        self.slots: dict[int, Tensor] = {}  # by the number of a pair's lower layer
+        self.have_windows: dict[int, bool] = {}  # by the number of a pair's lower layer
+        self.slots: dict[int, Tensor] = {}  # likewise
         self.products: dict[int, Tensor] = {}
 
     def other(self, bits: int, exact: _Run, found: _Run, size: int) -> None:
@@ -293,10 +295,12 @@ class _Gathered:
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
         """Record the similarity of neighbouring layers' rows."""
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
+        have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())
         for at, (lower, upper) in enumerate(pairwise(layers)):
             if lower["keys"].shape != upper["keys"].shape:
                 continue
+            self.have_windows[at] = any(have_windows[at : at + 2])
             rows = (lower["keys"], lower["values"], upper["keys"], upper["values"])
             batch, _, tokens, _ = rows[0].shape
             counted = rows[0].new_ones((batch, tokens), dtype=torch.bool)
@@ -345,6 +349,7 @@ class _Gathered:
                 "layers": [at, at + 1],
                 **{kind: _spread(whole[kind, at]) for kind in _KINDS},
                 "aligned": {kind: float(whole["aligned", at, kind].mean()) for kind in _KINDS},
+                "has_window": self.have_windows[at],
             }
             for at in (of[1] for of in whole if of[0] == "keys")
         ]
