@@ -435,12 +435,14 @@ def batch(options: argparse.Namespace) -> None:
                     print("left out, no time:", row)
                     continue
                 own.settings = settings_of(settings, config.num_hidden_layers)
+                begun = time.perf_counter()
                 try:
                     row |= one_batch(made.eval(), bits, count, tokens, own)
                 except torch.cuda.OutOfMemoryError:
                     row["failed"] = "out of memory"
                 forget(options)
                 row["layers"] = config.num_hidden_layers
+                row["seconds"] = round(time.perf_counter() - begun, 1)
                 rows.write(options.out, {"kind": "coded kv batch", **row})
         del made
         kv_decode.clean()

@@ -31,9 +31,7 @@ upper layer's.
 """
 
 
-_WHY = {
-    "align": " There is no map over all heads together: each head would read the codes of all."
-}
+_WHY = {"align": " There is no map over all heads together: each head would read the codes of all."}
 """More about settings that are refused."""
 
 
