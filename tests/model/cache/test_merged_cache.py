@@ -553,7 +553,7 @@ def test_a_model_without_two_neighbours_that_attend_to_all_tokens_merges_none() 
     types = ["full_attention", "sliding_attention"] * 2
     windows = {"use_sliding_window": True, "sliding_window": 200, "layer_types": types}
     model = make("Qwen2", num_hidden_layers=4, **windows)
-    with pytest.raises(UnsupportedInputError, match="of this model.*fewer bits for a smaller"):
+    with pytest.raises(UnsupportedInputError, match=r"of this model.*fewer bits for a smaller"):
         KVCache(model.config, LENGTH, 4, merge=MiniCache(start_layer=2), **SHORT)
     report = memeff_compile.fidelity_report(model, prompt(tokens=75), merge=None, steps=8, **SHORT)
     assert [pair["has_window"] for pair in report.pairs] == [True] * 3
