@@ -77,6 +77,10 @@ def modes(layers: int) -> list[Mode]:
             settings = {"bits": bits, "merge": Merged(start_layer=start, t=t)}
             shown = f"cache, aligned at t {t} from {where} on, {bits} bits"
             found.append(Mode(shown, cache=settings))
+    for gamma, retained, shown in ((0.0, 0.01, "no rows"), (1.0, 0.05, "a twentieth of the rows")):
+        merge = Merged(start_layer=half, gamma=gamma, retained=retained)
+        shown = f"cache, aligned from half on, {shown} kept, 4 bits"
+        found.append(Mode(shown, cache={"bits": 4, "merge": merge}))
     few = Merged(start_layer=layers // 3, retained=0.002)
     shown = "cache, aligned from a third on, few rows kept, 3 bits"
     found.append(Mode(shown, cache={"bits": 3, "merge": few}))
