@@ -81,6 +81,12 @@ def modes(layers: int) -> list[Mode]:
         merge = Merged(start_layer=half, gamma=gamma, retained=retained)
         shown = f"cache, aligned from half on, {shown} kept, 4 bits"
         found.append(Mode(shown, cache={"bits": 4, "merge": merge}))
+    few = Merged(start_layer=2, end_layer=2 + layers // 2 // 2 * 2)
+    shown = "cache, aligned from layer 2, half of the layers, 4 bits"
+    found.append(Mode(shown, cache={"bits": 4, "merge": few}))
+    few = Merged(start_layer=2, end_layer=2 + (layers + 2) // 3 * 2, retained=0.002)
+    shown = "cache, aligned from layer 2, two thirds of the layers, few rows kept, 3 bits"
+    found.append(Mode(shown, cache={"bits": 3, "merge": few}))
     few = Merged(start_layer=layers // 3, retained=0.002)
     shown = "cache, aligned from a third on, few rows kept, 3 bits"
     found.append(Mode(shown, cache={"bits": 3, "merge": few}))
