@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -429,6 +430,27 @@ def coded_weight_throughput(rows: list[Row]) -> Any:
     return figure
 
 
+def coded_kv_batch(rows: list[Row]) -> Any:
+    """Draw tokens per second and peak memory against the number of sequences, by cache."""
+    steps = [row for row in rows if row["kind"] == "coded kv batch" and "ms" in row]
+    sizes = Counter((row["shape"], row["tokens"], row["layers"]) for row in steps)
+    size = sizes.most_common(1)[0][0]
+    steps = [row for row in steps if (row["shape"], row["tokens"], row["layers"]) == size]
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.6))
+    for cache in unique(row["cache"] for row in steps):
+        by_batch = {row["batch"]: row for row in steps if row["cache"] == cache}  # the latest
+        counts = sorted(by_batch)
+        for axis, key in zip(axes, ("tokens_per_s", "peak_gib"), strict=True):
+            found = [by_batch[count][key] for count in counts]
+            axis.plot(counts, found, marker="o", markersize=3, label=cache)
+    for axis, up in zip(axes, ("tokens per second", "GiB at most"), strict=True):
+        axis.set_xscale("log", base=2)
+        tidy(axis, f"sequences of {size[1]:,} tokens, {size[2]} layers", up)
+    axes[0].legend(fontsize=7, frameon=False)
+    figure.suptitle(caption(steps), fontsize=8)
+    return figure
+
+
 def weights_ablation(rows: list[Row]) -> Any:
     """Draw perplexity and time of a forward against the bits of a weight (NeuZip's Figure 3)."""
     found = [row for row in rows if row["part"] == "perplexity"]
@@ -646,6 +668,7 @@ PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "attention-ablation.jsonl": (attention_ablation, "attention-ablation"),
     "ternary-qat.jsonl": (ternary_training, "ternary-qat"),
     "ternary-model.jsonl": (ternary_model, "ternary-model"),
+    "coded-kv-batch.jsonl": (coded_kv_batch, "coded-kv-batch"),
     "coded-weight-throughput.jsonl": (coded_weight_throughput, "coded-weight-throughput"),
 }
 """File of rows -> its painter, and the name of the figure."""

@@ -6,6 +6,7 @@
     python benchmarks/ops/coded_kv.py --part longest
     python benchmarks/ops/coded_kv.py --part batch
     python benchmarks/ops/coded_kv.py --part prompt
+    python benchmarks/ops/coded_kv.py --part fits
     python benchmarks/ops/coded_kv.py --part size
     python benchmarks/ops/coded_kv.py --part sweep
 
@@ -30,10 +31,15 @@ values through the op's append.
 `batch`: decoding steps of four layers, 8192 tokens, against the number of sequences: bf16 in a
 StaticCache, codes of 2 bits in KIVI's groups, and in this package's; with 8 and with 32 key-value
 heads, or with those of --shapes; 4 and 3 bits also with aligned layers merged, from half and from a
-quarter on. One step is a CUDA graph of PyTorch's kernels around attention.
+quarter on, with all rows kept that there is room for. One step is a CUDA graph of PyTorch's kernels
+around attention. `ms` is the mean of the last 64 steps, of which one codes or merges a group, and
+`ms_with_a_group` that step alone; --kernels adds the time of each kernel in a step without one.
 
 `prompt`: a prompt of --prompt-tokens through --layers layers of Llama-3-8B's widths, by its cache:
 bf16, 4 bits, and 4 bits with half of the layers merged, as they are and aligned. Caches take turns.
+
+`fits`: the longest cache of each kind for which steps of such layers run in --gib GiB of memory,
+weights included, at the last number of --batches.
 
 `size`: bytes per token and layer that the allocator gives, and the formula's.
 
@@ -51,6 +57,7 @@ import math
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -254,8 +261,20 @@ def filled_cache(
             elif tensor.is_floating_point() and name not in ("bound", "turns"):
                 tensor.normal_(0.0, 0.1)
         layer.is_empty = False
+        if hasattr(layer, "pair"):
+            keep_rows(layer)
     set_filled(cache, tokens - 1)
     return cache
+
+
+def keep_rows(layer: Any) -> None:
+    """Let a merged layer have as many kept rows as it has room for, after its first tokens."""
+    shared, norms = layer.pair, layer.norms
+    count, first = shared.places.shape[2], shared.keep_first
+    each = torch.linspace(first, norms.shape[2] - 1, count, device=norms.device).to(torch.int32)
+    each[:first] = torch.arange(first)
+    shared.places.copy_(each)
+    norms[:, :, each.long(), 0] = -1.0
 
 
 def set_filled(cache: Any, tokens: int) -> None:
@@ -398,7 +417,9 @@ def batch(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     heads, _, depth = options.heads
     is_tiny = options.size == "tiny"
-    tokens, batches = (300, (1, 2)) if is_tiny else (8192, tuple(options.batches))
+    sizes = [(1, 300), (2, 300)]
+    if not is_tiny:
+        sizes = list(zip(options.batches, itertools.cycle(options.tokens), strict=False))
     for name in options.shapes:
         widths = SHAPES[name]
         config = LlamaConfig(**few_layers(options, {} if is_tiny else widths))
@@ -406,7 +427,7 @@ def batch(options: argparse.Namespace) -> None:
         own.heads = (heads, config.num_key_value_heads, depth)
         with torch.device(options.device):
             made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
-        for count in batches:
+        for count, tokens in sizes:
             for kind in options.kinds or KINDS:
                 bits, settings = KINDS[kind]
                 row = {"shape": name, "batch": count, "tokens": tokens, "cache": kind}
@@ -414,12 +435,14 @@ def batch(options: argparse.Namespace) -> None:
                     print("left out, no time:", row)
                     continue
                 own.settings = settings_of(settings, config.num_hidden_layers)
+                begun = time.perf_counter()
                 try:
                     row |= one_batch(made.eval(), bits, count, tokens, own)
                 except torch.cuda.OutOfMemoryError:
                     row["failed"] = "out of memory"
                 forget(options)
                 row["layers"] = config.num_hidden_layers
+                row["seconds"] = round(time.perf_counter() - begun, 1)
                 rows.write(options.out, {"kind": "coded kv batch", **row})
         del made
         kv_decode.clean()
@@ -428,7 +451,7 @@ def batch(options: argparse.Namespace) -> None:
 def one_batch(
     model: Any, bits: int, count: int, tokens: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Capture one decoding step in a CUDA graph and time it."""
+    """Capture a decoding step in a CUDA graph; time the last 64, and the one that codes a group."""
     compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
     cache = filled_cache(model, bits, count, tokens, options)
     held = bytes_of(cache)
@@ -445,17 +468,86 @@ def one_batch(
         torch.cuda.reset_peak_memory_stats()
     set_filled(cache, tokens - 1)
     replay = timing.captured(run)
-    samples = []
-    for _ in range(options.repeats):
-        set_filled(cache, tokens - 1)
-        samples.append(timing.waited(replay))
-    found: dict[str, Any] = {"ms": rows.percentiles(samples), "cache_bytes": held}
+    found: dict[str, Any] = {"cache_bytes": held}
+    for name, steps in (("ms", 64 if options.device == "cuda" else 4), ("ms_with_a_group", 1)):
+        samples = []
+        for _ in range(options.repeats):
+            set_filled(cache, tokens - steps)
+            samples.append(timing.waited(replay, steps))
+        found[name] = rows.percentiles(samples)
     found["tokens_per_s"] = round(count / found["ms"]["median"] * 1e3)
+    if options.kernels:
+        set_filled(cache, tokens - 33)
+        found["us_of_kernels"] = microseconds_of(replay)
     name = "rewrite_kv_update" if bits == 16 else "compress_kv_cache"
     found["rewritten"] = memeff_compile.last_report().rewrites(name)
     if options.device == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
     return found
+
+
+def microseconds_of(replay: Callable[[], Any], steps: int = 8) -> dict[str, float]:
+    """Return the microseconds that each of a cache's kernels takes in a step, and all others."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            replay()
+        torch.cuda.synchronize()
+    took: dict[str, float] = {}
+    for event in found.events() or ():
+        name = event.name.strip("_") if "kv_cache" in event.name else "others"
+        took[name] = took.get(name, 0.0) + event.device_time_total / steps
+    return {name: round(each, 1) for name, each in took.items()}
+
+
+@torch.no_grad()
+def fits(options: argparse.Namespace) -> None:
+    """Find the longest cache of each kind for which steps run in a part of the GPU's memory."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    started, is_tiny = time.perf_counter(), options.size == "tiny"
+    config = LlamaConfig(**few_layers(options, {} if is_tiny else SHAPES["gqa"]))
+    count, room = options.batches[-1], options.gib * 2**30
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
+    if is_tiny:
+        room, short = 2.0**24, (300, 556)
+    else:
+        short = (4096, 8192)
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(room / whole)
+        room -= torch.cuda.memory_reserved() + 2**29
+    for kind in options.kinds or KINDS:
+        bits, settings = KINDS[kind]
+        row = {"cache": kind, "batch": count, "layers": config.num_hidden_layers}
+        row |= {} if is_tiny else {"gib": options.gib}
+        if time.perf_counter() - started > options.budget:
+            print("left out, no time:", row)
+            continue
+        options.settings = settings_of(settings, config.num_hidden_layers)
+        small, large = (bytes_of(empty_cache(model, bits, count, n, options)) for n in short)
+        each = (large - small) / (short[1] - short[0])
+        tokens = int(short[0] + (room - small) / each) // 256 * 256
+        compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
+        token = torch.zeros(count, 1, dtype=torch.int64, device=options.device)
+        cache = logits = None
+        for _ in range(6):
+            kv_decode.clean()
+            try:
+                cache = filled_cache(model, bits, count, tokens, options)
+                set_filled(cache, tokens - 8)
+                for _ in range(8):
+                    logits = compiled(input_ids=token, past_key_values=cache).logits
+                row |= {"tokens": tokens, "cache_bytes": bytes_of(cache), "steps": 8}
+                row["finite"] = bool(logits.isfinite().all())
+                break
+            except torch.cuda.OutOfMemoryError:
+                cache = logits = None
+                tokens = int(tokens * 0.97) // 256 * 256
+        del cache, logits
+        forget(options)
+        rows.write(options.out, {"kind": "coded kv fits", "bytes_per_token": round(each, 1), **row})
 
 
 @torch.no_grad()
@@ -746,6 +838,7 @@ PARTS = {
     "longest": longest,
     "batch": batch,
     "prompt": prompt,
+    "fits": fits,
     "size": size,
     "sweep": sweep,
 }
@@ -764,6 +857,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="of `batch` and `prompt`")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 1, 16], help="of `batch`")
     parser.add_argument("--kinds", choices=list(KINDS), nargs="+", help="of `batch`; all of them")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192], help="of --batches in turn"
+    )
+    parser.add_argument("--kernels", action="store_true", help="of `batch`: times of each")
+    parser.add_argument("--gib", type=float, default=16.0, help="of memory, for `fits`")
     parser.add_argument("--prompt-tokens", type=int, default=12032, help="of `prompt`")
     parser.add_argument("--shapes", choices=list(SHAPES), nargs="+", default=list(SHAPES))
     parser.add_argument("--mode", default=None)

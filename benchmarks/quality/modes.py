@@ -73,8 +73,23 @@ def modes(layers: int) -> list[Mode]:
             settings = {"bits": bits, "merge": Merged(start_layer=start)}
             found.append(Mode(f"cache, aligned from {where} on, {bits} bits", cache=settings))
     for t in (0.5, 0.6, 0.8):
-        settings = {"bits": 4, "merge": Merged(start_layer=half, t=t)}
-        found.append(Mode(f"cache, aligned at t {t} from half on, 4 bits", cache=settings))
+        for where, start, bits in (("half", half, 4), ("a quarter", layers // 4, 3)):
+            settings = {"bits": bits, "merge": Merged(start_layer=start, t=t)}
+            shown = f"cache, aligned at t {t} from {where} on, {bits} bits"
+            found.append(Mode(shown, cache=settings))
+    for gamma, retained, shown in ((0.0, 0.01, "no rows"), (1.0, 0.05, "a twentieth of the rows")):
+        merge = Merged(start_layer=half, gamma=gamma, retained=retained)
+        shown = f"cache, aligned from half on, {shown} kept, 4 bits"
+        found.append(Mode(shown, cache={"bits": 4, "merge": merge}))
+    few = Merged(start_layer=2, end_layer=2 + layers // 2 // 2 * 2)
+    shown = "cache, aligned from layer 2, half of the layers, 4 bits"
+    found.append(Mode(shown, cache={"bits": 4, "merge": few}))
+    few = Merged(start_layer=2, end_layer=2 + (layers + 2) // 3 * 2, retained=0.002)
+    shown = "cache, aligned from layer 2, two thirds of the layers, few rows kept, 3 bits"
+    found.append(Mode(shown, cache={"bits": 3, "merge": few}))
+    few = Merged(start_layer=layers // 3, retained=0.002)
+    shown = "cache, aligned from a third on, few rows kept, 3 bits"
+    found.append(Mode(shown, cache={"bits": 3, "merge": few}))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
     found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
     found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))

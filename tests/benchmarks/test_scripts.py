@@ -119,6 +119,9 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
     speed = {"way": "win4", "in_gb_per_s": 1.0, "out_gb_per_s": 2.0, **STATED}
     sizes = [{**speed, "side": 2**power, "mib": 2.0**power} for power in (1, 2)]
     write(folder / "coded-weight-throughput.jsonl", sizes)
+    cache = {"kind": "coded kv batch", "shape": "gqa", "tokens": 8, "layers": 1, "ms": {}, **STATED}
+    speed = {"cache": "4 bits", "tokens_per_s": 2, "peak_gib": 1.0}
+    write(folder / "coded-kv-batch.jsonl", [{**cache, **speed, "batch": b} for b in (1, 2)])
     write(folder / "tasks.jsonl", rows_of_tasks())
     write(folder / "trained-figures.jsonl", rows_of_trained_models())
     script("plot", "--results", str(tmp_path / "rows"), "--figures", str(tmp_path / "figures"))

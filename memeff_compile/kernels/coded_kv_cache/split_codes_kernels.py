@@ -635,18 +635,21 @@ def _coded_kv_cache_split_codes_turn_kernel(
     sizes,  # HEADS, and query heads per key-value head
     DEPTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # query heads that one program turns by the same map
 ):
     """Rotate queries as the keys of an aligned layer were rotated."""
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
     heads, repeat = sizes
-    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    base = q_ptr + (row // heads) * stride_q_batch + (row % heads) * stride_q_head
-    query = tl.load(base + depth * stride_q_depth).to(tl.float32)
-    turn_ptr = turns_ptr + (row // repeat) * (2 * DEPTH * DEPTH)
+    turn_ptr = turns_ptr + (first // repeat) * (2 * DEPTH * DEPTH)
     turn = tl.load(turn_ptr + depth[:, None] * DEPTH + channel[None, :]).to(tl.float32)
-    tl.store(turned_ptr + row * DEPTH + channel, tl.sum(query[:, None] * turn, axis=0))
+    for at in tl.static_range(AT_ONCE):
+        row = first + at
+        base = q_ptr + (row // heads) * stride_q_batch + (row % heads) * stride_q_head
+        query = tl.load(base + depth * stride_q_depth).to(tl.float32)
+        tl.store(turned_ptr + row * DEPTH + channel, tl.sum(query[:, None] * turn, axis=0))
 
 
 @triton.jit
@@ -661,47 +664,51 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     CHUNK: tl.constexpr,
     MERGED_BLOCK: tl.constexpr,
     EXACT_BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # rows that one program turns by the same map
 ):
     """Combine shares, and rotate the sum of the merged tokens' values back to their own layer."""
     merged, exact, repeat, stat_count = sizes
-    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     share = tl.arange(0, MERGED_BLOCK)
     other = tl.arange(0, EXACT_BLOCK)
-    place = row * (merged + exact) + share
-    other_place = row * (merged + exact) + merged + other
     low = float("-inf")
-    largest = tl.load(stat_ptr + place, mask=share < merged, other=low)
-    other_largest = tl.load(stat_ptr + other_place, mask=other < exact, other=low)
-    base = tl.maximum(tl.max(largest, axis=0), tl.max(other_largest, axis=0))
-    base = tl.where(base == low, 0.0, base)
-    weight = tl.exp2(largest - base)
-    other_weight = tl.exp2(other_largest - base)
-    total = tl.load(stat_ptr + stat_count + place, mask=share < merged, other=0.0)
-    other_total = tl.load(stat_ptr + stat_count + other_place, mask=other < exact, other=0.0)
-    of_merged = tl.sum(weight * total, axis=0)
-    whole = of_merged + tl.sum(other_weight * other_total, axis=0)
-    # Shares without tokens were never written.
-    values = tl.load(
-        share_ptr + place[:, None] * DEPTH + depth[None, :],
-        mask=(largest != low)[:, None],
-        other=0.0,
-    )
-    values = tl.sum(values * weight[:, None], axis=0)
-    map_of = (row // repeat) * 2 + 1
+    map_of = (first // repeat) * 2 + 1
     turn_ptr = turns_ptr + map_of * (DEPTH * DEPTH)
     turn = tl.load(turn_ptr + channel[:, None] * DEPTH + depth[None, :]).to(tl.float32)
-    result = tl.sum(turn * values[None, :], axis=1)
-    result += of_merged * tl.load(means_ptr + map_of * DEPTH + channel).to(tl.float32)
-    values = tl.load(
-        share_ptr + other_place[:, None] * DEPTH + channel[None, :],
-        mask=(other_largest != low)[:, None],
-        other=0.0,
-    )
-    result += tl.sum(values * other_weight[:, None], axis=0)
-    result = result / tl.where(whole == 0.0, 1.0, whole)
-    tl.store(out_ptr + row * DEPTH + channel, result.to(out_ptr.dtype.element_ty))
+    mean = tl.load(means_ptr + map_of * DEPTH + channel).to(tl.float32)
+    for at in tl.static_range(AT_ONCE):
+        row = first + at
+        place = row * (merged + exact) + share
+        other_place = row * (merged + exact) + merged + other
+        largest = tl.load(stat_ptr + place, mask=share < merged, other=low)
+        other_largest = tl.load(stat_ptr + other_place, mask=other < exact, other=low)
+        base = tl.maximum(tl.max(largest, axis=0), tl.max(other_largest, axis=0))
+        base = tl.where(base == low, 0.0, base)
+        weight = tl.exp2(largest - base)
+        other_weight = tl.exp2(other_largest - base)
+        total = tl.load(stat_ptr + stat_count + place, mask=share < merged, other=0.0)
+        other_total = tl.load(stat_ptr + stat_count + other_place, mask=other < exact, other=0.0)
+        of_merged = tl.sum(weight * total, axis=0)
+        whole = of_merged + tl.sum(other_weight * other_total, axis=0)
+        # Shares without tokens were never written.
+        values = tl.load(
+            share_ptr + place[:, None] * DEPTH + depth[None, :],
+            mask=(largest != low)[:, None],
+            other=0.0,
+        )
+        values = tl.sum(values * weight[:, None], axis=0)
+        result = tl.sum(turn * values[None, :], axis=1)
+        result += of_merged * mean
+        values = tl.load(
+            share_ptr + other_place[:, None] * DEPTH + channel[None, :],
+            mask=(other_largest != low)[:, None],
+            other=0.0,
+        )
+        result += tl.sum(values * other_weight[:, None], axis=0)
+        result = result / tl.where(whole == 0.0, 1.0, whole)
+        tl.store(out_ptr + row * DEPTH + channel, result.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit

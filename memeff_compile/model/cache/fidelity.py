@@ -46,8 +46,10 @@ class FidelityReport(VerbReport):
         settings: the settings of the cache that was compared with an exact one.
         pairs: for each two neighbouring layers, their `layers`; for keys and for values, the mean
             cosine between their rows, the 5th percentile of the cosines, and a histogram of `BINS`
-            from -1 to 1; and `aligned`, the mean cosines of `keys` and of `values` when the two
-            layers are aligned.
+            from -1 to 1; `aligned`, the mean cosines of `keys` and of `values` when the two
+            layers are aligned; `has_window`, whether one of them attends to a window: such layers
+            stay exact and never merge; and with `each_pair` the `kl` of a cache that merges these
+            two layers alone.
         attention: for each call of attention that both runs made, the `mean` and the `worst` cosine
             between its results; empty if the model calls no scaled_dot_product_attention.
         logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
@@ -80,7 +82,7 @@ class FidelityReport(VerbReport):
         if not self.codes:
             return ""
         kl, ratio = self.logits["kl"], self.memory["ratio"]
-        here = f"merging: {ratio:.2f} times smaller at KL {kl:.1e}"
+        here = f"{self._other_layers()}merging: {ratio:.2f} times smaller at KL {kl:.1e}"
         better = [each for each in self.codes if each["ratio"] >= ratio and each["kl"] <= kl]
         if better:
             best = max(better, key=lambda each: each["ratio"])
@@ -90,6 +92,28 @@ class FidelityReport(VerbReport):
             return f"{here}. No cache of {_all_bits(self.codes)} bits loses as little."
         best = max(near, key=lambda each: each["ratio"])
         return f"{here}. Use it if {_without(best)} is too large; that loses less."
+
+    def cheapest(self, count: int) -> tuple[int, int] | None:
+        """Return `start_layer` and `end_layer` of the `count` pairs in a row that cost least.
+
+        The cost is the sum of what each pair costs alone. None if no such pairs were measured.
+        """
+        costs = {pair["layers"][0]: pair["kl"] for pair in self.pairs if "kl" in pair}
+        starts = [
+            at for at in costs if all(at + 2 * place in costs for place in range(count)) and count
+        ]
+        if not starts:
+            return None
+        start = min(starts, key=lambda at: sum(costs[at + 2 * place] for place in range(count)))
+        return start, start + 2 * count
+
+    def _other_layers(self) -> str:
+        """Return advice to merge other layers, if each pair was measured and others cost less."""
+        merged = [tuple(line["layers"]) for line in self.merged]
+        found = self.cheapest(len(merged))
+        if found is None or found == (merged[0][0], merged[-1][1] + 1):
+            return ""
+        return f"MiniCache(start_layer={found[0]}, end_layer={found[1]}) costs least; "
 
     def __str__(self) -> str:
         """Return the report as text."""
@@ -116,12 +140,14 @@ class FidelityReport(VerbReport):
         for pair in self.pairs:
             k, v = pair["keys"], pair["values"]
             line = found.get(tuple(pair["layers"]))
-            tail = (
-                f"{line['merged']:8d} {line['kept']:6.1f} {line['left_over']:8.1f}" if line else ""
-            )
+            tail = "   never: a window" if pair.get("has_window") else ""
+            if line:
+                tail = f"{line['merged']:8d} {line['kept']:6.1f} {line['left_over']:8.1f}"
             cosines = f"{k['mean']:10.3f} {k['low']:6.3f} {v['mean']:13.3f} {v['low']:6.3f}"
             both = pair["aligned"]
             cosines += f"{both['keys']:16.3f} {both['values']:7.3f}"
+            if "kl" in pair:
+                tail += f"   alone: KL {pair['kl']:.1e}"
             lines.append(f"{'-'.join(map(str, pair['layers'])):7s} {cosines}{tail}".rstrip())
         return "\n".join(lines)
 
@@ -153,6 +179,7 @@ def fidelity_report(
     bits: int = 4,
     merge: MiniCache | str | None = "minicache",
     steps: int = 64,
+    each_pair: bool = False,
     **settings: Any,  # noqa: ANN401
 ) -> FidelityReport:
     """Compare a model's answers from a `KVCache` with those from an exact cache.
@@ -166,6 +193,8 @@ def fidelity_report(
         bits: as for `KVCache`.
         merge: as for `KVCache`.
         steps: number of tokens at the end of an input whose predictions are compared, at least 2.
+        each_pair: also measure each two neighbouring layers merged alone, which shows where merging
+            costs least. It takes one more run for each pair and input.
         settings: settings of `KVCache`, except `max_cache_len`.
 
     Returns:
@@ -209,6 +238,10 @@ def fidelity_report(
                 plain = KVCache(model.config, ids.shape[1], few, **{**how, "merge": None})
                 other = _run(model, ids, mask, steps, plain)
                 gathered.other(few, exact, other, plain.nbytes)
+            for at in gathered.mergeable() if asked is not None and each_pair else ():
+                pair = replace(asked, start_layer=at, end_layer=at + 2)
+                alone = KVCache(model.config, ids.shape[1], bits, **{**how, "merge": pair})
+                gathered.alone(at, exact, _run(model, ids, mask, steps, alone))
     if cache is None:
         raise CalibrationError("no inputs were given to compare on; give at least one.")
     shown = {"bits": bits, "merge": merge, **settings}
@@ -278,7 +311,8 @@ class _Gathered:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         self.bytes = self.before = 0
         self.others: defaultdict[int, int] = defaultdict(int)  # bytes by bits, without merging
-        self.slots: dict[int, Tensor] = {}  # by the number of a pair's lower layer
+        self.have_windows: dict[int, bool] = {}  # by the number of a pair's lower layer
+        self.slots: dict[int, Tensor] = {}  # likewise
         self.products: dict[int, Tensor] = {}
 
     def other(self, bits: int, exact: _Run, found: _Run, size: int) -> None:
@@ -287,16 +321,27 @@ class _Gathered:
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", bits)
         self.others[bits] += size
 
+    def alone(self, at: int, exact: _Run, found: _Run) -> None:
+        """Record the answers of a cache that merges one pair of layers."""
+        wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
+        self._add((wanted.exp() * (wanted - got)).sum(-1), "alone", at)
+
+    def mergeable(self) -> list[int]:
+        """Return the number of the lower layer of each pair that can merge."""
+        return [at for at, has_window in self.have_windows.items() if not has_window]
+
     def _add(self, figures: Tensor, *of: object) -> None:
         self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
         """Record the similarity of neighbouring layers' rows."""
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
+        have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())
         for at, (lower, upper) in enumerate(pairwise(layers)):
             if lower["keys"].shape != upper["keys"].shape:
                 continue
+            self.have_windows[at] = any(have_windows[at : at + 2])
             rows = (lower["keys"], lower["values"], upper["keys"], upper["values"])
             batch, _, tokens, _ = rows[0].shape
             counted = rows[0].new_ones((batch, tokens), dtype=torch.bool)
@@ -345,6 +390,8 @@ class _Gathered:
                 "layers": [at, at + 1],
                 **{kind: _spread(whole[kind, at]) for kind in _KINDS},
                 "aligned": {kind: float(whole["aligned", at, kind].mean()) for kind in _KINDS},
+                "has_window": self.have_windows[at],
+                **({"kl": float(whole["alone", at].mean())} if ("alone", at) in whole else {}),
             }
             for at in (of[1] for of in whole if of[0] == "keys")
         ]

@@ -360,6 +360,11 @@ def _pair(
     ]
     start = len(layers) // 2 if merge.start_layer is None else merge.start_layer
     pairs = pairs_of(kinds, start, merge.end_layer)
+    if not pairs_of(kinds, 0):
+        refuse(
+            "no two neighbouring layers of this model attend to all tokens, so none can be merged. "
+            "Leave merge out, and take fewer bits for a smaller cache."
+        )
     if not pairs:
         where = f"from layer {start} on"
         where += "" if merge.end_layer is None else f" and before layer {merge.end_layer}"

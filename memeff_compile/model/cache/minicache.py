@@ -31,6 +31,10 @@ upper layer's.
 """
 
 
+_WHY = {"align": " There is no map over all heads together: each head would read the codes of all."}
+"""More about settings that are refused."""
+
+
 class Measured(Protocol):
     """An object that gives the similarity of layers, as a `FidelityReport` does."""
 
@@ -115,7 +119,7 @@ class MiniCache:
                 needed = "the number of a layer, from 0,"
             if not is_right:
                 said = f"MiniCache: {name} is {given!r}; {needed} is needed."
-                raise UnsupportedInputError(said)
+                raise UnsupportedInputError(f"{said}{_WHY.get(name, '')}")
 
     def position(self) -> float:
         """Return `t`, or the default for layers that are aligned, or are not."""

@@ -18,6 +18,7 @@ from memeff_compile.kernels.coded_kv_cache import (
     coded_kv_cache_append_pair,
     coded_kv_cache_attention,
     coded_kv_cache_view,
+    split_codes,
 )
 from memeff_compile.kernels.coded_kv_cache.alignment import matched, polar
 from memeff_compile.kernels.coded_kv_cache.merging import shared_direction
@@ -304,3 +305,11 @@ def test_opcheck() -> None:
     q = torch.randn(2, 4, 1, DEPTH)
     given = (q, *held, 4, None, None, *maps)
     torch.library.opcheck(coded_kv_cache_attention, given, test_utils=tests)
+
+
+@pytest.mark.parametrize(("sequences", "heads"), [(64, 4), (16, 4), (1, 1)])
+def test_a_map_is_read_once_for_all_its_heads_if_there_is_enough_to_do(
+    sequences: int, heads: int
+) -> None:
+    q, turns = torch.empty(sequences, 32, 1, 128), torch.empty(sequences, 8, 2, 128, 128)
+    assert split_codes.heads_at_once(q, turns) == heads

@@ -261,8 +261,15 @@ def test_an_aligned_prompt_is_merged_a_few_groups_at_a_time(
     ("tokens", "repeat", "splits"), [(31, 2, 3), (70, 1, 1), (70, 4, 2), (70, 12, 5)]
 )
 def test_attention_over_aligned_rows_equals_float64(
-    bits: int, tokens: int, repeat: int, splits: int, dtype: torch.dtype
+    bits: int,
+    tokens: int,
+    repeat: int,
+    splits: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if tokens == 70:  # one program turns all heads of a map, as on a GPU that is busy enough
+        monkeypatch.setattr(split_codes, "heads_at_once", lambda *_: repeat)
     rows = aligned_rows(2, 2, tokens, 16, dtype)
     pair = Pair(Layout(16, bits, **SMALL), 2, 2, LIMIT, dtype, first=(0, 3), align=True)
     first_tokens(pair, rows, Merging(gamma=0.1, keep_first=2))

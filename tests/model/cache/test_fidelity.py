@@ -247,6 +247,40 @@ def test_merging_is_compared_with_codes_alone(model: Any) -> None:
     assert report.advice() in str(report)
 
 
+def test_each_pair_merged_alone_shows_where_merging_costs_least(model: Any) -> None:
+    merge = MiniCache(start_layer=2, retained=0.05)
+    report = fidelity_report(model, ids(), bits=4, merge=merge, each_pair=True, **SHORT)
+    for pair in report.pairs:
+        start, end = pair["layers"][0], pair["layers"][1] + 1
+        single = MiniCache(start_layer=start, end_layer=end, retained=0.05)
+        alone = fidelity_report(model, ids(), bits=4, merge=single, **SHORT)
+        assert pair["kl"] == pytest.approx(alone.logits["kl"])
+        assert f"KL {pair['kl']:.1e}" in str(report)
+    assert "kl" not in alone.pairs[0]
+
+
+@pytest.mark.parametrize(
+    ("costs", "count", "found"),
+    [
+        ([0.3, 0.0, 0.1, 0.2, 0.1], 2, (1, 5)),
+        ([0.3, 0.0, 0.1, 0.2, 0.1], 1, (1, 3)),
+        ([0.1, 0.0, 0.1, 0.9, 0.1], 3, (0, 6)),
+        ([0.3, 0.0], 3, None),
+        ([], 1, None),
+        ([0.3], 0, None),
+    ],
+)
+def test_the_cheapest_pairs_in_a_row_are_found(costs: Any, count: int, found: Any) -> None:
+    pairs = [{"layers": [at, at + 1], "kl": kl} for at, kl in enumerate(costs)]
+    merged = [{"layers": (4 + 2 * place, 5 + 2 * place)} for place in range(count)]
+    codes = [{"bits": 3, "kl": 0.02, "ratio": 4.5}]
+    report = FidelityReport({}, pairs, [], {"kl": 0.1}, {"ratio": 6.5}, merged, codes)
+    assert report.cheapest(count) == found
+    named = "" if found is None else f"MiniCache(start_layer={found[0]}, end_layer={found[1]})"
+    assert named in report.advice()
+    assert ("MiniCache" in report.advice()) == (found is not None)
+
+
 def test_a_report_measured_here_decides(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -548,6 +548,20 @@ def test_layers_that_see_a_window_are_never_paired() -> None:
     assert 0 < float((found - expected).norm() / expected.norm()) < 0.5
 
 
+def test_a_model_without_two_neighbours_that_attend_to_all_tokens_merges_none() -> None:
+    """As Gemma 3: the report says of each pair that it never merges, and a cache refuses."""
+    types = ["full_attention", "sliding_attention"] * 2
+    windows = {"use_sliding_window": True, "sliding_window": 200, "layer_types": types}
+    model = make("Qwen2", num_hidden_layers=4, **windows)
+    with pytest.raises(UnsupportedInputError, match=r"of this model.*fewer bits for a smaller"):
+        KVCache(model.config, LENGTH, 4, merge=MiniCache(start_layer=2), **SHORT)
+    report = memeff_compile.fidelity_report(model, prompt(tokens=75), merge=None, steps=8, **SHORT)
+    assert [pair["has_window"] for pair in report.pairs] == [True] * 3
+    assert str(report).count("never: a window") == 3
+    with pytest.raises(UnsupportedInputError, match="of this model"):
+        memeff_compile.fidelity_report(model, prompt(tokens=75), steps=8, **SHORT)
+
+
 @pytest.mark.parametrize(
     ("start", "end", "pairs"),
     [(0, None, [(0, 1), (2, 3), (4, 5)]), (0, 5, [(0, 1), (2, 3)]), (1, 5, [(1, 2), (3, 4)])],
@@ -592,7 +606,7 @@ def test_a_setting_that_cannot_be_served_is_refused(
     [
         ({"rule": "mean"}, "rule is 'mean'; 'slerp', 'average', 'max_norm' is needed"),
         ({"reading": "both"}, "reading is 'both'"),
-        ({"align": "all"}, "align is 'all'; 'heads', 'none' is needed"),
+        ({"align": "all"}, "align is 'all'; 'heads', 'none' is needed.*each head would read"),
         ({"scale": 2}, "scale is 2"),
         ({"t": 1.5}, "t is 1.5; a number from 0 to 1"),
         ({"gamma": -0.1}, "gamma is -0.1"),
