@@ -1,4 +1,4 @@
-"""Modules that other frameworks load to compile with memeff: one per framework.
+"""Modules through which other frameworks compile with memeff: one file per framework.
 
     from memeff_compile.integrations.transformers import MemeffCallback   # Trainer, TRL's trainers
     from memeff_compile.integrations.accelerate import MemeffPlugin       # Accelerator
