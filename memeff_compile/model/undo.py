@@ -1,4 +1,4 @@
-"""undo(model): remove all changes that this package made to a model."""
+"""Remove all changes that this package made to a model (undo)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def undo(model: nn.Module) -> Changes:
 
 
 def _compiled(model: nn.Module) -> system.Undone:
-    """Make modules run uncompiled, and replace wrappers inside the model by their modules."""
+    """Make modules run uncompiled, and replace wrappers of `torch.compile` inside the model by
+    their modules."""
     places: dict[str, str] = {}
     for path, module in list(model.named_modules()):
         said = compat.undo_compile(module, BACKEND)

@@ -1,4 +1,4 @@
-"""Models for the command line: from a Hugging Face config, or from a function of the user's."""
+"""Build models for the command line: from a Hugging Face config, or from a user's function."""
 
 from __future__ import annotations
 
