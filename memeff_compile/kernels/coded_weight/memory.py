@@ -1,4 +1,5 @@
-"""Bytes before and after, as formulas in N (rows of the weight) and K (its columns)."""
+"""Return bytes before and after the rewrite, as formulas in N (rows of the weight) and K (its
+columns)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from ..sizes import Size
 
 def bytes_before(rows: Size, columns: Size) -> sympy.Expr:
     """Return the bytes of the decoded weight, which autograd keeps unless the backward pass decodes
-    again."""
+    the weight again."""
     return 2 * sympy.sympify(rows) * columns
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:
-    """Return the bits per weight, including all parts."""
+    """Return the bits per weight, including all parts of the code."""
     return 8 * nbytes / count
