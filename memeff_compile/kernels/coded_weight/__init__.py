@@ -5,11 +5,11 @@ In a bf16 weight, sign and mantissa are close to noise, and the 8 bits of the ex
 for bit:
 
     win4   4 bits in a window of 15 exponents: fastest, about 12.0 bits per weight
-    tier   2, 4 or 8 bits; fewer for frequent ones: about 10.7 to 11.1 bits
+    tier   2, 4 or 8 bits; fewer for frequent exponents: about 10.7 to 11.1 bits
     rans   an entropy coder, as published: smallest, about 10.6 to 11.0 bits, slowest
 
     CodedWeight          the tensor that replaces the dense weight
-    coded_weight_linear  x @ W.T + bias; the backward decodes again
+    coded_weight_linear  x @ W.T + bias; the backward pass decodes the weight again
     coded_weight_decode  the dense weight
 """
 
