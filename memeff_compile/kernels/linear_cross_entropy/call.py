@@ -1,8 +1,8 @@
-"""The request that every engine takes, and the results that it returns.
+"""The request that every engine takes, and the results that every engine returns.
 
 For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward`
 also takes `RowGradients` and `Saved`, and returns `Gradients`. For a loss that is one number, the
-request is a `ScalarLoss` and the result a `LossAndGradients`. Axis letters as in `shapes`.
+request is a `ScalarLoss` and the result a `LossAndGradients`. Names of axes are those of `shapes`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Settings(NamedTuple):
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
-        """Return the settings, without the gradient filter if a requested result rules it out.
+        """Return the settings, without the gradient filter if a requested result forbids it.
 
         Label smoothing, for example, gives every class a gradient, so no class can be dropped.
         """
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
 
     @property
     def keeps_ignored_rows(self) -> bool:
-        """Return whether the caller gets the lse of ignored rows, which may then have a
+        """Return whether the caller gets the log-sum-exp of ignored rows, which may then have a
         gradient."""
         return self.with_lse or self.with_entropy
 
@@ -69,7 +69,7 @@ class Settings(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call. An op takes any leading dimensions instead of N."""
+    """The tensors of a call of the op. An op takes any leading dimensions instead of N."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -94,7 +94,7 @@ class Operands(NamedTuple):
         return self.hidden, self.weight, self.bias, self.low, self.up
 
     def flags(self, settings: Settings) -> dict[str, bool]:
-        """Return the compile-time constants that say which terms a kernel computes."""
+        """Return the compile-time constants that tell a kernel which terms to compute."""
         return {
             "HAS_BIAS": self.bias is not None,
             "HAS_COLUMN_WEIGHT": self.column_weight is not None,
@@ -105,9 +105,10 @@ class Operands(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """The results of a forward: each has one element per row, or shape (0,) if not requested.
+    """The results of a forward pass: each has one element per row, or shape (0,) if it was not
+    requested.
 
-    No two of them share memory.
+    No two of these tensors share memory.
     """
 
     nll: Tensor  # fp32 or fp64; 0 in ignored rows
@@ -139,14 +140,14 @@ class RowGradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results of a forward that its backward reads."""
+    """The results of a forward pass that its backward pass reads."""
 
     lse: Tensor  # (N,)
     entropy: Tensor  # (N,), or (0,) if it was not requested
 
 
 class Gradients(NamedTuple):
-    """Holds the gradients of the operands; those that were not requested are None."""
+    """The gradients of the operands; those that were not requested are None."""
 
     hidden: Tensor | None  # (N, D)
     weight: Tensor | None  # (V, D), laid out like the weight
@@ -156,11 +157,12 @@ class Gradients(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks that hold parts of the classes, and exchange statistics once per block of rows.
+    """The ranks that have parts of the classes; they exchange statistics once per block of rows.
 
     For each row a rank has the log-sum-exp of its classes, and the target's loss if the target is
-    one of its classes, else 0. Ranks exchange no other data. The format does not depend on the
-    engine. Blocks follow the row order of `counted_first`, which is the same on all ranks.
+    one of its classes, else 0. The ranks exchange no other data. The format of these numbers does
+    not depend on the engine. Blocks follow the row order of `counted_first`, which is the same on
+    all ranks.
     """
 
     rank: int
@@ -187,7 +189,8 @@ def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted_first(target: Tensor) -> Tensor:
-    """Return the order in which ranks process rows: first the rows that count, then ignored rows.
+    """Return the order in which ranks process rows: first the rows that count, then the ignored
+    ones.
 
     Engines that leave ignored rows out use exactly this order.
     """
@@ -195,9 +198,9 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each counting row's target column, and two masks.
+    """Return the target column of each row that counts, and two masks.
 
-    The masks say whether this rank, or another rank, has the target.
+    One mask tells whether this rank has the target, the other whether another rank has it.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere
@@ -234,7 +237,7 @@ class ScalarLoss(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype of the total."""
+        """Return the dtype in which the total is computed."""
         return wide(self.hidden.dtype)
 
     @property
@@ -246,9 +249,9 @@ class ScalarLoss(NamedTuple):
         )
 
     def flat(self) -> ScalarLoss:
-        """Return the request with all leading dimensions flattened.
+        """Return the request with all leading dimensions of its tensors flattened into one.
 
-        Its mask has no entry for None operands.
+        The flattened request's mask has no entry for operands that are None.
         """
         operands, row_weight = self.operands.flat(), self.row_weight
         asked = zip(self.output_mask, operands.trained, strict=False)
@@ -263,7 +266,8 @@ class ScalarLoss(NamedTuple):
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return the factor of each row's loss in the total: its weight divided by the norm, or 0.
 
-        An ignored row has 0 for any norm; the norm is 0 if all rows are ignored.
+        The factor of an ignored row is 0 for any norm, even for the norm 0, which occurs if all
+        rows are ignored.
         """
         target, weight = self.target, self.row_weight
         factors = torch.ones_like(target, dtype=dtype) if weight is None else weight.to(dtype)
@@ -291,12 +295,12 @@ class LossAndGradients(NamedTuple):
 
 
 def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a vector over the vocabulary in the form that kernels read."""
+    """Return a vector over the vocabulary as kernels read it."""
     return None if values is None else values.to(dtype or values.dtype).contiguous()
 
 
 def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
-    """Raise an error for targets outside the vocabulary: on CUDA, by a device assertion."""
+    """Raise an error for targets outside the vocabulary; on CUDA, by an assertion on the device."""
     is_valid = (target >= 0) & (target < vocab)
     if ignore_index is not None:
         is_valid |= target == ignore_index
@@ -328,8 +332,8 @@ def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
 
 
 def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
-    """Return gradients as an op returns them: in the operands' shapes, with an empty tensor for
-    None."""
+    """Return gradients as an op returns them: in the operands' shapes, with an empty tensor in
+    place of None."""
     found: list[Tensor] = []
     for part, of in zip(gradients, given.trained, strict=True):
         if part is None or of is None:

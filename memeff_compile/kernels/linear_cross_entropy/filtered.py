@@ -1,17 +1,18 @@
-"""Walks under a gradient filter: no logit is stored before it is known which classes count.
+"""Compute gradients under a gradient filter: no logit is stored before it is known which classes
+count.
 
-Rows are ranked by an estimate of their mass in unlikely classes, from the logits of a sample of
-classes, and processed 128 at a time: a group. One pass over all classes computes statistics of the
-rows. The same pass scores each class in each group, by the sum (`mass`) or the largest (`block`) of
-the probabilities of its rows, and sums for each row the mass below each of 31 levels. `mass` takes
-the highest level at which every row loses at most tau; `block` has one level, eps. A target always
-counts.
+Rows are ranked by an estimate of their probability mass in unlikely classes, from the logits of a
+sample of classes, and processed 128 at a time: a group. One pass over all classes computes
+statistics of the rows. The same pass scores each class in each group, by the sum (`mass`) or the
+largest (`block`) of the probabilities of its rows, and sums for each row the mass below each of 31
+levels. `mass` uses the highest level at which every row loses at most tau; `block` has only one
+level, eps. The target of a row always counts.
 
 Classes are then ordered by the groups in which they count, so that most tiles of 128 x 128 are
-either full or empty, whatever the token ids. The logits of these tiles are computed again, a
-workspace of tiles at a time, and multiplied. That takes 1 + 3a products, where a is the share of
-tiles that count. The order takes V numbers; rows of the weight and its gradient are read and
-written in place.
+either full or empty, whatever the token ids. Then the logits of the tiles that count are computed
+again, as many tiles at a time as fit the workspace, and multiplied. In total this takes 1 + 3a
+matrix products, where a is the share of tiles that count. The order of classes is a list of V
+numbers; rows of the weight and its gradient are read and written in place.
 
 The lost mass is redistributed over the kept classes in proportion, so each row's sum (target
 excluded) is unchanged. Otherwise the logits of dropped classes would rise, because no step pushes
@@ -19,9 +20,10 @@ them down: each by little, but enough together to raise the loss after a hundred
 
 `published` is the filter of the Cut Cross-Entropy paper: rows stay in their order, classes are
 ordered by their mean logits, a tile is dropped if every |p - 1(target)| in it is below eps, and
-nothing is redistributed. It has to know the log-sum-exps before.
+nothing is redistributed. This filter needs the log-sum-exps before it can choose tiles.
 
-The kernels use no feature of one GPU alone. Losses and bias gradients are exact.
+The kernels use no feature that only one kind of GPU has. Losses and bias gradients are exact under
+every filter.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ CHECKED, WORDS, LISTED = 128, 512, 512
 
 
 class Filtered(Differentiating):
-    """The buffers of a walk under a filter, and the launches for each of its blocks of rows."""
+    """The buffers of a call under a filter, and the launches for each of its blocks of rows."""
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ class Filtered(Differentiating):
         self.of_rows: Tensor | None = None
 
     def run(self, name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """Launch the filter's kernel of a step."""
+        """Launch the filter's kernel for one step."""
         kernel = getattr(kernels, f"_linear_cross_entropy_filter_{name}_kernel")
         self.launch(kernel, grid, *arguments, **constants)
 
@@ -166,16 +168,17 @@ class Filtered(Differentiating):
         return self.hidden.new_empty(sizes, dtype=torch.int32)
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int) -> Any:
-        """Return a descriptor of a matrix for tiles of this shape, cached for all blocks."""
+        """Return a descriptor of a matrix for tiles of this shape; it is stored for all blocks."""
         key = id(matrix), rows, columns
         if key not in self.described:
             self.described[key] = tiles_of(matrix, rows, columns)  # holds the matrix
         return self.described[key]
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
-        """Return the rows that count in the order of their estimated mass in unlikely classes.
+        """Return the rows that count, in the order of their estimated probability mass in unlikely
+        classes.
 
-        Write their bases in this order too.
+        Write the rows' bases in this order too.
         """
         rows, vocab, depth = self.extent, self.vocab, self.depth
         as_given = torch.arange(rows, device=target.device) if self.is_published else None
@@ -218,7 +221,7 @@ class Filtered(Differentiating):
     def _selected(
         self, compact: Selection, rank: Tensor, base: Tensor, values: Tensor | None
     ) -> Selection:
-        """Return the rows in an order, and write their bases in it."""
+        """Return rows in a given order, and write their bases in that order."""
         rows, kept = self.extent, compact.kept
         if kept is None:
             kept = compact.target.new_full((1,), rows)
@@ -236,7 +239,8 @@ class Filtered(Differentiating):
         return Selection(compact.target[rank], order, None, kept)
 
     def choose(self, block: Block) -> None:
-        """Compute statistics of a block of rows, and which classes count in each of its groups."""
+        """Compute statistics of a block of rows, and find which classes count in each of its
+        groups."""
         first, here = block.first, block.stop - block.first
         _gather(self.hidden, self.rows, self.selection, first, self.shapes, self.launch)
         again = self.counters[block.number, self.passes]
@@ -402,14 +406,15 @@ class Filtered(Differentiating):
         )
 
     def made(self) -> Gradients:
-        """Return the requested gradients; call this after the last block."""
+        """Return the requested gradients, after the last block."""
         sums = self.bias_sums
         of_bias = None if sums is None else sums.to(self.bias)
         return Gradients(self.grad_hidden, self.grad_weight, of_bias)
 
 
 class FilteredTotal(Filtered, Statistics):
-    """Walks for a loss that is one number; estimates each row's log-sum-exp, then computes it."""
+    """A walk for a loss that is one number: it estimates each row's log-sum-exp, then computes
+    it."""
 
     def __init__(self, given: ScalarLoss) -> None:
         super().__init__(Operands(*given[:4]), given.settings, given.output_mask)
@@ -427,7 +432,7 @@ class FilteredTotal(Filtered, Statistics):
 
 
 class FilteredBackward(Filtered):
-    """The backward pass of rows whose log-sum-exps are known."""
+    """The walk of a backward pass in which the rows' log-sum-exps are known."""
 
     def __init__(
         self,
@@ -450,9 +455,8 @@ class FilteredBackward(Filtered):
 
 
 class Both(Differentiating):
-    """Runs two walks, one after the other, because a filter may apply to one gradient alone.
-
-    Each walk computes one gradient.
+    """Runs two walks one after the other, each for one gradient, because a filter may apply to only
+    one of them.
     """
 
     def __init__(self, *walks: Any) -> None:
@@ -473,7 +477,7 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The walks of an engine under a filter, as a module of an engine has them."""
+    """The walks of an engine under a filter, with the functions that an engine's module has."""
 
     exact: Any  # the engine's module
 
@@ -495,7 +499,8 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the walk of the gradients; a filter may drop parts of one gradient or of both."""
+        """Return the walk that computes the gradients; a filter may drop classes for one gradient
+        or for both."""
         parts, rest = settings.filter_parts, list(output_mask[:3])
         if parts == "both":
             return FilteredBackward(grads, given, saved, settings, output_mask)

@@ -1,26 +1,28 @@
 """memeff::linear_cross_entropy and related ops: schemas, validation, fakes, autograd.
 
-Two ops compute, and each has a backward op; a LoRA adapter of the head is optional in all four:
+Two ops compute the loss, and each has a backward op; a LoRA adapter of the head is optional in all
+four:
 
     linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
     linear_cross_entropy_total  one number and the gradients of that number,
                                 total = sum over rows of row_weight_i * nll_i, over norm
 
-The first saves its inputs, one lse per row and, if requested, one entropy; its backward pass
-computes the logits again. The forward of the second op also computes its gradients, up to a factor,
-from the same logits: a step takes three products instead of four. Its backward pass multiplies
-these gradients by the gradient of the loss, in place if no one can read them again, otherwise in a
-copy.
+The first op saves its inputs, one log-sum-exp per row and, if requested, one entropy; its backward
+pass computes the logits again. The forward pass of the second op also computes its gradients, up to
+a factor, from the same logits: a step takes three matrix products instead of four. Its backward
+pass multiplies these gradients by the gradient of the loss, in place if no code can read them
+again, otherwise in a copy.
 
-Four more ops serve heads whose classes are split over ranks (`vocabulary_parallel`): the statistics
-of a rank, their merging, a rank's total, and the total that all ranks use. Four more names call
-these eight ops, so that graphs are easy to read: `_adapted` and `_adapted_total` (a head with a
-LoRA adapter), `_over_ranks` and `_total_over_ranks` (a head over ranks).
+Four more ops are for heads whose classes are split over ranks (`vocabulary_parallel`): they compute
+the statistics of a rank, merge statistics, compute a rank's total, and return the total that all
+ranks use. Four more names stand for calls of these eight ops, so that graphs are easy to read:
+`_adapted` and `_adapted_total` (a head with a LoRA adapter), `_over_ranks` and `_total_over_ranks`
+(a head over ranks).
 
-Each argument of an op costs the host some microseconds, so the many settings for ranks are not
-options of the ops for one process.
+Each argument of an op costs the CPU some microseconds, so the many settings for ranks are not
+arguments of the ops for one process.
 
-Ops are functional, opaque to Inductor and unaffected by autocast.
+All ops are functional, opaque to Inductor and unaffected by autocast.
 """
 
 from __future__ import annotations
@@ -86,8 +88,8 @@ def supports(
 ) -> str | None:
     """Return the reason why the op does not support these inputs, or None if it does.
 
-    The check reads dtypes, devices, layouts and sizes, never values, of real or fake tensors. It
-    adds no guard: the op checks symbolic sizes at run time.
+    The check reads dtypes, devices, layouts and sizes of real or fake tensors, and never their
+    values. It adds no guard: the op checks symbolic sizes at run time.
     """
     given = Operands(hidden, weight, bias, target, column_weight, low, up)
     return (
@@ -192,7 +194,7 @@ def _shape_fault(given: Operands) -> str | None:
 
 
 def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
-    """Return the pairs of sizes that must agree, each with the sentence of the error."""
+    """Return the pairs of sizes that must be equal, each with the sentence of the error."""
     hidden, weight, bias, target, column_weight, low, up = given
     vocab, depth = weight.shape
     of_depth = (
@@ -222,7 +224,7 @@ def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
 
 
 def check_sizes(given: Operands) -> None:
-    """Raise an error if sizes, which may be symbols, do not agree."""
+    """Raise an error if sizes, which may be symbols, are not equal."""
     for seen, needed, sentence in _size_pairs(given):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
 
@@ -247,7 +249,8 @@ _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_p
 
 
 def _called(*tensors: Any, **settings: Any) -> _Forward:
-    """Return a checked call; the dispatcher omits settings that equal their defaults."""
+    """Return a checked call, with the settings that the dispatcher omits because they equal their
+    defaults."""
     checked = {name: settings[name] for name in _CHECKED if name in settings}
     require("linear_cross_entropy", supports(*tensors, **checked))
     return _Forward(Operands(*tensors), Settings(**settings).served())
@@ -280,7 +283,7 @@ def _fake_backward(given: _Backward) -> tuple[Tensor, ...]:
 
 
 def _fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Return empty gradients of the operands, where requested."""
+    """Return empty tensors for the gradients that are requested."""
 
     def empty(of: Tensor | None, is_needed: bool) -> Tensor:
         if of is None or not is_needed:
@@ -331,7 +334,7 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 def _at(
     places: Sequence[int], gradients: Sequence[Tensor], mask: Sequence[bool], count: int
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients as autograd expects them: one, or None, for each of `count` arguments."""
+    """Return gradients as autograd expects them: a tensor or None for each of `count` arguments."""
     found: list[Tensor | None] = [None] * count
     for place, gradient, wanted in zip(places, gradients, mask, strict=False):
         if wanted:
@@ -425,7 +428,7 @@ def _scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
 
 
 def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write `gradient * by` to `out`, which may be `gradient`; no full copy in fp32 is made."""
+    """Write `gradient * by` to `out`, which may be `gradient`, without a full copy in fp32."""
     if (
         gradient.is_cuda
         and _scales(gradient, by, out)
@@ -444,13 +447,13 @@ def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
 def scaled_gradients(
     gradients: Sequence[Tensor], by: Tensor, mask: Sequence[bool], *, in_place: bool
 ) -> list[Tensor]:
-    """Return the gradients of a total times `by`, where `mask` asks for them.
+    """Return the gradients of a total, multiplied by `by`, where `mask` asks for them.
 
     Args:
-        gradients: those that the forward pass computed.
+        gradients: the gradients that the forward pass computed.
         by: the gradient of the total.
-        mask: which of them are needed.
-        in_place: whether their memory may be overwritten.
+        mask: which of the gradients are needed.
+        in_place: whether the memory of the gradients may be overwritten.
     """
     found = list(gradients) if in_place else [torch.empty_like(part) for part in gradients]
     for part, out, wanted in zip(gradients, found, mask, strict=True):
@@ -483,7 +486,8 @@ def _fake_scale(given: _Scaling) -> tuple[Tensor, ...]:
 
 
 def _total_joins(trained: Sequence[int]) -> tuple[library.Function, library.Function]:
-    """Return `setup_context` and `backward` of an op that returns a total and its gradients.
+    """Return the functions `setup_context` and `backward` for an op that returns a total and its
+    gradients.
 
     `trained` are the indices of hidden, weight, bias, low and up among the op's arguments.
     """
