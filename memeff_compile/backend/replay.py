@@ -146,8 +146,7 @@ class Recorder:
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
     def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return a function that runs the step on static buffers, which are kept for the recording.
-        """
+        """Return a function that runs the step on static buffers; they are kept for recording."""
         buffers = _Buffers(self._roles, args)
 
         def run(args: Sequence[Any]) -> Any:

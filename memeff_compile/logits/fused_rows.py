@@ -219,8 +219,7 @@ def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
 
 @dataclass
 class Ready:
-    """Gradients of hidden states, weight and bias that a loss computed in its forward pass.
-    """
+    """Gradients of hidden states, weight and bias that a loss computed in its forward pass."""
 
     gradients: tuple[Tensor, ...] | None  # of the loss; None once they were taken
     by: Tensor  # the gradient of the loss

@@ -364,8 +364,7 @@ def _reads_sums(user: Node) -> bool:
 
 
 def _hand_over(editor: Editor, parts: dict[Node, Node]) -> None:
-    """Rewire the readers of lookups to rows that are split over ranks, summed already or not yet.
-    """
+    """Rewire readers of lookups to rows that are split over ranks, summed already or not yet."""
     added: dict[Node, Node] = {}
     for user in dict.fromkeys(user for node in parts for user in node.users):
         moves = node_name(user) in _MOVES

@@ -217,8 +217,7 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
-    """Read a node as a result that could be kept; return why it cannot be, or None for other nodes.
-    """
+    """Read a node as a result that could be kept; return why it cannot, or None for others."""
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None

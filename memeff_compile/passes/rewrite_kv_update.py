@@ -429,8 +429,7 @@ def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
 
 
 def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node] | None:
-    """Return the last write to a cache before attention, as node, written value, and index.
-    """
+    """Return the last write to a cache before attention, as node, written value, and index."""
     held, last = compat.storage_key(info.value(cache.node)), None
     for write in info.writes:
         if write.position >= info.positions[match.node]:

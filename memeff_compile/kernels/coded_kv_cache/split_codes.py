@@ -29,8 +29,7 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of a launch: warps, stages, and programs per sequence and key-value head.
-    """
+    """The parameters of a launch: warps, stages, and programs per sequence and key-value head."""
 
     shapes: Shapes
     splits: int

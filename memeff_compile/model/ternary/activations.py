@@ -201,8 +201,9 @@ def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
 
 def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Put the squared ReLU into each MLP, and name it in the model's config.
-        Return the new state of each module by its path, and the values that a config could not
-        store.
+
+    Returns:
+        The new state of each module by its path, and the values that a config could not store.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}

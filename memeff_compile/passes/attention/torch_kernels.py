@@ -97,8 +97,7 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return why attention is not rewritten, if the code selects PyTorch's kernels itself, or "".
-    """
+    """Return why attention is unchanged, if the code selects PyTorch's kernels itself, or ""."""
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
         return None

@@ -267,8 +267,7 @@ class Editor:
             return op(*values[0], **values[1])
 
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
-        """Return the fake mode of the operands, or of any value of the graph, also inside DTensors.
-        """
+        """Return the fake mode of the operands, or of any value in the graph, also in DTensors."""
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
         fake: Any = next(filter(compat.is_fake, map(compat.local_part, values)))
         return fake.fake_mode

@@ -143,8 +143,7 @@ def _name(call: Call) -> str:
 
 
 def _without_cast(node: Node, chain: list[Node]) -> Node:
-    """Return the operand if ``node`` is a cast, and record the cast; otherwise return the node.
-    """
+    """Return the operand if ``node`` is a cast, and record the cast; otherwise return the node."""
     if (call := call_of(node, aten.to.dtype)) is None:
         return node
     if node not in chain:
