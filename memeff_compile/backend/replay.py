@@ -398,6 +398,7 @@ class CudaEngine:
 
 class _Pool:
     """The memory that recordings for one stream share, and the stream on which they are made.
+
     PyTorch's allocator drops a pool with its last recording, and refuses its handle afterwards.
     """
 
