@@ -1,7 +1,7 @@
 """The fused loss as a plain function, for code that does not use torch.compile.
 
-It computes torch.nn.functional.cross_entropy(F.linear(hidden, weight, bias), target), and the
-statistics that people log with it, without ever building the logits.
+The function computes torch.nn.functional.cross_entropy(F.linear(hidden, weight, bias), target), and
+the statistics that people log with it, without ever building the logits.
 """
 
 from __future__ import annotations

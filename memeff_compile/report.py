@@ -710,8 +710,8 @@ def clear() -> None:
 def graphs() -> Sequence[GraphReport]:
     """Return every graph compiled since the last reset, oldest first.
 
-    Each has the text of the graph before and after the passes, identical on every supported torch,
-    so a user's test can compare it with a stored text.
+    Each report has the text of the graph before and after the passes, identical on every supported
+    torch, so a user's test can compare it with a stored text.
 
     Example:
         >>> print(memeff_compile.graphs()[-1].after)  # doctest: +SKIP

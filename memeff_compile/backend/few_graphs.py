@@ -1,9 +1,9 @@
 """Compile few graphs for batches of any size: all sizes that vary become symbolic together.
 
 Dynamo compiles the first batch for its exact sizes. When a size differs for the first time, Dynamo
-makes it symbolic and compiles again: one more graph for each size that varies. Here batch size and
-length become symbolic together, at the second shape. Only the model that is compiled with this
-setting is affected.
+makes it symbolic and compiles again: one more graph for each size that varies. With this module,
+batch size and length become symbolic together, at the second shape. Only the model that is compiled
+with this setting is affected.
 """
 
 from __future__ import annotations

@@ -322,7 +322,8 @@ class _Outputs:
 
 @dataclass
 class _Recording:
-    """One recording: its buffers, its replay function, and the results that a replay overwrites."""
+    """A recording of a step: its buffers, its replay function, and the results that a replay
+    overwrites."""
 
     roles: Roles
     buffers: _Buffers

@@ -98,8 +98,8 @@ def compile_apart(options: Options) -> list[Record]:
 def compile_heads(model: nn.Module, options: Options) -> int:
     """Compile output projections that have FSDP2's hooks around them, in place; return how many.
 
-    Their logits are deferred even with `memeff.logits=none`, because the loss in a later graph
-    needs them.
+    The logits of these projections are deferred even with `memeff.logits=none`, because the loss in
+    a later graph needs them.
     """
     found = [each for each in model.modules() if _is_head_apart(each)]
     given = {"backend": "memeff", "options": replace(options, logits="deferred").to_dict()}

@@ -1,8 +1,8 @@
 """Take one graph through the backend (its trip), and wrap the compiled result.
 
 A trip reads the graph once before and once after the passes. A wrapper takes the compiled callable
-and the trip. It returns a callable of the same arguments, or the compiled callable itself if there
-is nothing to wrap.
+and the trip. The wrapper returns a callable of the same arguments, or the compiled callable itself
+if there is nothing to wrap.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
 def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
     """Return the compiled callable in a form that `aot_compile` can save.
 
-    It has only the inner compiler's callable and the wrappers that every process needs, without
-    verification and CUDA graphs.
+    The saved form has only the inner compiler's callable and the wrappers that every process needs,
+    without verification and CUDA graphs.
     """
     around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)
     how = "in pieces" if trip.cuts else f"with memeff.inner={trip.options.inner!r}"

@@ -56,7 +56,7 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 def start_compile_workers() -> None:
     """Start the processes in which Inductor compiles GPU kernels, as Inductor's own backend does.
 
-    They take seconds to start. Until then Inductor compiles kernels one after the other.
+    These processes take seconds to start. Until then Inductor compiles kernels one after the other.
     """
     from torch._inductor import async_compile
 

@@ -79,8 +79,8 @@ def _let_fake_modes_ask() -> None:
 def can_be_swapped(tensor: torch.Tensor) -> bool:
     """Return whether `torch.utils.swap_tensors` accepts a tensor.
 
-    It refuses a tensor to which an autograd graph or a weak reference refers; compiled code has
-    weak references.
+    `swap_tensors` refuses a tensor to which an autograd graph or a weak reference refers; compiled
+    code has weak references.
     """
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
@@ -265,8 +265,8 @@ def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
     """Count all references to the only tensor in a list: to its memory, its tensor and its Python
     object.
 
-    No variable of the caller except the list may refer to the tensor. `SOLE_OWNER` is the count of
-    a tensor without other references.
+    Except for the list, no variable of the caller may refer to the tensor. `SOLE_OWNER` is the
+    count of a tensor without other references.
     """
     return (
         torch._C._storage_Use_Count(held[0].untyped_storage()._cdata),

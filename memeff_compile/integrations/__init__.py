@@ -7,6 +7,7 @@
     --override.imports memeff_compile.integrations.torchtitan.fused_loss  # torchtitan
 
 `integrations.trl` lets the backend compute the loss of TRL's trainers; `MemeffCallback` calls it.
-`import memeff_compile` does not import this folder. Each module imports its framework. If the
-framework is missing or too old, the module raises ImportError and names the required version.
+`import memeff_compile` does not import this folder. Each module of this folder imports its
+framework. If the framework is missing or too old, the module raises ImportError and names the
+required version.
 """

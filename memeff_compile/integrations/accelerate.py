@@ -23,7 +23,7 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
     """Make `Accelerator.prepare(model)` call `torch.compile` with `backend="memeff"`.
 
     The arguments are those of `memeff_compile.compile`, including options by keyword:
-    `MemeffPlugin(logits="eager")`. They are checked when the plug-in is created. The plug-in
+    `MemeffPlugin(logits="eager")`. The options are checked when the plug-in is created. The plug-in
     ignores the environment variables `ACCELERATE_DYNAMO_...`, which `accelerate launch` sets.
 
     Args:

@@ -69,8 +69,8 @@ def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str 
 def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
     """Return why queries, keys and values cannot be used together, or None if they can.
 
-    Each tensor is (batch, heads, length, depth). Layout, dtype, number of axes and device must be
-    the same for all of them.
+    Each of the three tensors is (batch, heads, length, depth). Layout, dtype, number of axes and
+    device must be the same for all of them.
     """
     first, of_first = next(iter(named.items()))
     for name, tensor in named.items():

@@ -6,8 +6,8 @@ logits. `FusedRows` is the gradient of such rows, also in factored form: a few n
 backward of the deferred logits passes it to the op, which computes the gradients of hidden states
 and head.
 
-This is the only module outside the passes that calls the op, and it always uses the exact mode: the
-lossy modes of memeff.linear_cross_entropy apply only inside the graph.
+Outside the passes, only this module calls the op, and it always uses the exact mode: the lossy
+modes of memeff.linear_cross_entropy apply only inside the graph.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class Statistics(NamedTuple):
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
         """Return the numbers for the rows of `view`, or None if they were not computed.
 
-        They were computed if `view` has the same rows, or is the part of these at one index of
-        dimension 0.
+        The numbers were computed if `view` has the same rows, or is the part of these at one index
+        of dimension 0.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:
@@ -79,9 +79,10 @@ class Statistics(NamedTuple):
 class Memory:
     """The memory that eager PyTorch would allocate for a tensor and all its views.
 
-    It stores the values of all rows once they are computed, and every view reads them here. Before
-    that, a view that needs only some rows computes only these, for itself and for reading only. A
-    write computes all rows first, and so does a plain alias, because code could write through it.
+    Once the values of all rows are computed, this object stores them, and every view reads them
+    from it. Before that, a view that needs only some rows computes only these, for itself and for
+    reading only. A write computes all rows first, and so does a plain alias, because code could
+    write through it.
     """
 
     source: LogitsSource
@@ -146,8 +147,8 @@ class Memory:
     ) -> Callable[[], Tensor | None]:
         """Return a function that later applies `function` to a copy of `view`'s values.
 
-        The returned function does not keep the `Memory` alive. It returns None if no values exist
-        when it is called, or if the caller's code may have written to them.
+        The returned function does not keep the `Memory` alive. The returned function returns None
+        if no values exist when it is called, or if the caller's code may have written to them.
         """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference

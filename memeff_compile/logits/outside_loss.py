@@ -7,11 +7,11 @@
 returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states and
 head. If the handler declines, PyTorch's function runs on the computed logits.
 
-`_Rows` is the autograd function from logits to numbers per row. Its backward passes the gradient of
-the logits in factored form (`FusedRows`) through all earlier views, casts and scales. So hooks,
-`retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch, and code that reads
-the gradient gets it in dense form. Log-probabilities (`_LogSoftmax`) are also deferred tensors: if
-they are gathered, summed or passed to `nll_loss`, they are never built.
+`_Rows` is the autograd function from logits to numbers per row. The backward pass of `_Rows` passes
+the gradient of the logits in factored form (`FusedRows`) through all earlier views, casts and
+scales. So hooks, `retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch,
+and code that reads the gradient gets it in dense form. Log-probabilities (`_LogSoftmax`) are also
+deferred tensors: if they are gathered, summed or passed to `nll_loss`, they are never built.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class _NegativeEntropy(_Function):
 def _needs_nothing(ctx: Any) -> bool:
     """Return whether the backward of a sum must not use saved tensors, as in eager PyTorch.
 
-    This is so in a second derivative, and in a second backward pass through the same graph.
+    The answer is yes in a second derivative, and in a second backward pass through the same graph.
     """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors

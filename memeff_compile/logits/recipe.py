@@ -6,8 +6,8 @@ the same PyTorch calls that the model would have run, so its values have the sam
 model's. `LogitsRecipe.gradients` computes their derivative as autograd does, but without a forward
 product that the derivative does not need.
 
-Selections of rows are not part of a recipe. They give the same result before the product as after
-it, so they are applied to the hidden states.
+Selections of rows are not part of a recipe. A selection gives the same result before the product as
+after it, so it is applied to the hidden states.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 """Gradients of logits that are zero except in a few rows, stored as those rows.
 
 `logits[:, -1]` has the same autograd node as in eager PyTorch, whose backward returns a gradient as
-large as all logits, nearly all zeros. Here, each of these nodes passes on a `RowGradient` instead:
-its dispatcher records the node's operation without running it. The backward pass of deferred logits
-computes only the rows that such a gradient has; any other operation on a `RowGradient` gets the
-dense tensor of eager PyTorch.
+large as all logits, nearly all zeros. With this module, each of these nodes passes on a
+`RowGradient` instead: its dispatcher records the node's operation without running it. The backward
+pass of deferred logits computes only the rows that such a gradient has; any other operation on a
+`RowGradient` gets the dense tensor of eager PyTorch.
 
 The gradient of a fused loss outside the graph is also a `RowGradient`: it has `FusedRows`, a few
 numbers per row, which stay in this form until the deferred logits' backward pass.
@@ -33,8 +33,8 @@ aten = torch.ops.aten
 class RowStep(NamedTuple):
     """A selection of rows, and the transpose of this operation.
 
-    Both apply to any tensor with these leading dimensions: hidden states, or gradients with the
-    vocabulary as last dimension.
+    Both operations apply to any tensor with these leading dimensions: hidden states, or gradients
+    with the vocabulary as last dimension.
     """
 
     select: Callable[[Tensor], Tensor]

@@ -11,10 +11,10 @@ The parts, starting from the outside:
 * `attach.defer` makes the tensors from a graph's outputs, with an autograd function.
 * `DeferredLogits` is the tensor's class, a wrapper subclass. Views and other operations that do not
   touch the vocabulary dimension (`_LAZY`) return another `DeferredLogits`. Every other operation
-  computes the values and continues with a plain tensor. Both happen below autograd, so the autograd
-  graph, the views and the version counters are the same as in eager PyTorch. Other views are also
-  `DeferredLogits`, so that every write is detected. Functions that must act above autograd are in
-  `_ABOVE_AUTOGRAD`.
+  computes the values and continues with a plain tensor. Lazy operations and computation happen
+  below autograd, so the autograd graph, the views and the version counters are the same as in eager
+  PyTorch. Other views are also `DeferredLogits`, so that every write is detected. Functions that
+  must act above autograd are in `_ABOVE_AUTOGRAD`.
 * `Memory` stands for the memory that eager PyTorch would allocate: the logits and all their views
 share one, and a copy or a cast starts another.
 * `LogitsSource` has the hidden states and the head, and detects whether they have changed.
@@ -120,7 +120,7 @@ class DeferredLogits(LazyTensor):
     def to_read(self) -> Tensor:
         """Return an ordinary tensor that is a view of this one for autograd, for reading only.
 
-        It is the only view that is not a `DeferredLogits`; `implicit` asks for it.
+        This tensor is the only view that is not a `DeferredLogits`; `implicit` asks for it.
         """
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)

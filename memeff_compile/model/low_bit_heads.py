@@ -100,15 +100,15 @@ def use_low_bit_heads_(
     """Round the queries, keys and values of a model's attention to few bits; gradients pass through
     unchanged.
 
-    They are rounded after the rotary embedding, with one scale per token and head. The paper's
+    The rounding happens after the rotary embedding, with one scale per token and head. The paper's
     settings are ``key_value=4``; ``query=4, key_value=4``; and ``query=4, key_value=3, first=1``.
 
     Args:
         model: a transformers model with an attention implementation other than "eager".
         query: bits of queries: 16 (unchanged), 8, 4, 3 or 2.
         key_value: bits of keys and values.
-        first: number of first tokens that keep `first_bits`. They are counted from position 0, so
-            pad on the right.
+        first: number of first tokens that keep `first_bits`. These tokens are counted from position
+            0, so pad on the right.
         first_bits: bits of these first tokens.
 
     Returns:

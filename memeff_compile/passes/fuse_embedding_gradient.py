@@ -5,8 +5,8 @@
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
 C is a view of W. Because the lookup returns C, autograd passes the head's gradient of W and the
-rows' gradient to the lookup's backward pass, which adds the second into the first in place. This
-saves an fp32 buffer as large as the table (V x D), into which Inductor scatters.
+rows' gradient to the lookup's backward pass, which adds the second into the first in place. The
+pass saves an fp32 buffer as large as the table (V x D), into which Inductor scatters.
 
 Several lookups in one table (encoder and decoder) are chained: each takes the table that the
 previous one returned. Gradients of other uses of the table come from autograd as usual.
@@ -353,7 +353,7 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 def _reads_sums(user: Node) -> bool:
     """Return whether the reader of partial sums adds them up over ranks before it uses them.
 
-    This is so if every rank has the complete result.
+    The answer is yes if every rank has the complete result.
     """
     if node_name(user) in _MOVES:
         return True

@@ -6,10 +6,10 @@ In the backward pass of a gated MLP, Inductor recomputes the product and the gra
 up in one kernel. This kernel reads three tensors of tokens x intermediate size and writes three, so
 six exist at once: this is the memory peak of a checkpointed step. The op needs only three.
 
-The pass changes only the bodies of activation checkpoints. There gate and up are recomputed for the
-backward pass and have no other user, so the op may overwrite them. Outside checkpoints, the
-backward pass reads saved tensors, which the op would have to copy first. The pass skips such
-linears and does not report them.
+The pass changes only the bodies of activation checkpoints. In a checkpoint, gate and up are
+recomputed for the backward pass and have no other user, so the op may overwrite them. Outside
+checkpoints, the backward pass reads saved tensors, which the op would have to copy first. The pass
+skips such linears and does not report them.
 """
 
 from __future__ import annotations

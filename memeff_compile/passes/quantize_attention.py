@@ -4,8 +4,9 @@ bits.
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     after:  out = memeff.quantized_attention(q, k, v, ahead=0, level="8b")
 
-The pass runs after recover_attention. It rewrites calls of PyTorch's attention without a mask, and
-calls of memeff::attention with any masking arguments. Paper: SageAttention2, arXiv 2411.10958.
+The pass runs after recover_attention. The pass rewrites calls of PyTorch's attention without a
+mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2, arXiv
+2411.10958.
 
 The pass is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per
 module. If a gradient is needed, attention stays exact, and the report says so.
@@ -110,8 +111,8 @@ class Match:
 
 
 class QuantizeAttention(GraphPass):
-    """Replaces attention by attention in 8 or 4 bits. Its records name no bytes, because it saves
-    time; `find` yields the calls that it can rewrite."""
+    """Replaces attention by attention in 8 or 4 bits. The pass's records name no bytes, because it
+    saves time; `find` yields the calls that it can rewrite."""
 
     name = "quantize_attention"
 

@@ -278,8 +278,8 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
     """Return all inputs as fake tensors of another batch and length.
 
-    Their values are kept: the same sequences are repeated, shortened, or extended by their last
-    token.
+    The values of the inputs are kept: the same sequences are repeated, shortened, or extended by
+    their last token.
     """
 
     def fake(given: object) -> object:

@@ -1,9 +1,9 @@
 """List GPUs by name: the memory that limits a plan, and the kernels that a plan can use.
 
 The memory is about what PyTorch reports (`torch.cuda.mem_get_info`), slightly less than the
-advertised size. Rates are the makers' figures for dense bf16 products that are summed in fp32. They
-are printed, and give a lower bound for the time of a step. No predicted size depends on these
-rates.
+advertised size. Rates are the makers' figures for dense bf16 products that are summed in fp32.
+Commands print these rates, and use them for a lower bound of the time of a step. No predicted size
+depends on these rates.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ it.
     print(memeff_compile.explain(model, input_ids=ids, labels=ids))
 
 The model is traced on tensors that have sizes but no memory, and the passes run on the captured
-graphs. Then the memory of a step is computed from the buffers of the graphs that Inductor would
-compile, with and without the passes.
+graphs. After that, the memory of a step is computed from the buffers of the graphs that Inductor
+would compile, with and without the passes.
 """
 
 from __future__ import annotations

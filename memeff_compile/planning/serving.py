@@ -181,7 +181,7 @@ def fit_serving(
 def _weights_not_read(model: nn.Module) -> int:
     """Return the bytes of weights that a decoding step does not read.
 
-    These are the weights of an embedding table that no other module shares.
+    Such weights belong to an embedding table that no other module shares.
     """
     inputs = getattr(model, "get_input_embeddings", lambda: None)()
     outputs = getattr(model, "get_output_embeddings", lambda: None)()

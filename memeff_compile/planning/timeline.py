@@ -76,7 +76,7 @@ def kind_of(node: Node) -> str:
 def writes_to_an_input(node: Node) -> bool:
     """Return whether an op writes to an argument.
 
-    Its result then has the argument's memory, if no later node reads the argument.
+    The op's result then has the argument's memory, if no later node reads the argument.
     """
     return getattr(node.target, "__name__", "").startswith("auto_functionalized")
 

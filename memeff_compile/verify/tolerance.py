@@ -1,7 +1,7 @@
 """Measure how much two runs of a graph differ, and set how much they may: the rule of
 `memeff.verify`.
 
-There are two comparisons, each by the Frobenius norm of a whole tensor:
+The module makes two comparisons, each by the Frobenius norm of a whole tensor:
 
 * In float64, the rewritten graph is compared with the original one. In float64, rounding affects
 only the sixteenth digit, so any larger difference (`EXACT`) comes from the formula.
@@ -172,7 +172,7 @@ class _Norms:
         """Return sums of squares over a chunk of elements: of the error, of `truth`, and of `own`'s
         error.
 
-        Each sum is added to the square of its norm.
+        Each of these sums is added to the square of its norm.
         """
         wide = torch.complex128 if truth.is_complex() else torch.float64
         found, truth = found.to(wide), truth.to(wide)

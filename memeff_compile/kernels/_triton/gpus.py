@@ -34,7 +34,7 @@ class Gpu(NamedTuple):
     def runs_kernels(self) -> bool:
         """Return whether this package's Triton kernels run on the GPU.
 
-        They are compiled and tested for NVIDIA GPUs only.
+        The kernels are compiled and tested for NVIDIA GPUs only.
         """
         return self.is_nvidia and self.capability >= (8, 0)
 

@@ -7,8 +7,8 @@ C.ROWS == 64 in the kernel.
 
 At each launch, Triton binds arguments by name, computes the specialisation of each, and builds a
 key from all of this. For a kernel with thirty arguments this takes longer than many kernels run, so
-a training step with small kernels waits for the CPU. Here the key has only the few properties on
-which a specialisation depends, and the compiled kernel is called directly.
+a training step with small kernels waits for the CPU. In this module, the key has only the few
+properties on which a specialisation depends, and the compiled kernel is called directly.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def launch(
 class Launches:
     """Runs the launches of a call in order, with the kernels of an earlier call that had equal
     `sizes`. An earlier compiled kernel is used for a launch if kernel, constants, numbers and
-    dtypes are the same, and if all memory is aligned to 16 bytes. All tensors must be on the
-    current GPU.
+    dtypes are the same, and if all memory is aligned to 16 bytes. All tensors of a launch must be
+    on the current GPU.
 
     Such a launch takes a quarter of the host time of `run_kernel`, for which small calls would
     wait.

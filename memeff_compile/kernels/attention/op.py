@@ -1,8 +1,8 @@
 """memeff::attention and its backward: schemas, validation, engines, fakes, autograd.
 
-Both ops are opaque to compilers and functional. The forward pass keeps q, k, v, its output and one
-number per query; the backward pass computes the scores again. Its second result `lse`, which only
-the backward pass reads, has no gradient.
+Both ops of this folder are opaque to compilers and functional. The forward pass keeps q, k, v, its
+output and one number per query; the backward pass computes the scores again. The second result
+`lse`, which only the backward pass reads, has no gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Choose how the engine `tiles` divides the work: tile sizes, warps and pipeline stages of each
 kernel.
 
-All sizes depend on the head dimension and the kind of GPU, never on the values of masks or ids.
+All these sizes depend on the head dimension and the kind of GPU, never on the values of masks or
+ids.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The engine `tiles` of attention: it combines tiles of queries with tiles of keys. It needs CUDA,
-sm_80 or later, and bf16 or fp16.
+"""The engine `tiles` of attention: it combines tiles of queries with tiles of keys. The engine
+needs CUDA, sm_80 or later, and bf16 or fp16.
 
 The CPU never waits for the GPU or reads a value from it, and the grids follow from static sizes, so
 calls can be captured in CUDA graphs. Kernels use no atomic operations, so the same inputs give the

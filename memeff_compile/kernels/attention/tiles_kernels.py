@@ -2,12 +2,12 @@
 """The kernels of attention's engine `tiles`: one for the forward pass, and two for the backward
 pass.
 
-Each program combines a tile of queries with tiles of keys, or the reverse. A program does not visit
-pairs of tiles in which no key counts. It does not check the conditions in pairs of tiles in which
-every key counts. For each program, four numbers name the tiles that it visits: first and stop of
-all of them, and first and stop of the complete ones among these. If positions alone decide which
-keys count, a kernel computes these numbers itself; if there are masks or ids, a small kernel that
-runs before it writes them to a table.
+Each program of these kernels combines a tile of queries with tiles of keys, or the reverse. A
+program does not visit pairs of tiles in which no key counts. Nor does a program check the
+conditions in pairs of tiles in which every key counts. For each program, four numbers name the
+tiles that it visits: first and stop of all of them, and first and stop of the complete ones among
+these. If positions alone decide which keys count, a kernel computes these numbers itself; if there
+are masks or ids, a small kernel that runs before it writes them to a table.
 
 The softmax uses powers of 2, on differences of raw numbers (products, or tanh of them), which are
 scaled afterwards: so no exponent is above 0, however large the numbers are.

@@ -71,9 +71,9 @@ def fit(
 
     With `angles`, each key counts as if it appeared again at all later positions.
 
-    Rotations that are not the identity were fitted to other rows before. They and their slots are
-    kept if the given rows are not enough to fit better ones: keys of few tokens, after their rotary
-    embedding, do not show how keys at later positions are rotated.
+    Rotations that are not the identity were fitted to other rows before. These rotations and their
+    slots are kept if the given rows are not enough to fit better ones: keys of few tokens, after
+    their rotary embedding, do not show how keys at later positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
     depth = maps.turns.shape[-1]
@@ -232,9 +232,9 @@ def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
     """Return (B, H, H): how much of each head of the upper layer each head of the lower layer can
     explain.
 
-    This is the norm of the product of both heads' rows, divided by the norm of each head's rows. An
-    orthogonal map does not change it. `rows` and their `means`, (B, H, 2, D), belong to the two
-    layers. On a GPU, rows of 16 bits are multiplied in 16 bits.
+    The measure is the norm of the product of both heads' rows, divided by the norm of each head's
+    rows. An orthogonal map does not change it. `rows` and their `means`, (B, H, 2, D), belong to
+    the two layers. On a GPU, rows of 16 bits are multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]

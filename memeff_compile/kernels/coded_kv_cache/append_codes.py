@@ -1,5 +1,5 @@
-"""Launch the kernels that append to a coded cache. They need CUDA, sm_80 or later; the CPU does not
-wait for the GPU."""
+"""Launch the kernels that append to a coded cache. The kernels need CUDA, sm_80 or later; the CPU
+does not wait for the GPU."""
 
 from __future__ import annotations
 

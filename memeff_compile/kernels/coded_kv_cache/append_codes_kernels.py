@@ -2,12 +2,11 @@
 """Kernels that append to a coded cache: they write the window and the kept tokens, and encode
 groups.
 
-There are two programs per sequence and key-value head, one for keys and one for values, which
-process the new tokens in order. Whenever the window is full they encode the oldest group. If
-several tokens are appended, as for a prompt, groups of only new tokens are not written to the
-window: another launch encodes them directly, with more programs. Programs read the number of tokens
-in GPU memory. The last program to finish writes the new number, when all programs have read the old
-one.
+Two programs per sequence and key-value head, one for keys and one for values, process the new
+tokens in order. Whenever the window is full they encode the oldest group. If several tokens are
+appended, as for a prompt, groups of only new tokens are not written to the window: another launch
+encodes them directly, with more programs. Programs read the number of tokens in GPU memory. The
+last program to finish writes the new number, when all programs have read the old one.
 
 The codes equal those of the reference: divisions are rounded to nearest, and halves up.
 """

@@ -9,8 +9,8 @@ channels at a time, and read again to be encoded. Programs read the number of to
 the last program writes the new number.
 
 Separate kernels merge the groups of a prompt. The first of them measures the distances between
-rows. The second runs when the rows to keep are known, and encodes keys or values. Both read the
-tensors that the model passes.
+rows. The second runs when the rows to keep are known, and encodes keys or values. Both of these
+kernels read the tensors that the model passes.
 """
 
 from __future__ import annotations

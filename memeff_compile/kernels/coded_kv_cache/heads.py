@@ -1,7 +1,7 @@
 """Quantise the heads of queries, keys and values to few bits, for models that train with such
 heads.
 
-There is one scale per token and head, and codes are symmetric around zero, as in `KVCache` with
+Each token and head has one scale, and codes are symmetric around zero, as in `KVCache` with
 "per_head". The gradient passes through unchanged. The settings of BitNet a4.8, table 3, are: 4-bit
 keys and values; 4-bit queries too; or 4-bit queries with 3-bit keys and values, where the first
 token keeps 4 bits.

@@ -204,7 +204,7 @@ def view(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would have them, with zeros in empty positions.
 
-    Both results are (B, H, N, D) in the dtype of the window.
+    Keys and values are (B, H, N, D) in the dtype of the window.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     depth, dtype = k_window.shape[3], k_window.dtype

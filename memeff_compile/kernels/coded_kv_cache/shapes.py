@@ -1,6 +1,6 @@
 """Choose how the engine `codes` divides the work: programs per sequence and head, warps and stages.
 
-All sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
+These sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
 valid as the cache fills up.
 """
 

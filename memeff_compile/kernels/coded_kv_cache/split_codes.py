@@ -1,5 +1,5 @@
-"""The engine `codes` of attention over a coded cache: several programs share the codes. It needs
-CUDA, sm_80 or later.
+"""The engine `codes` of attention over a coded cache: several programs share the codes. The engine
+needs CUDA, sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, and the grid follows from static sizes, so
 calls can be captured in CUDA graphs and replayed while the cache fills up. Kernels use no atomic

@@ -3,16 +3,16 @@
 the partial results.
 
 Program i of n processes the steps i, i + n, i + 2n and so on, where a step is a few groups of
-codes. Then it processes tiles of the window and of the kept tokens in the same way. Scores have
-tokens as rows and query heads as columns: so keys and values are the left operand of their product,
-which is read as bytes and unpacked in registers, and eight query heads fill a tile. If the heads
-fill at most half of a tile, two groups share it (HALVES): first the columns of one group's queries,
-then those of the next group's. In each product only the columns of the product's own group count.
-After the products, each half is a separate partial result. Codes remain whole numbers: a key's
-scales multiply the query, a value's scales multiply the softmax weight, and zero points are added
-once per step. Softmax weights are summed token by token in registers and across tokens at the end,
-so a step has two reductions: the zero points of keys, and the largest score. The sums run in a
-fixed order.
+codes. After the codes, the program processes tiles of the window and of the kept tokens in the same
+way. Scores have tokens as rows and query heads as columns: so keys and values are the left operand
+of their product, which is read as bytes and unpacked in registers, and eight query heads fill a
+tile. If the heads fill at most half of a tile, two groups share it (HALVES): first the columns of
+one group's queries, then those of the next group's. In each product only the columns of the
+product's own group count. After the products, each half is a separate partial result. Codes remain
+whole numbers: a key's scales multiply the query, a value's scales multiply the softmax weight, and
+zero points are added once per step. Softmax weights are summed token by token in registers and
+across tokens at the end, so a step has two reductions: the zero points of keys, and the largest
+score. The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact and very small; so in bf16, queries and weights are multiplied by 2 ** 64, and products by 2

@@ -1,5 +1,5 @@
-"""The engine `triton` of coded weights: launches of the codecs' kernels. It needs CUDA, sm_80 or
-later.
+"""The engine `triton` of coded weights: launches of the codecs' kernels. The engine needs CUDA,
+sm_80 or later.
 
 When a weight is encoded, the CPU reads the lengths of its lists from the GPU. If the lists exist
 already, the CPU reads the lengths later (`Outcome`), and so does not wait for the GPU. For decoding
@@ -473,7 +473,8 @@ WIN4 = Format("win4")
 class _Product(NamedTuple):
     """The operands of a product with a coded weight.
 
-    They are the tokens, the parts of a code, a bias, the weight's shape (N, K), and its format.
+    The operands are the tokens, the parts of a code, a bias, the weight's shape (N, K), and its
+    format.
     """
 
     x: Tensor

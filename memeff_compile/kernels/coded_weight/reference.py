@@ -337,8 +337,8 @@ def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     the quotients.
 
     `patterns` are the bits of finite bf16 weights. The function returns the quotients as bits, in
-    which the dropped mantissa bits are zero. It also returns one byte per block: the 7 mantissa
-    bits of the block's largest weight.
+    which the dropped mantissa bits are zero. The function also returns one byte per block: the 7
+    mantissa bits of the block's largest weight.
     """
     left = torch.empty_like(patterns)
     norms = []

@@ -134,7 +134,7 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
 class _Cost(NamedTuple):
     """A prediction of the time with a wide tile on an H200, in microseconds.
 
-    Its numbers were fitted to the measurements in `coded-weight-widths.txt`.
+    The numbers in this formula were fitted to the measurements in `coded-weight-widths.txt`.
     """
 
     resident: int  # programs on a multiprocessor at a time

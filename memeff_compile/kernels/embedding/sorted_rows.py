@@ -1,6 +1,6 @@
 """The engine `sorted` of the embedding's gradient: a stable sort of the ids and two Triton passes.
 
-It needs CUDA, sm_80 or later.
+The engine needs CUDA, sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, and launches do not depend on how many ids
 differ, so calls can be captured in CUDA graphs. Sums use no atomic operations, and the stable sort

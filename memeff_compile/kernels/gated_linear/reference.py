@@ -25,7 +25,7 @@ def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
     """Write the gradient of gate over ``gate``, that of up over ``up``, and the product over
     ``grad``.
 
-    All are (n,) of one floating dtype; ``grad`` is the gradient of act(gate) * up.
+    All three tensors are (n,) of one floating dtype; ``grad`` is the gradient of act(gate) * up.
     """
     for first in range(0, gate.numel(), PIECE):
         part = slice(first, first + PIECE)

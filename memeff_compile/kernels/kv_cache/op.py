@@ -2,8 +2,8 @@
 
 `kv_cache_append` and `kv_cache_last` are written in terms of other ops (CompositeImplicitAutograd):
 the inner compiler sees the two in-place writes and fuses them with the ops that compute the keys,
-rotary embedding included. `kv_cache_attention` is opaque and functional. It has no backward pass,
-because it is for generation: if a gradient is requested, it raises an error.
+rotary embedding included. `kv_cache_attention` is opaque and functional. This op has no backward
+pass, because it is for generation: if a gradient is requested, it raises an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choose how the engine `split` divides the work: keys per tile, and programs per sequence and
 head.
 
-All sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
+These sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
 valid as the cache fills up.
 """
 

@@ -1,5 +1,5 @@
-"""The engine `split` of attention over a cache: several programs share the keys. It needs CUDA,
-sm_80 or later.
+"""The engine `split` of attention over a cache: several programs share the keys. The engine needs
+CUDA, sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, and the grid follows from static sizes, so
 calls can be captured in CUDA graphs and replayed while the cache fills up. Kernels use no atomic

@@ -108,7 +108,7 @@ class RowResults(NamedTuple):
     """The results of a forward pass: each has one element per row, or shape (0,) if it was not
     requested.
 
-    No two of these tensors share memory.
+    The result tensors share no memory.
     """
 
     nll: Tensor  # fp32 or fp64; 0 in ignored rows
@@ -200,7 +200,7 @@ def counted_first(target: Tensor) -> Tensor:
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the target column of each row that counts, and two masks.
 
-    One mask tells whether this rank has the target, the other whether another rank has it.
+    The first mask tells whether this rank has the target, the second whether another rank has it.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere

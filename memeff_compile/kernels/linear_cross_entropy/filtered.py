@@ -9,7 +9,7 @@ levels. `mass` uses the highest level at which every row loses at most tau; `blo
 level, eps. The target of a row always counts.
 
 Classes are then ordered by the groups in which they count, so that most tiles of 128 x 128 are
-either full or empty, whatever the token ids. Then the logits of the tiles that count are computed
+either full or empty, whatever the token ids. The logits of the tiles that count are then computed
 again, as many tiles at a time as fit the workspace, and multiplied. In total this takes 1 + 3a
 matrix products, where a is the share of tiles that count. The order of classes is a list of V
 numbers; rows of the weight and its gradient are read and written in place.

@@ -669,8 +669,8 @@ def _linear_cross_entropy_filter_products_kernel(
     tiles times rows to dC.
 
     The tiles of dE come first, because they take longest. The tiles of dE for neighbouring groups
-    run at the same time and use the same rows of the weight, which stay in the L2 cache. One
-    program computes each tile, so the order in which programs take tiles changes no bit.
+    run at the same time and use the same rows of the weight, which stay in the L2 cache. Each tile
+    is computed by one program, so the order in which programs take tiles changes no bit.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of `hopper`: matrix products whose epilogue turns a tile of logits into results.
 
-The epilogue uses a tile of logits in one of three ways. It reduces the tile to statistics of its
-rows. Or it writes a tile of the logits' gradient G, if the statistics are known. Or it writes a
-tile of X, if the statistics are not known yet. X_ij = exp(z_ij - base_i), times dz/ds if there is a
-softcap, rounded once to 16 bits. base_i is a number near the row's largest logit. This base is
-known before the logits are, so writing X does not wait for the log-sum-exp. The factor that turns X
-into gradients, exp(base_i - lse_i) times the scale, is one number per row; the two products of X
-apply it. At the target of a row, X contains (p - 1) / factor, so that no difference cancels in 16
-bits. If ranks have parts of the vocabulary, they exchange their log-sum-exps after X is written.
+The epilogue uses a tile of logits in one of three ways. The epilogue reduces the tile to statistics
+of its rows. Or it writes a tile of the logits' gradient G, if the statistics are known. Or it
+writes a tile of X, if the statistics are not known yet. X_ij = exp(z_ij - base_i), times dz/ds if
+there is a softcap, rounded once to 16 bits. base_i is a number near the row's largest logit. This
+base is known before the logits are, so writing X does not wait for the log-sum-exp. The factor that
+turns X into gradients, exp(base_i - lse_i) times the scale, is one number per row; the two products
+of X apply it. At the target of a row, X contains (p - 1) / factor, so that no difference cancels in
+16 bits. If ranks have parts of the vocabulary, they exchange their log-sum-exps after X is written.
 
 Each program computes several output tiles, one after the other, and loads the operands of the next
 tile during the epilogue of the last one. Rows are compact, which means that ignored rows are left

@@ -12,8 +12,8 @@ the block takes the same bytes; and results would depend on the order in which w
 If the head is frozen and has a LoRA adapter, and the loss is one number, the engine processes
 blocks of rows instead. For each block, it computes S for the whole vocabulary once and adds the
 low-rank product. A kernel computes the rows' statistics from S, and then G from S. The engine
-computes dE and the gradient of `low` for these rows from G. It sums the gradient of `up` in fp32
-over the blocks.
+computes dE and the gradient of `low` for these rows from G. The engine sums the gradient of `up` in
+fp32 over the blocks.
 
 The CPU never waits for the GPU, reads no value from it, and launches kernels that do not depend on
 the data's values, so calls can be captured in CUDA graphs. Sums use no atomic operations.

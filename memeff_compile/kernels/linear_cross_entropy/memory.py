@@ -111,12 +111,12 @@ def bytes_after(
 ) -> sympy.Expr:
     """Return an upper bound of the op's bytes in addition to inputs and returned gradients.
 
-    The bound is the larger one of forward and backward pass. It counts the workspace of blocks
-    (each at most half as wide as a vocabulary of more than 64 columns), the vectors of N elements,
-    and for 16-bit inputs the fp32 sum of the hidden gradient (4ND). `reference` adds the fp32
-    copies of 16-bit hidden states and of blocks of the weight, and on a CPU the copies of the rows
-    that are not ignored. `how` is a `How`; `pieces` may be symbols, for a short formula, and are by
-    default the result of `piece_sizes`.
+    The bound is the larger one of forward and backward pass. The bound counts the workspace of
+    blocks (each at most half as wide as a vocabulary of more than 64 columns), the vectors of N
+    elements, and for 16-bit inputs the fp32 sum of the hidden gradient (4ND). `reference` adds the
+    fp32 copies of 16-bit hidden states and of blocks of the weight, and on a CPU the copies of the
+    rows that are not ignored. `how` is a `How`; `pieces` may be symbols, for a short formula, and
+    are by default the result of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given

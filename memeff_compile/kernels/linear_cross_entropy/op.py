@@ -9,9 +9,9 @@ four:
 
 The first op saves its inputs, one log-sum-exp per row and, if requested, one entropy; its backward
 pass computes the logits again. The forward pass of the second op also computes its gradients, up to
-a factor, from the same logits: a step takes three matrix products instead of four. Its backward
-pass multiplies these gradients by the gradient of the loss, in place if no code can read them
-again, otherwise in a copy.
+a factor, from the same logits: a step takes three matrix products instead of four. The backward
+pass of this op multiplies these gradients by the gradient of the loss, in place if no code can read
+them again, otherwise in a copy.
 
 Four more ops are for heads whose classes are split over ranks (`vocabulary_parallel`): they compute
 the statistics of a rank, merge statistics, compute a rank's total, and return the total that all
@@ -89,7 +89,7 @@ def supports(
     """Return the reason why the op does not support these inputs, or None if it does.
 
     The check reads dtypes, devices, layouts and sizes of real or fake tensors, and never their
-    values. It adds no guard: the op checks symbolic sizes at run time.
+    values. The check adds no guard: the op checks symbolic sizes at run time.
     """
     given = Operands(hidden, weight, bias, target, column_weight, low, up)
     return (

@@ -167,7 +167,7 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
     """Model the time of one block's weight-gradient product in 128 x 256 tiles, plus that of its
     hidden-gradient sum.
 
-    Both times are per row. The other two products take the same time per column at any width.
+    The times are given per row. The other two products take the same time per column at any width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
@@ -544,8 +544,8 @@ def filter_rows(rows: int, tile: int) -> int:
 def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
     """Return the bytes that a filter needs, apart from the packed tiles.
 
-    They are scores, words and their order, two copies of rows of hidden states, sums of dE, and
-    sums for each level.
+    The filter's buffers are scores, words and their order, two copies of rows of hidden states,
+    sums of dE, and sums for each level.
     """
     return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
 

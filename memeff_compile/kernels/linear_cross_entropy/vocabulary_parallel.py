@@ -105,9 +105,9 @@ class Shard(NamedTuple):
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return targets as columns of this rank, and two masks.
 
-        One mask tells whether this rank has the target, the other whether another rank has it. A
-        row whose target is on another rank gets any column: the row counts, but the logit of that
-        column is not used.
+        The first mask tells whether this rank has the target, the second whether another rank has
+        it. A row whose target is on another rank gets any column: the row counts, but the logit of
+        that column is not used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
         if ignore_index is None:
@@ -183,7 +183,8 @@ class Part(NamedTuple):
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return targets as columns of this rank, and two masks.
 
-        One mask tells whether this rank has the target, the other whether another rank has it.
+        The first mask tells whether this rank has the target, the second whether another rank has
+        it.
         """
         return self.shard.columns_of(self.whole.target, self.settings.ignore_index)
 

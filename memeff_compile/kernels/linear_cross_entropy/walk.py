@@ -280,7 +280,7 @@ def makes_gradients_in_forward_over_ranks(
 ) -> bool:
     """Return whether to compute the same loss in one walk for a head that is split over ranks.
 
-    All ranks get the same answer, whatever their GPUs.
+    All ranks of the head get the same answer, whatever their GPUs.
 
     The answer is no with a filter, which chooses tiles by the softmax of the whole head, because
     this walk does not know that softmax in time.

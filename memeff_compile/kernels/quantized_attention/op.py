@@ -1,7 +1,8 @@
 """memeff::quantized_attention: schema, validation, engines, fake.
 
-The op is opaque and functional: it never writes to q, k or v. It has no backward pass, and a
-request for a gradient raises an error instead of silently dropping the gradient.
+The op is opaque and functional: it never writes to q, k or v. Because it is for inference, it has
+no backward pass, and a request for a gradient raises an error instead of silently dropping the
+gradient.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _rounded(x: Tensor, settings: Settings) -> Tensor:
 def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Return the sum and the mean of sampled queries, (B, G, D) each.
 
-    Both are zero if the mean has only a small part of the queries' energy (sum of squares).
+    Both results are zero if the mean has only a small part of the queries' energy (sum of squares).
     """
     seen = _sampled(q, groups)
     found, count = seen.sum(2), seen.shape[2]
@@ -208,8 +208,8 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
     Scores do not change, and queries and keys get the same energy (sum of squares) in a channel,
     estimated from sampled rows. So a few channels with large numbers no longer make the steps of
     all channels coarser. The average energy stays the same. The numbers are powers of the square
-    root of two. `whole` is the energy of the sampled keys including their mean. All queries are
-    read if their means have been subtracted, otherwise only sampled queries.
+    root of two. `whole` is the energy of the sampled keys including their mean. If the queries'
+    means have been subtracted, all queries are read, otherwise only sampled ones.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])

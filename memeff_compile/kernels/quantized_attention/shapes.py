@@ -1,6 +1,6 @@
 """Choose how the engine `tiles` divides the work: tile sizes, warps and stages.
 
-All sizes depend on the head dimension and the kind of GPU, never on values of tensors.
+All these sizes depend on the head dimension and the kind of GPU, never on values of tensors.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The engine `tiles` of low-bit attention: it encodes q, k and v, then combines tiles of queries
-with tiles of keys. It needs CUDA, sm_80 or later.
+with tiles of keys. The engine needs CUDA, sm_80 or later.
 
 A call has five launches. The first reads keys, values and some queries. The second, a small one,
 computes means and scales. The third encodes keys and values. The fourth, a small one, sums the

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of the engine `tiles`: softmax attention over 8-bit codes.
 
-Scores are products of int8 codes, exact in int32. Their scales, one per query and one per block of
-keys (or per key), are folded into the exponent in base 2, so that one multiply-add turns a score
-into the exponent of its softmax weight. Weights are at most 448, the largest number of E4M3: to
-ensure this, an offset is subtracted from the running maximum. The division by the sum of the
-weights cancels the offset.
+Scores are products of int8 codes, exact in int32. The scales of the codes, one per query and one
+per block of keys (or per key), are folded into the exponent in base 2, so that one multiply-add
+turns a score into the exponent of its softmax weight. Weights are at most 448, the largest number
+of E4M3: to ensure this, an offset is subtracted from the running maximum. The division by the sum
+of the weights cancels the offset.
 
 Each tile's product of weights and values is computed separately, then added in fp32. Tensor cores
 that multiply 8-bit floats keep only about 14 bits of a sum, too few for many keys.

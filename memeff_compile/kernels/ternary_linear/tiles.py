@@ -1,5 +1,5 @@
-"""The engine `tiles` of ternary linears: launches of the Triton kernels. It needs CUDA, sm_80 or
-later.
+"""The engine `tiles` of ternary linears: launches of the Triton kernels. The engine needs CUDA,
+sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, so calls can be captured in CUDA graphs.
 Sums of integers do not depend on their order, so the same inputs give the same bits, whatever the

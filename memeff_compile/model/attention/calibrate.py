@@ -44,9 +44,9 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 class Calibration(VerbReport, dict[str, Any]):
     """A table of levels, which `memeff.attention` takes; it can be stored as JSON.
 
-    Its keys are: `levels`, for each attention a level, or a list with a level per call; `scores`,
-    for each attention, level and call, the mean and standard deviation over inputs, and the worst;
-    and `min_score`, or `share` if a share of calls was requested.
+    The table's keys are: `levels`, for each attention a level, or a list with a level per call;
+    `scores`, for each attention, level and call, the mean and standard deviation over inputs, and
+    the worst; and `min_score`, or `share` if a share of calls was requested.
     """
 
     def __str__(self) -> str:
@@ -138,7 +138,8 @@ def calibrate_attention(
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
             `share`.
         share: Instead of `min_score`: the share of all calls that gets the second of two levels, as
-            in SageAttention2. These are the calls with the worst scores at the first level.
+            in SageAttention2. The second level goes to the calls with the worst scores at the first
+            level.
         levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
             is good enough, `exact` is chosen. For `share`, two levels, by default `4b` and `8b`;
             the second may be `exact`.

@@ -442,8 +442,8 @@ _HOOK = "_prepare_cache_for_generation"
 class _Hook:
     """Replaces a method of the model that generate() calls, and stores the original.
 
-    It refers to the model, so that copies of the model, including pickled ones, get hooks of their
-    own.
+    The replacement refers to the model, so that copies of the model, including pickled ones, get
+    hooks of their own.
     """
 
     model: Any

@@ -57,7 +57,7 @@ class Pair:
     def maps(self) -> list[Tensor]:
         """Return the tensors that align the layers, in the ops' order.
 
-        It returns None if the layers are not aligned.
+        The property is None if the layers are not aligned.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 

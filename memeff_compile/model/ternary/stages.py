@@ -39,8 +39,8 @@ class TernaryStages:
         low_bit_heads: As in `ternarize_`, for the second stage.
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
             group.
-        scheduler: The scheduler of the optimizer's rate, if there is one. Its base rates change
-            too, because otherwise it would set the rate of the first stage again.
+        scheduler: The scheduler of the optimizer's rate, if there is one. The scheduler's base
+            rates change too, because otherwise it would set the rate of the first stage again.
         rate: The factor of the learning rate; in the paper 1.5e-3 becomes 1e-3 (700M parameters).
         weight_decay: The weight decay of the second stage; the paper's 0.1 becomes 0.
 
@@ -106,8 +106,8 @@ class TernaryStages:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after the stored number of steps, in the stage of the next step.
 
-        The states of optimizer and scheduler may be loaded before or after this call. They contain
-        the rate and weight decay of their stage, which this call does not change again.
+        The states of optimizer and scheduler may be loaded before or after this call. These states
+        contain the rate and weight decay of their stage, which this call does not change again.
         """
         self.done = state["done"]
         self._set_stage()

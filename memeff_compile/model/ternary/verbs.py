@@ -94,9 +94,9 @@ def ternarize_(
         recipe: "b1.58" (INT8 tokens everywhere), "a4.8" (INT4 tokens for the inputs of attention,
             gate and up; the larger half of attention's output in INT8; INT8 for the input of down)
             or "a4.8-fp4" (FP4 instead of INT4 and of the larger half).
-        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". It
-            overrides the recipe, and is needed for modules whose names the recipe does not know.
-            The first matching pattern counts.
+        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". The
+            mapping overrides the recipe, and is needed for modules whose names the recipe does not
+            know. The first matching pattern counts.
         skip: Patterns of module paths to leave dense.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
             the model's config; the model has to train afterwards. None does not change activations,
@@ -369,19 +369,19 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     `verb_report(model)` lists the linears and their bytes.
 
-    The full-precision weights are freed: an eighth of the memory of bf16 weights remains. It packs
-    the linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
-    online and offline, and the packed `BitLinear`. In transformers, one of these classes multiplies
-    by its scale and another divides by it; a packed linear always divides. `save_pretrained` saves
-    packed models of transformers, and `from_pretrained` loads them packed once memeff_compile is
-    imported. State dicts can be saved and loaded: create the model, call `ternarize_` and
-    `pack_ternary_` on it, and load.
+    The full-precision weights are freed: an eighth of the memory of bf16 weights remains. The
+    function packs the linears that `ternarize_` makes, and those of transformers' BitNet models:
+    `AutoBitLinear`, online and offline, and the packed `BitLinear`. In transformers, one of these
+    classes multiplies by its scale and another divides by it; a packed linear always divides.
+    `save_pretrained` saves packed models of transformers, and `from_pretrained` loads them packed
+    once memeff_compile is imported. State dicts can be saved and loaded: create the model, call
+    `ternarize_` and `pack_ternary_` on it, and load.
 
     Args:
         model: Any module with such linears.
         layers: Further classes of linears: subclasses of nn.Linear that quantise weights by their
-            mean absolute value. Each value is a kind of token quantisation, "int8", "int4", "fp4"
-            or "topk8".
+            mean absolute value. Each value of the mapping is a kind of token quantisation, "int8",
+            "int4", "fp4" or "topk8".
 
     Raises:
         OptionError: There is no linear to pack, or a linear has hooks or parametrisations.

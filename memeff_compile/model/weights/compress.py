@@ -210,10 +210,10 @@ def compress_(
 ) -> CompressionReport:
     """Compress the weights of a model's linear layers in place.
 
-    It compresses bf16 weights that only `nn.Linear` modules use, unless you name more `layers`.
-    With `mantissa=7` this is lossless. For a few tokens, the kernel of the matrix product decodes
-    the weight itself; it sums in another order than a dense product. Call this function before you
-    create an optimizer and before you compile the model.
+    The function compresses bf16 weights that only `nn.Linear` modules use, unless you name more
+    `layers`. With `mantissa=7` this is lossless. For a few tokens, the kernel of the matrix product
+    decodes the weight itself; it sums in another order than a dense product. Call this function
+    before you create an optimizer and before you compile the model.
 
     Args:
         model: any module, also under PEFT; on the device where it will run.

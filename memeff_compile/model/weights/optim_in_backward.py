@@ -10,9 +10,9 @@ A parameter sharded by FSDP2 is updated when FSDP2 has reduced its gradient, on 
 the reduction. FSDP2 does this once per backward pass, because autograd first adds up the gradient
 of the gathered weight.
 
-The CPU does not wait for the GPU between updates. It checks later whether the codes of a new value
-fitted into the memory of the old ones. If they did not fit, the GPU has copied the value to a spill
-buffer in CPU memory.
+The CPU does not wait for the GPU between updates. The CPU checks later whether the codes of a new
+value fitted into the memory of the old ones. If they did not fit, the GPU has copied the value to a
+spill buffer in CPU memory.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class _Update:
 def _clip(held: list[Tensor], max_norm: float) -> None:
     """Scale the gradient, the only tensor in a list, down to a maximum norm.
 
-    This is done in place if no other tensor uses the gradient's memory.
+    The scaling is in place if no other tensor uses the gradient's memory.
     """
     norm = torch.linalg.vector_norm(held[0], dtype=torch.float32)
     factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)

@@ -25,7 +25,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
-    """No rule can read a node."""
+    """The error of a node that no rule can read."""
 
 
 def _require(holds: bool) -> None:

@@ -52,7 +52,8 @@ class Table:
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
     """Return the node, and its level, after which a table can be written, or None.
 
-    This is the last node that the table reads, or the last one before memory that it reads changes.
+    The node is the last one that the table reads, or the last one before memory that it reads
+    changes.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info

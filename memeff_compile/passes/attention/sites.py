@@ -516,7 +516,7 @@ class _Read:
 class _Factors:
     """The numbers between a product and its mask, read backwards: cap, tanh, and the scale.
 
-    They are recorded without signs, because tanh is odd.
+    The numbers are recorded without signs, because tanh is odd.
     """
 
     cap: float | None = None

@@ -81,8 +81,8 @@ def read_one(node: Any) -> Call | None:
 def read_write(node: Node) -> Call | None:
     """Read an in-place write as the call whose result it writes into its first argument.
 
-    It reads ``x /= 2`` as ``div(x, 2)`` and ``x[mask] = 0.0`` as ``masked_fill(x, mask, 0.0)``.
-    Return None for any other node.
+    The function reads ``x /= 2`` as ``div(x, 2)`` and ``x[mask] = 0.0`` as ``masked_fill(x, mask,
+    0.0)``. Return None for any other node.
     """
     try:
         if node.target is operator.setitem or node.target == "__setitem__":
@@ -647,8 +647,8 @@ def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) 
 def trace(node: Node) -> Reading | None:
     """Read ``node`` by running it alone on fake operands, or return None.
 
-    This takes milliseconds. It is the fallback for nodes without an entry in the table, and the
-    tests compare the table with it.
+    To trace one node takes milliseconds. Tracing is the fallback for nodes without an entry in the
+    table, and the tests compare the table with it.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

@@ -210,7 +210,7 @@ class _Step(NamedTuple):
 def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
     """Tell `optim_in_backward` that a partition has computed all of its gradients.
 
-    Then one kernel launch can update several weights.
+    After this, one kernel launch can update several weights.
     """
     updated = [each for each in given if is_updated_in_backward(each)]
     compat.after_gradients(found, lambda: announce(updated))

@@ -3,8 +3,8 @@
     loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)             mean, sum
     losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)  none
 
-The options of this function choose the rows of a chunk and the precision of sums. They do not
-change what is computed, so the pass chooses both itself; its sums are at least as precise.
+The options of this function choose the rows of a chunk and the precision of sums. These options do
+not change what is computed, so the pass chooses both itself; its sums are at least as precise.
 """
 
 from __future__ import annotations

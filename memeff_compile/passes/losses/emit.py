@@ -63,7 +63,7 @@ def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]
     """Join tails that use several parts of the rows, such as chunks, so that one op call over all
     rows computes their statistics.
 
-    They are not joined if the parts together have less than half of the rows.
+    The parts are not joined if they have less than half of the rows together.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -367,8 +367,8 @@ class GroupEmitter:
         """Return the inputs of the head's low-rank products, and the matrices that they are
         multiplied by.
 
-        Several low-rank products are joined into one, whose rank is the sum of theirs. Their scales
-        multiply the op's low-rank inputs instead of V numbers per row.
+        Several low-rank products are joined into one, whose rank is the sum of theirs. The scales
+        of these products multiply the op's low-rank inputs instead of V numbers per row.
         """
         e, lows, ups = self.editor, list[Node](), list[Node]()
         for part in self.head.parts:

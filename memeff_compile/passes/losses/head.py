@@ -157,7 +157,7 @@ class Chain:
     def row_key(self) -> tuple[Any, ...]:
         """Return a key that is equal for chains with the same rows in the same order.
 
-        It has one entry per row move, up to the last one that selects or reorders rows.
+        The key has one entry per row move, up to the last one that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
@@ -731,7 +731,8 @@ _UNFOLDED_HINTS = {
 def fold(chain: Chain) -> Modifiers | Decline:
     """Turn the pointwise steps of a chain, in order, into arguments of the op.
 
-    These are scale, softcap, bias, the tensors that scale the logits, and the remaining classes.
+    The arguments are scale, softcap, bias, the tensors that scale the logits, and the remaining
+    classes.
     """
     pairs: list[tuple[str, Any]] = []
     factors: list[Factor] = []

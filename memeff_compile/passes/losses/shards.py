@@ -33,7 +33,7 @@ HINT = (
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
     """Return the sentence for the report on a head that is split over ranks.
 
-    It names this rank's classes, and how often the ranks gather how many numbers.
+    The sentence names this rank's classes, and how often the ranks gather how many numbers.
     """
     shard = split.shard
     last = shard.first + shard.columns - 1
