@@ -412,11 +412,11 @@ class Options:
     preset: str = _choice(
         " ".join(_PRESETS),
         "Which defaults to start from; options you set explicitly override it. `exact` "
-        "changes rounding order at most. `fast` has `linear_cross_entropy=mass` and "
-        "`attention=8b`: lossy, each measured on trained models. `paper` has the published forms, "
-        "`attention=8b` and `linear_cross_entropy=published`. `off` switches everything off, "
-        "whatever else is given: the graph goes on as it came, and `generate()` makes the model's "
-        "own cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
+        "changes rounding order at most. `fast` sets `linear_cross_entropy=mass` and "
+        "`attention=8b`, which are lossy and were measured on trained models. `paper` sets the "
+        "published forms, `attention=8b` and `linear_cross_entropy=published`. `off` switches "
+        "everything off, whatever else you set: the inner compiler gets the unchanged graph, and "
+        "`generate()` creates the model's own cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
     )
     linear_cross_entropy: str = _choice(
         "exact mass block published off",
@@ -467,8 +467,8 @@ class Options:
     logits: str = _choice(
         "deferred eager none",
         "The logits that a model called with labels returns. "
-        "`deferred`: computed on first use; reading them after the weights changed raises. "
-        "`eager`: computed in every step, as without the backend. `none`: the output is None.",
+        "`deferred`: computed on first use; reading them after the weights changed raises an "
+        "error. `eager`: computed in every step, as without the backend. `none`: the output is None.",
     )
     embedding: str = _switch(
         "Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it."
@@ -529,8 +529,8 @@ class Options:
     weights: str = _choice(
         "exact off win4 win4:k3 win4:k1 win4:k0 tier rans",
         "Whether linears with weights that `memeff_compile.compress_` compressed run as "
-        "one op that keeps no decoded weight for the backward. `off`: each is decoded and kept. A "
-        "codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
+        "one op that keeps no decoded weight for the backward. `off`: every linear decodes its "
+        "weight and keeps it. A codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
         "`torch.compile` refuses it, because a backend does not see the model. `k3`, `k1`, `k0`: "
         "lossy, 3, 1 or 0 mantissa bits are kept.",
     )
@@ -578,8 +578,8 @@ class Options:
         64 << 20,
         "`64MiB`, another size, or bytes",
         partial(_check_bytes, has_auto=False),
-        "Most bytes of inputs and weights that a reproducer saves; the others are replaced by "
-        "random values. 0 saves none.",
+        "The largest number of bytes of inputs and weights that a reproducer saves; random values "
+        "replace the others. 0 saves none.",
     )
     inner: str = _choice(
         "inductor aot_eager eager",
