@@ -416,7 +416,8 @@ class Options:
         "`attention=8b`, which are lossy and were measured on trained models. `paper` sets the "
         "published forms, `attention=8b` and `linear_cross_entropy=published`. `off` switches "
         "everything off, whatever else you set: the inner compiler gets the unchanged graph, and "
-        "`generate()` creates the model's own cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
+        "`generate()` creates the model's own cache. `MEMEFF_DISABLE=1` in the environment does "
+        "the same (docs/use/undo.md).",
     )
     linear_cross_entropy: str = _choice(
         "exact mass block published off",
@@ -468,7 +469,8 @@ class Options:
         "deferred eager none",
         "The logits that a model called with labels returns. "
         "`deferred`: computed on first use; reading them after the weights changed raises an "
-        "error. `eager`: computed in every step, as without the backend. `none`: the output is None.",
+        "error. `eager`: computed in every step, as without the backend. `none`: the output is "
+        "None.",
     )
     embedding: str = _switch(
         "Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it."
@@ -530,9 +532,9 @@ class Options:
         "exact off win4 win4:k3 win4:k1 win4:k0 tier rans",
         "Whether linears with weights that `memeff_compile.compress_` compressed run as "
         "one op that keeps no decoded weight for the backward. `off`: every linear decodes its "
-        "weight and keeps it. A codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
-        "`torch.compile` refuses it, because a backend does not see the model. `k3`, `k1`, `k0`: "
-        "lossy, 3, 1 or 0 mantissa bits are kept.",
+        "weight and keeps it. A codec: `memeff_compile.compile(model, weights=...)` calls "
+        "`compress_` on the model first; `torch.compile` refuses it, because a backend does not "
+        "see the model. `k3`, `k1`, `k0`: lossy, 3, 1 or 0 mantissa bits are kept.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),
