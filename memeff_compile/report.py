@@ -329,7 +329,8 @@ class LogitsUse:
         vars(self).update(vars(earlier.copy()))
 
     def advice(self) -> str:
-        """Return the op that read the logits, its line and count, and an alternative, or ""."""
+        """Return a sentence with the op that read the logits, its source line, the number of steps,
+        and an alternative; or ""."""
         for reason, (line, _) in self.readers.items():
             who, instead = "your code", "do it only in the steps that need it"
             if self.unfused_by:

@@ -52,7 +52,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 class Counts:
     """How to compute the numbers that a step returns from its number arguments.
 
-    A replay of a CUDA graph does not compute them.
+    A replay of a CUDA graph computes only tensors, not these numbers.
     """
 
     given: tuple[int, ...]  # places of the arguments
@@ -374,7 +374,7 @@ class CudaEngine:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def random_state(self) -> bytes:
-        """Return the state of the GPU's random numbers, which the host knows."""
+        """Return the state of the GPU's random numbers, which PyTorch keeps on the CPU."""
         return torch.cuda.get_rng_state(self._device).numpy().tobytes()
 
     def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:

@@ -1,8 +1,8 @@
 """Take one graph through the backend (its trip), and wrap the compiled result.
 
-A trip reads the graph once before and once after the passes. A wrapper takes the compiled callable
-and the trip. The wrapper returns a callable of the same arguments, or the compiled callable itself
-if there is nothing to wrap.
+A trip reads the graph once before and once after the passes. The arguments of a wrapper are the
+compiled callable and the trip. The wrapper returns a callable of the same arguments, or the
+compiled callable itself if there is nothing to wrap.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
     """Remove outputs that are None from the graph, and return which outputs stayed.
 
-    The result is None if all stayed.
+    The result is None if no output was removed.
 
     AOTAutograd rejects such outputs, but only if DDP splits the model.
     """

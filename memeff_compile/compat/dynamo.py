@@ -80,8 +80,8 @@ def plain_source(path: str) -> str:
 def running_modules() -> list[torch.nn.Module]:
     """Return the modules whose forward is running, without the wrappers of data parallelism.
 
-    Modules on which ``torch.compile`` was called come first, the innermost one at the start. The
-    others follow, the outermost one first.
+    Modules on which ``torch.compile`` was called come first, the innermost one at the start.
+    Modules on which it was not called follow, the outermost one first.
     """
     compiled, others = _calling_modules()
     found = {id(module): module for module in (*compiled, *reversed(others))}

@@ -101,7 +101,7 @@ def let_be_saved(kind: type) -> None:
 
 
 def serialized(compiled: Compiled) -> bytes:
-    """Return the inner compiler's saved form of a callable."""
+    """Return the bytes with which the inner compiler saves a compiled callable to disk."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
     return Bundled.serialize_compile_artifacts(Bundled(compiled))

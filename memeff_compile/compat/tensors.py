@@ -198,8 +198,8 @@ def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any
     """Return a mode under which tensors have sizes but no memory.
 
     An op outside Dynamo's traces calls ``outside(op, args, kwargs, run)``, which returns the
-    result. ``run()`` runs the op on sizes. An address is 0; without ``has_addresses``, reading one
-    raises an error.
+    result. ``run()`` computes the sizes of the op's result. An address is 0; without
+    ``has_addresses``, reading one raises an error.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -228,7 +228,7 @@ class Ready:
     def take(self, factor: float, needed: Sequence[bool]) -> list[Tensor] | None:
         """Return the stored gradients, multiplied by the gradient of the loss and by `factor`.
 
-        Return None if an earlier call has taken them.
+        Return None if an earlier call has taken the gradients.
         """
         if self.gradients is None:
             return None

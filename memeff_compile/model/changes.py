@@ -30,7 +30,8 @@ class Changes(VerbReport, int):
     def __new__(
         cls, verb: str, sentence: str, places: Mapping[str, str], left: Mapping[str, str] | None
     ) -> Changes:
-        """Create the number, and set the report's attributes."""
+        """Create the report, an integer that equals the number of changes, and set its
+        attributes."""
         self = super().__new__(cls, len(places))
         self.verb, self._sentence, self.places, self.left = verb, sentence, places, left or {}
         return self

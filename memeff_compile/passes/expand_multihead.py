@@ -9,7 +9,8 @@ PyTorch implements this function in two ways. With ``need_weights=True``, the de
 builds the scores and the weights, even if no node reads them. Otherwise PyTorch calls
 scaled_dot_product_attention, with a mask per head if both masks are given. If no node reads the
 weights, this pass inserts the second implementation, with one mask for all heads, so that
-``recover_attention`` can read it. If that saves neither memory nor time, the node is not changed.
+``recover_attention`` can read it. If the expansion saves neither memory nor time, the node is not
+changed.
 """
 
 from __future__ import annotations

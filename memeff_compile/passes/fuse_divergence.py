@@ -17,8 +17,8 @@ the backward pass computes the logits again. A match of the second kind reads k 
 which uses these k numbers, stays in the graph.
 
 The pass declines teachers that need a gradient, other readers of the logits, softcaps and vectors
-over the vocabulary, in-place writes before the divergence, and tensor subclasses. The docs page
-lists every code.
+over the vocabulary, in-place writes before the divergence, and tensor subclasses.
+docs/passes/fuse-divergence.md lists the codes of all these reasons.
 """
 
 from __future__ import annotations

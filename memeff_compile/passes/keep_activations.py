@@ -321,8 +321,8 @@ def _without_moves(node: Node, linear: Node) -> Node:
 def _is_made_op_by_op(value: torch.Tensor) -> bool:
     """Return whether PyTorch chose its unfused attention, which ends in a plain matrix product.
 
-    PyTorch chose when Dynamo traced the call, for example under `sdpa_kernel`. For a planned GPU,
-    PyTorch's choice is unknown.
+    PyTorch chooses the kernel of a call when Dynamo traces the call, for example under
+    `sdpa_kernel`. For a planned GPU, PyTorch's choice is unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

@@ -96,7 +96,7 @@ def _is_wave(info: GraphInfo, node: Node) -> bool:
 def _table(info: GraphInfo, wave: Node) -> Node | None:
     """Return the node of a cosine or sine that layers read: plain, scaled or cast.
 
-    Return None if too few layers read it.
+    Return None if too few layers read the node.
     """
     table = wave
     for _ in range(_MAX_STEPS):

@@ -100,7 +100,7 @@ class RewriteKVUpdate(cached.CachedPass):
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
         """Read the match again, because an earlier rewrite may have changed it.
 
-        Return why it is declined, or None.
+        Return why the pass declines the match, or None.
         """
         match.call = read_one(match.node) or match.call
         read = (_cache(info, match.call.args[name], match.storages) for name in ("key", "value"))

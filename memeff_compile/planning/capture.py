@@ -222,7 +222,8 @@ def _graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
 
 
 def _attend_as_a_gpu_does(gm: GraphModule) -> None:
-    """Remove dropout from fused attention, as its memory on a GPU does not depend on dropout.
+    """Remove dropout from fused attention, because the memory of fused attention on a GPU does not
+    depend on dropout.
 
     A GPU's kernel applies dropout and keeps a seed, no mask; on a CPU dropout would select the
     unfused form.

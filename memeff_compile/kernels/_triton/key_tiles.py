@@ -71,8 +71,8 @@ def tiles_of(length: int, size: int) -> int:
 
 
 def within(given: Conditions, queries: int, keys: int) -> Conditions:
-    """Return the conditions without bounds that hide no key, with the others clamped, and with
-    tables of unit stride."""
+    """Simplify the conditions: remove bounds that hide no key, clamp the remaining bounds, and give
+    tables unit stride."""
 
     def bound(number: int | None, most: int, least: int) -> int | None:
         return None if number is None or number >= most - 1 else max(number, -least)

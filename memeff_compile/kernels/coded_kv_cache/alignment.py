@@ -115,8 +115,8 @@ def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tup
     products.
 
     The products are summed over all sequences, (H, 2, D, D); the orthogonal matrices nearest to
-    these sums are the rotations. `rows` and `counted` are those of `fit`. `slots` are the slots
-    fitted to other rows before, if there are any.
+    these sums are the rotations. `rows` and `counted` have the meaning that they have in `fit`.
+    `slots` are the slots fitted to other rows before, if there are any.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)
@@ -233,8 +233,8 @@ def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
     explain.
 
     The measure is the norm of the product of both heads' rows, divided by the norm of each head's
-    rows. An orthogonal map does not change it. `rows` and their `means`, (B, H, 2, D), belong to
-    the two layers. On a GPU, rows of 16 bits are multiplied in 16 bits.
+    rows. An orthogonal map of one head's rows does not change the norm. `rows` and their `means`,
+    (B, H, 2, D), belong to the two layers. On a GPU, rows of 16 bits are multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]

@@ -296,8 +296,8 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Copy those of some rows that are kept tokens to the memory for kept rows of this sequence and
-    head."""
+    """Copy tokens that stay exact from the given rows to the memory for kept tokens of this
+    sequence and head."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]

@@ -2,9 +2,9 @@
 heads.
 
 Each token and head has one scale, and codes are symmetric around zero, as in `KVCache` with
-"per_head". The gradient passes through unchanged. The settings of BitNet a4.8, table 3, are: 4-bit
-keys and values; 4-bit queries too; or 4-bit queries with 3-bit keys and values, where the first
-token keeps 4 bits.
+"per_head". The backward pass treats the rounding as the identity. The settings of BitNet a4.8,
+table 3, are: 4-bit keys and values; 4-bit queries too; or 4-bit queries with 3-bit keys and values,
+where the first token keeps 4 bits.
 """
 
 from __future__ import annotations

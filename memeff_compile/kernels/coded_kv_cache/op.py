@@ -199,7 +199,8 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether appending reads no value on the CPU; attention may read one."""
+    """Return whether kernels append to this cache, so that the CPU reads no value and need not wait
+    for the GPU."""
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 

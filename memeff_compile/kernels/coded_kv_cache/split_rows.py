@@ -22,7 +22,7 @@ from .split_codes import combine, mask_argument, paired_norms, room_for, turned
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of a launch."""
+    """The launch parameters of the kernels in `split_rows_kernels`."""
 
     tile: int  # tokens per step
     warps: int  # warps per program

@@ -104,10 +104,10 @@ def encode_soon(
 ) -> codecs.Outcome | bool:
     """Encode a new value of a weight into existing parts; return whether it fitted.
 
-    If it did not fit, the contents of the parts are invalid, and the caller has to allocate new
-    parts. On a GPU, win4 and tier do not wait: the result is an `Outcome` that tells later whether
-    the value fitted. Until then no code may read the parts, and without a spill buffer the caller
-    must keep the dense value. A lossy codec raises an error for values that are not finite.
+    If the value did not fit, the contents of the parts are invalid, and the caller has to allocate
+    new parts. On a GPU, win4 and tier do not wait: the result is an `Outcome` that tells later
+    whether the value fitted. Until then no code may read the parts, and without a spill buffer the
+    caller must keep the dense value. A lossy codec raises an error for values that are not finite.
     """
     form = parse(codec)
     if not form.is_lossless:
@@ -336,8 +336,9 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
     When an activation checkpoint recomputes, it stops as soon as all tensors are saved that were
     saved before: with an ordinary linear, this is before the last product of the region. But an
-    op's autograd formula saves operands only after the op has run. So autograd gets two nodes here:
-    one saves, the other multiplies. A tensor without memory connects them.
+    op's autograd formula saves operands only after the op has run. So this function gives autograd
+    two nodes: one saves the operands, the other multiplies. A tensor without memory connects the
+    two nodes.
     """
     token = _Keep.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     found: Tensor = _Multiply.apply(token, (x, weight, bias))  # type: ignore[no-untyped-call]

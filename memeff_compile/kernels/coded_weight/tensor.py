@@ -44,8 +44,8 @@ OWN_ATTRIBUTES = frozenset(
 class Unsettled:
     """A new value of a weight, as long as it is not known whether its codes fitted into the lists.
 
-    If they did not fit, the value is encoded again from the spill buffer, or from the dense value,
-    which is kept until then.
+    If the codes did not fit, the value is encoded again from the spill buffer, or from the dense
+    value, which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -109,7 +109,7 @@ class UnsettledTogether:
         """Collect weights that one optimizer step updates, if their gradients have the same stream
         and device as this one's.
 
-        `encode_now` is the function that encodes them.
+        `encode_now` is the function that updates and encodes the collected weights.
         """
         self._by, self._stream, self._encode_now = by, stream_of(like), encode_now
         self.weights: list[CodedWeight] = []

@@ -39,7 +39,7 @@ class Plan:
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
     """Return the launch parameters for (B, H, M, N, D), which depend only on static sizes.
 
-    Without a GPU, they are those for an H200.
+    Without a GPU, return the parameters for an H200.
     """
     batch, heads, queries, keys, depth = sizes
     count = queries * (heads // kv_heads)

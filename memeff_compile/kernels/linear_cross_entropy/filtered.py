@@ -6,7 +6,7 @@ sample of classes, and processed 128 at a time: a group. One pass over all class
 statistics of the rows. The same pass scores each class in each group, by the sum (`mass`) or the
 largest (`block`) of the probabilities of its rows, and sums for each row the mass below each of 31
 levels. `mass` uses the highest level at which every row loses at most tau; `block` has only one
-level, eps. The target of a row always counts.
+level, eps. The class that is a row's target always counts in the row's group.
 
 Classes are then ordered by the groups in which they count, so that most tiles of 128 x 128 are
 either full or empty, whatever the token ids. The logits of the tiles that count are then computed

@@ -46,7 +46,8 @@ def leaves_out(gradient_filter: str, depth: int) -> bool:
 def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) -> bool:
     """Return whether a filter has to know each row's log-sum-exp before it chooses classes.
 
-    `published` does, because it compares probabilities. A bias always gets an exact gradient.
+    The filter `published` needs the log-sum-exp, because it compares probabilities. A bias always
+    gets an exact gradient.
     """
     is_filtered = leaves_out(gradient_filter, depth)
     return is_filtered and (gradient_filter == "published" or of_bias)

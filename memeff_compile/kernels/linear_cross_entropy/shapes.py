@@ -167,7 +167,8 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
     """Model the time of one block's weight-gradient product in 128 x 256 tiles, plus that of its
     hidden-gradient sum.
 
-    The times are given per row. The other two products take the same time per column at any width.
+    The result is in seconds per row. The other two products take the same time per column
+    at any width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE

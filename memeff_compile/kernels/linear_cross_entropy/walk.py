@@ -382,8 +382,8 @@ def row_gradients(
 
 
 def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
-    """Compute a flat request; if the classes are split over ranks, the targets have been
-    checked."""
+    """Compute the loss and gradients of inputs that have been flattened; if ranks split the
+    classes, the caller has checked the targets."""
     operands = given.operands
     if given.hidden.shape[0] == 0:
         # A total of 0, or nan where a mean of no rows is asked for.

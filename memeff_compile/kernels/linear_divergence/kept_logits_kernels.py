@@ -136,8 +136,8 @@ def _log_sum(sums_ptr, plane, tiles, PADDED: tl.constexpr):
 
 @triton.jit
 def _times(probability, logarithm):
-    """Return the product of two factors, or 0 if the probability is 0, even if the other factor is
-    minus infinity."""
+    """Multiply a probability by a logarithm; the product is 0 if the probability is 0, even if the
+    logarithm is minus infinity."""
     return tl.where(probability == 0.0, 0.0, probability * logarithm)
 
 

@@ -132,8 +132,8 @@ def _divergence(
 
 
 def _product(probability: Tensor, logarithm: Tensor) -> Tensor:
-    """Return the product of two factors, with 0 where the probability is 0, even if the other
-    factor is minus infinity."""
+    """Multiply a probability by a logarithm; the product is 0 where the probability is 0, even if
+    the logarithm is minus infinity."""
     return (probability * logarithm).masked_fill_(probability == 0, 0)
 
 

@@ -344,8 +344,8 @@ def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constex
     """Move `x` by whole steps in two channels so that its rounding error is almost orthogonal to
     `direction`.
 
-    Whole steps in the first channel leave a remainder, which whole steps in the second channel
-    reduce.
+    Steps in the first channel remove most of the error along `direction`; steps in the second
+    channel remove most of the rest.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
     left = tl.sum((x - _code_of(x, LIMIT)) * direction[None, :], axis=1) / step_size

@@ -207,9 +207,10 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
 
     Scores do not change, and queries and keys get the same energy (sum of squares) in a channel,
     estimated from sampled rows. So a few channels with large numbers no longer make the steps of
-    all channels coarser. The average energy stays the same. The numbers are powers of the square
-    root of two. `whole` is the energy of the sampled keys including their mean. If the queries'
-    means have been subtracted, all queries are read, otherwise only sampled ones.
+    all channels coarser. The average energy over the channels does not change. The numbers are
+    powers of the square root of two. `whole` is the energy of the sampled keys including their
+    mean. If the queries' means have been subtracted, all queries are read, otherwise only sampled
+    ones.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])

@@ -264,7 +264,7 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 def _without(codes: Mapping[str, float]) -> str:
-    """Return a cache that does not merge, in words for the report."""
+    """Return the report's description of a cache that does not merge layers."""
     kl, ratio = codes["kl"], codes["ratio"]
     return f"{codes['bits']:.0f} bits without merging ({ratio:.2f} times smaller, KL {kl:.1e})"
 

@@ -111,8 +111,8 @@ class InPlace(CacheLayerMixin):
     def room(self) -> int:
         """Return `max_cache_len`.
 
-        If the size of a tensor is this number, return the tensor's size instead, so that compiled
-        code accepts any length.
+        If a buffer of the layer has `max_cache_len` rows, read the number from the buffer's shape,
+        so that compiled code accepts any length.
         """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
@@ -271,10 +271,10 @@ class ExactLayer(AsTheyCome):
 class WindowLayer(AsTheyCome):
     """A sliding-window layer with memory for a few more tokens than the window.
 
-    New tokens are written after the existing ones. When they do not fit, the window is moved to the
-    front; with more memory, this happens less often. Masks select the visible tokens. The number of
-    tokens is counted on the CPU, for masks, and on the device, for write positions. If the cache is
-    not longer than this layer, no token ever leaves it.
+    New tokens are written after the existing ones. When new tokens do not fit, the window is moved
+    to the front; with more memory, this happens less often. Masks select the visible tokens. The
+    number of tokens is counted on the CPU, for masks, and on the device, for write positions. If
+    the cache is not longer than this layer, no token ever leaves it.
     """
 
     buffers = held = long = "keys", "values"

@@ -102,7 +102,7 @@ def ternarize_(
             the model's config; the model has to train afterwards. None does not change activations,
             and the report names those for which the paper's recipe is not made.
         low_bit_heads: Bits of keys and values in attention, or the settings of `use_low_bit_heads_`
-            as a mapping. None does not change attention.
+            as a mapping. With None, attention is not changed.
 
     Raises:
         OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is

@@ -222,9 +222,9 @@ def _initialised(
 ) -> Tensor | None:
     """Return a buffer as the module's initialisation computes it, or None.
 
-    transformers has one initialisation function for all modules of a model; other modules have a
-    method. The function is only called if every parameter of the module is on the meta device, so
-    no parameter changes.
+    In transformers, a method of the model initialises all its modules; elsewhere, each module has a
+    method that initialises it. The function is only called if every parameter of the module is on
+    the meta device, so no parameter changes.
     """
     if any(each.device.type != "meta" for each in module.parameters()):
         return None

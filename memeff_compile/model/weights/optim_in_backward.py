@@ -11,8 +11,8 @@ the reduction. FSDP2 does this once per backward pass, because autograd first ad
 of the gathered weight.
 
 The CPU does not wait for the GPU between updates. The CPU checks later whether the codes of a new
-value fitted into the memory of the old ones. If they did not fit, the GPU has copied the value to a
-spill buffer in CPU memory.
+value fitted into the memory of the old ones. If the codes did not fit, the GPU has copied the value
+to a spill buffer in CPU memory.
 """
 
 from __future__ import annotations

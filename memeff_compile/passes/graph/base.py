@@ -153,8 +153,8 @@ class GraphPass(ABC):
         """Return a key that identifies this pass, and its version, in caches on disk.
 
         The key contains the source of the pass's classes and its attributes. Override this method
-        if a rewrite depends on more. A pass without a source file has a key that is valid only in
-        its process.
+        if a rewrite also depends on something else, such as a global variable. A pass without a
+        source file has a key that is valid only in its process.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:

@@ -50,8 +50,8 @@ class Editor:
         """Insert the following nodes before ``node``, with the source line and module path of
         ``like``.
 
-        ``region`` is the autograd and autocast state for them (default: that of ``node``); inserted
-        nodes may switch gradients off.
+        ``region`` is the autograd and autocast state of the inserted nodes (default: the state of
+        ``node``); inserted nodes may switch gradients off.
         """
         before, self._at = self._at, (node, like or node, region or self.info.regions[node])
         try:

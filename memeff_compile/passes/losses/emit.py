@@ -126,9 +126,9 @@ _TARGET_MOVES = named(
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     """Return the nodes to compute again if one op call for ``group`` runs before its first tail.
 
-    Return None if that is unsafe. Targets that are computed late, such as a shift after a z-loss,
-    are integer views and copies of inputs that no node writes to, so computing them again costs
-    almost no time.
+    Return None if computing these nodes again could give other values. Targets that are computed
+    late, such as a shift after a z-loss, are integer views and copies of inputs that no node writes
+    to, so computing them again costs almost no time.
     """
     first, _ = _place(info, group)
     again: list[Node] = []

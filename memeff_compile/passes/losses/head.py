@@ -7,8 +7,8 @@ A head may be a sum of products: one with the full weight, and low-rank products
 adapters.
 
 Row moves do not touch the class dimension, so they give the same result before the product as after
-it. The rewrite applies them to the hidden states. Pointwise steps become the arguments ``scale``,
-``softcap`` and ``bias`` of the op.
+it. The rewrite applies row moves to the hidden states. Pointwise steps become the arguments
+``scale``, ``softcap`` and ``bias`` of the op.
 """
 
 from __future__ import annotations
@@ -500,8 +500,8 @@ class HeadReader:
     ) -> bool:
         """Return whether a product's first operand is a scale and its second one the logits.
 
-        The wider of the two operands is the logits. If both are equally wide, it is the operand
-        that comes from a head.
+        The wider of the two operands is the logits. If both operands are equally wide, the one that
+        comes from a head is the logits.
         """
         if same_shape(left_value.shape, right_value.shape):
             return self._products < _MAX_PRODUCTS and self._comes_second(left, right)
