@@ -398,8 +398,8 @@ def _switch(meaning: str) -> Any:  # noqa: ANN401
 class Options:
     """The validated options of one compilation.
 
-    Build it with `Options.parse`, from the arguments of `torch.compile`, or directly by field name.
-    Instances are immutable, hashable and picklable.
+    Create an instance with `Options.parse`, from the arguments of `torch.compile`, or directly by
+    field name. Instances are immutable, hashable and picklable.
 
     Raises:
         OptionError: A key is unknown, or a value has the wrong type or is out of range.
@@ -655,7 +655,7 @@ class Options:
                 self._store(name, value)
 
     def _switch_off(self) -> None:
-        """Return these options with all passes off; they were validated before."""
+        """Switch all passes off in these options, which were validated before."""
         for each in fields(self):
             if each.name.startswith("linear_cross_entropy_"):  # options of a switched-off loss
                 chosen = each.default is not _NOT_CHOSEN

@@ -538,9 +538,9 @@ def _class_loss(
 def _makes_gradients(view: View) -> bool:
     """Return whether a loss of these logits computes its gradients in the forward pass.
 
-    These gradients are as large as the hidden states and the weight. So only a loss of all rows
-    computes them, and only if earlier steps had no second loss, which would compute the logits
-    again.
+    These gradients are as large as the hidden states and the weight. So the forward pass computes
+    the gradients only for a loss of all rows, and only if earlier steps had no second loss, which
+    would compute the logits again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()

@@ -284,8 +284,8 @@ class Timeline:
                     total = taken(total, live.pop(buffer).values)
 
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield the buffers that a kernel writes: the node, and the node that stands for the
-        buffer."""
+        """Yield, for each buffer that a kernel writes, the node that computes it and the node that
+        stands for the buffer."""
         for node in kernel.nodes:
             if node in self.fused.inside:
                 continue

@@ -172,7 +172,7 @@ class _Norms:
         """Return sums of squares over a chunk of elements: of the error, of `truth`, and of `own`'s
         error.
 
-        Each of these sums is added to the square of its norm.
+        The caller adds each sum to the square of a norm over all chunks.
         """
         wide = torch.complex128 if truth.is_complex() else torch.float64
         found, truth = found.to(wide), truth.to(wide)

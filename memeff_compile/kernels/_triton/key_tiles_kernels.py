@@ -7,8 +7,8 @@ first and stop of the complete ones among these. A visited tile is complete if e
 every query. If positions alone decide which keys count, a kernel computes these numbers itself; if
 there are masks or ids, a small kernel that runs before it writes them to a table.
 
-Names of axes: rows are queries, keys are keys; "ours" is the tile of a program, "others" the tiles
-that it visits.
+In names, `rows` and `ours` belong to a program's tile of queries or keys, and `keys` and `others`
+to the tiles that the program visits.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ def bytes_before(
 ) -> sympy.Expr:
     """Return the peak bytes of the N x V buffers for the loss without this op.
 
-    Compiled by Inductor, there is one logits tensor in the compute dtype, which the backward pass
-    overwrites with the gradient. If the logits are returned to the user, the gradient needs a
-    second tensor. Casts and log_softmax are fused into other kernels. Measured at N, V = 8192,
-    256000 in bf16: 4001 MiB, formula 4000.
+    Inductor allocates one logits tensor in the compute dtype, which the backward pass overwrites
+    with the gradient. If the logits are returned to the user, the gradient needs a second tensor.
+    Casts and log_softmax are fused into other kernels. Measured at N, V = 8192, 256000 in bf16:
+    4001 MiB, formula 4000.
 
     In eager mode, the forward pass has the logits, an fp32 copy if there is a cast, and the output
     of log_softmax. Eager backward: that output, its gradient and the gradient of its input, each in

@@ -234,7 +234,7 @@ class _Walk(ABC):
 
 
 class _Divergence(_Walk):
-    """Compute a number per row from the logits of student and teacher."""
+    """Compute the divergence of each row from the logits of student and teacher."""
 
     given: Request
     sides = 2

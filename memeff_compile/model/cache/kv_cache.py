@@ -177,7 +177,8 @@ class KVCache(Cache):
     def begin_with_a_step(self) -> None:
         """Let a prompt of one token run as a decoding step, whose graph is compiled anyway.
 
-        Only a cache that can be compiled has a mask in such a step, which excludes empty positions.
+        Caches that cannot be compiled are not changed, because their attention has no mask to
+        exclude empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:

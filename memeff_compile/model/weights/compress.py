@@ -1,9 +1,9 @@
 """Replace a model's dense linear weights by coded weights, and back (compress_ and decompress_).
 
-A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. Reading it
-returns the same bf16 weight, bit for bit. `state_dict` returns dense tensors, and `load_state_dict`
-accepts them. Weights are encoded one at a time, and each dense weight is freed immediately, so the
-model never takes more than its dense size plus one tensor.
+A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. Reading the
+parameter returns the same bf16 weight, bit for bit. `state_dict` returns dense tensors, and
+`load_state_dict` accepts them. Weights are encoded one at a time, and each dense weight is freed
+immediately, so the model never takes more than its dense size plus one tensor.
 """
 
 from __future__ import annotations

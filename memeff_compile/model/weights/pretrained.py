@@ -1,9 +1,9 @@
 """Save and load compressed models with transformers' save_pretrained and from_pretrained.
 
-The folder has the usual files. config.json names the compressed weights. The weight files contain
-each part of a code as a plain tensor, `<name>.<part>`. transformers loads this module together with
-its quantizers, before its models exist. So the parts of this package that need torch are imported
-later, when a compressed model is used.
+The saved folder has the usual files. config.json names the compressed weights. The weight files
+contain each part of a code as a plain tensor, `<name>.<part>`. transformers loads this module
+together with its quantizers, before its models exist. So the parts of this package that need torch
+are imported later, when a compressed model is used.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class _Operands:
         return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
-        """Return any argument that may be a tensor as a value."""
+        """Return the value that describes an argument: a node or a Python number."""
         if given is PREVIOUS and self._previous is not None:
             return self._previous
         if isinstance(given, Node):
