@@ -78,7 +78,7 @@ class Graph(Protocol):
 
 
 class Hooks:
-    """The functions that the core calls in a system. By default they do nothing."""
+    """The functions that the core calls in a system. By default these functions do nothing."""
 
     def refuse(self, options: Any) -> None:  # noqa: ANN401
         """Raise OptionError for options that need a change of the model, which a backend cannot

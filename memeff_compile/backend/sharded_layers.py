@@ -3,14 +3,14 @@ graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
 hooks, as in transformers before 5.23, Dynamo skips the layer: with any backend, layers of a model
-compiled as a whole then run op by op. If each layer is compiled by itself, it has its own graph,
-inside its checkpoint.
+compiled as a whole then run op by op. If each layer is compiled by itself, each layer has its own
+graph, inside its checkpoint.
 
 An output projection with hooks around it is in no graph either: Dynamo skips the code of PyTorch's
 linear layer. This module compiles the projection's `forward`, between the hooks. The logits are
 then deferred, so that a loss after them is computed from hidden states and weight. FSDP2 gathers
-the weight before the projection. Loss and backward pass need it right after, so in training this
-module keeps FSDP2 from freeing the weight in between, whatever its `reshard_after_forward`.
+the weight before the projection. Loss and backward pass need the weight right after, so in training
+this module keeps FSDP2 from freeing the weight in between, whatever its `reshard_after_forward`.
 """
 
 from __future__ import annotations

@@ -103,10 +103,11 @@ def _has_autocast(device_type: str) -> bool:
 
 @contextlib.contextmanager
 def beside_autograd() -> Iterator[None]:
-    """Run autograd in isolation: the caller's hooks, modes and compilers see none of its
+    """Run autograd in isolation: the caller's hooks, modes and compilers are not called for its
     operations.
 
-    Otherwise they would count or save tensors that are discarded, or compile this backward pass.
+    Otherwise hooks and modes would count or save tensors that are discarded, and compilers would
+    compile this backward pass.
     """
     from torch._dynamo import compiled_autograd
 

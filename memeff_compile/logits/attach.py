@@ -1,10 +1,10 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """Create deferred logits, and pass their values to compiled code.
 
-`defer` makes them from hidden states and a head, `attach` from the outputs of a compiled graph, and
-`accept` gives compiled code their values. `_Defer` is the autograd function that returns the
-logits: its backward pass computes the head's product once more. So for autograd they are an
-ordinary non-leaf tensor.
+`defer` makes deferred logits from hidden states and a head, `attach` from the outputs of a compiled
+graph, and `accept` gives compiled code their values. `_Defer` is the autograd function that returns
+the logits: its backward pass computes the head's product once more. So for autograd deferred logits
+are an ordinary non-leaf tensor.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ loss. The pass in this file plans logits of a training graph without a loss: the
 computes the loss outside the graph, and there the deferred logits call the fused op
 (`memeff_compile/logits/outside_loss.py`).
 
-A Hugging Face model returns its logits with the loss. Without this plan, they would stay in memory
-as a graph output that needs a gradient, and the backward pass would add a tensor of zeros of the
-same size. So the fused loss returns the hidden states (N x D) instead, and the backend wraps them:
-``out.logits`` has the right shape, dtype and gradient, and is computed when it is read.
+A Hugging Face model returns its logits with the loss. Without this plan, the logits would stay in
+memory as a graph output that needs a gradient, and the backward pass would add a tensor of zeros of
+the same size. So the fused loss returns the hidden states (N x D) instead, and the backend wraps
+the hidden states: ``out.logits`` has the right shape, dtype and gradient, and is computed when it
+is read.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)

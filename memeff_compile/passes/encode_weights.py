@@ -15,7 +15,7 @@ become one op, which needs only one kernel launch for one token:
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
 
 If another operation reads a compressed weight (an embedding, an explicit product), the weight is
-decoded there. To decode it is correct but takes memory, and the report says that it happens.
+decoded there. Decoding is correct but takes memory, and the report names it.
 """
 
 from __future__ import annotations

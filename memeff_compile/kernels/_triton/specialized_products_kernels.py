@@ -244,7 +244,7 @@ def _old_scales(scales, block, column, C: gl.constexpr):
 def _add_to(part, held, old, scales, at, C: gl.constexpr):
     """Write a part of dC to shared memory, added to the old values there.
 
-    While dC is summed over several blocks of rows, it is stored in fp16. Each class and slice of
+    While dC is summed over several blocks of rows, dC is stored in fp16. Each class and slice of
     columns has a power of two as its scale, by which the slice's largest number is just in the
     range of fp16. Numbers below 2^-28 of the largest one keep fewer than the eleven significant
     bits of fp16; this error is smaller than the rounding error of the largest number.

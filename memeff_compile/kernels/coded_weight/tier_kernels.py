@@ -3,8 +3,8 @@
 two more streams.
 
 A thread's position in the second stream is the number of codes 3 in the words before its own. To
-find it takes a bit count and one prefix sum per sixteen weights. A second bit count and prefix sum
-find the thread's position in the third stream.
+find this position takes a bit count and one prefix sum per sixteen weights. A second bit count and
+prefix sum find the thread's position in the third stream.
 """
 
 from __future__ import annotations

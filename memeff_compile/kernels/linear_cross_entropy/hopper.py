@@ -5,11 +5,11 @@ The forward pass processes all rows. This pass reduces each tile of logits to a 
 per row, and merges these in a fixed order. The tile that contains a row's target also stores the
 target's logit. No other logit is written to memory.
 
-The backward pass usually processes one block of R rows after the other. For a block, it computes
-the logits again and writes their gradient, G = dloss/dlogits, in 16 bits for the whole vocabulary.
-After this, it computes all of dE for these rows, and adds the block's contribution to dC. Until the
-last block, dC is stored in fp16, with a power of two for each class and SLICE features, because its
-sums need three more bits than bf16 has.
+The backward pass usually processes one block of R rows after the other. For a block, the engine
+computes the logits again and writes their gradient, G = dloss/dlogits, in 16 bits for the whole
+vocabulary. After this, the engine computes all of dE for these rows, and adds the block's
+contribution to dC. Until the last block, dC is stored in fp16, with a power of two for each class
+and SLICE features, because its sums need three more bits than bf16 has.
 
 Another form of the backward pass processes one block of classes after the other. This form takes
 less memory, and supports a limited workspace and fp16. For a block of W classes it writes the

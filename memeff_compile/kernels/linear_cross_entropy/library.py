@@ -6,12 +6,12 @@ kernel then merges S into a running maximum and sum per row.
 The backward pass computes the same strips of S again, for each block of classes. A kernel turns
 each strip into G in the input dtype. Then cuBLAS writes dC_v = G^T E into its rows of the weight's
 gradient (once, without an fp32 copy), and adds G C_v to dE in fp32. G has a buffer of its own.
-Writing it over the fp32 strip would save no memory, because a strip half or a quarter as wide as
+Writing G over the fp32 strip would save no memory, because a strip half or a quarter as wide as
 the block takes the same bytes; and results would depend on the order in which warps read and write.
 
 If the head is frozen and has a LoRA adapter, and the loss is one number, the engine processes
-blocks of rows instead. For each block, it computes S for the whole vocabulary once and adds the
-low-rank product. A kernel computes the rows' statistics from S, and then G from S. The engine
+blocks of rows instead. For each block, the engine computes S for the whole vocabulary once and adds
+the low-rank product. A kernel computes the rows' statistics from S, and then G from S. The engine
 computes dE and the gradient of `low` for these rows from G. The engine sums the gradient of `up` in
 fp32 over the blocks.
 

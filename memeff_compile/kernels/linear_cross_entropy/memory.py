@@ -137,7 +137,7 @@ def bytes_after(
 def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
     """Return an upper bound of the size of the blocks of logits that exist at one time.
 
-    `how` is a `How`.
+    `how` has the fields of `How` as keyword arguments.
     """
     given = How(**how)
     dtype, engine, device_type, workspace, has_softcap, with_entropy, training, _ = given

@@ -3,10 +3,10 @@
 For 16-bit and fp32 inputs, products are fp32 and enter exp without rounding; fp64 stays fp64.
 Gradients of the products are computed in full precision, including the target's term. For a loss
 per row, the engine processes blocks of classes, and rounds these gradients once to the input dtype,
-like `library`. For a loss that is one number, it processes blocks of rows: the logits of a block
-are computed once for the whole vocabulary, become row statistics, and are then replaced by their
-gradient. The weight's gradient is summed over blocks in the wide dtype. On a CPU, rows with an
-ignored target are left out, because reading targets there does not mean waiting.
+like `library`. For a loss that is one number, the engine processes blocks of rows: the logits of a
+block are computed once for the whole vocabulary, become row statistics, and are then replaced by
+their gradient. The weight's gradient is summed over blocks in the wide dtype. On a CPU, rows with
+an ignored target are left out, because reading targets there does not mean waiting.
 """
 
 from __future__ import annotations

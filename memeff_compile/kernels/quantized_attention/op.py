@@ -1,7 +1,7 @@
 """memeff::quantized_attention: schema, validation, engines, fake.
 
-The op is opaque and functional: it never writes to q, k or v. Because it is for inference, it has
-no backward pass, and a request for a gradient raises an error instead of silently dropping the
+The op is opaque and functional: it never writes to q, k or v. Because the op is for inference, it
+has no backward pass, and a request for a gradient raises an error instead of silently dropping the
 gradient.
 """
 

@@ -1,10 +1,11 @@
 """Let generate() run without waiting for each token: the CPU prepares a step while another one
 runs.
 
-After each token, generate() checks whether all sequences have ended. To do this, it waits for the
-GPU, and then the GPU waits for the CPU. transformers can check one step late (`DeferredStopCheck`)
-and discard the extra step, but only on one kind of device. With this module, it also does so on a
-GPU, for the caches that `use_kv_cache_` creates; other caches are not affected.
+After each token, generate() checks whether all sequences have ended. For this check, the CPU waits
+for the GPU, and then the GPU waits for the CPU. transformers can check one step late
+(`DeferredStopCheck`) and discard the extra step, but only on one kind of device. With this module,
+transformers also checks one step late on a GPU, for the caches that `use_kv_cache_` creates; other
+caches are not affected.
 """
 
 from __future__ import annotations

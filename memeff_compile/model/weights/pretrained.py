@@ -111,7 +111,7 @@ class MemeffConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return the entry for config.json.
 
-        For a saved model, it has only the keys that loading needs.
+        The entry of a saved model has only the keys that loading needs.
         """
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():

@@ -273,8 +273,8 @@ class GraphInfo:
 
     def written_alike(self, node: Node, first: int, last: int) -> Node | None:
         """Return a node after position ``first``, up to ``last``, that may write to the memory of
-        ``node``. Unlike `written_between`, it assumes that inputs of another dtype do not share
-        this memory.
+        ``node``. Unlike `written_between`, this method assumes that inputs of another dtype do not
+        share this memory.
         """
         value = self.tensor(node)
         for write in self.writes:

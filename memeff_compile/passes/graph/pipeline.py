@@ -123,7 +123,7 @@ class _Run:
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
         """Run one pass on one level of the graph.
 
-        If the pass raises an error, it only skips this match.
+        If the pass raises an error for a match, only this match is skipped.
         """
         for found in self._found(graph_pass, info):
             self._try(graph_pass, info, found)

@@ -226,7 +226,7 @@ _MAX_PARTS = 8  # low-rank products added to a head's
 class HeadReader:
     """Reads the chains of one graph, each node once.
 
-    If ``tracing`` is set, it also reads nodes by tracing them, which takes milliseconds.
+    If ``tracing`` is set, the reader also reads nodes by tracing them, which takes milliseconds.
     """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
