@@ -172,7 +172,8 @@ def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
     """Return a mapping in which one graph partition of DDP leaves notes for later partitions.
 
     The keys are the example values of the tensors that cross a split. The mapping has weak
-    references to them, and exists only for this compilation. Return None if the graph is not split.
+    references to its keys, and exists only for this compilation. Return None if the graph is not
+    split.
     """
     context: Any = TracingContext.try_get()
     cut = getattr(context, "ddp_optimizer_ctx", None)

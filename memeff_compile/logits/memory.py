@@ -80,9 +80,9 @@ class Memory:
     """The memory that eager PyTorch would allocate for a tensor and all its views.
 
     Once the values of all rows are computed, this object stores them, and every view reads them
-    from it. Before that, a view that needs only some rows computes only these, for itself and for
-    reading only. A write computes all rows first, and so does a plain alias, because code could
-    write through it.
+    from it. Until then, a view that reads only some rows computes only these rows, into a tensor
+    that no other view uses and that must not be written. A write computes all rows first, and so
+    does a plain alias, because code could write through it.
     """
 
     source: LogitsSource

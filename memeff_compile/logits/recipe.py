@@ -337,7 +337,7 @@ class LogitsView:
     calls: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
-        """Return this view of `logits`."""
+        """Apply the recorded view operations to `logits`, and return the resulting view."""
         for name, args in self.calls:
             op = attrgetter(name)(torch.ops.aten)
             logits = op(logits, *(_with_sizes(arg, results) for arg in args))

@@ -109,7 +109,8 @@ class ClassRequest(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype of the results."""
+        """Return the dtype in which results are computed and returned: fp64 for fp64, otherwise
+        fp32."""
         return wide(self.hidden.dtype)
 
 

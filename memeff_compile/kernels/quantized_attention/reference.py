@@ -234,9 +234,10 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) -> Tensor:
     """Return codes moved in two channels so that their error is nearly orthogonal to `direction`.
 
-    If queries have a large common mean, the rounding error of a key affects all of them in the same
-    way. Most of this error is removed in two channels: by whole steps in the channel where the
-    direction is largest, then by whole steps in a channel where it is about a third of that.
+    If queries have a large common mean, the rounding error of a key affects all queries in the same
+    way. Most of this error is removed in two channels: by whole steps in the channel where
+    `direction` is largest, then by whole steps in a channel where `direction` is about a third as
+    large.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)

@@ -73,8 +73,8 @@ def candidates(info: GraphInfo) -> list[Node]:
 def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
     """Return the nodes before which the graph can be cut.
 
-    After a cut, later nodes may need only tensors and sizes from before it, and gradients must be
-    on or off as at the call.
+    At a cut, later nodes may need nothing but tensors and sizes from earlier nodes, and gradients
+    must be switched on or off as they are when the graph is called.
     """
     found = set()
     outside = info.region.grad, info.region.inference
