@@ -1,7 +1,7 @@
-"""torch.compile(model, backend="memeff"): the usual compiler, without buffers that no code reads.
+"""torch.compile(model, backend="memeff"): torch.compile with passes that avoid large buffers.
 
-PyTorch finds the backend by its entry point. Public names are loaded on first use, because
-TORCH_LOGS imports this module early.
+PyTorch finds the backend by its entry point. Public names are imported on first use, because
+PyTorch imports this package early if TORCH_LOGS is set.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ __all__ = [*sorted(_HOME), "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from the module that defines it (PEP 562)."""
+    """Import a public name from the module that defines it, on first use (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}"

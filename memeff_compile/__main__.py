@@ -16,7 +16,7 @@ from memeff_compile.errors import MemeffError
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds defaults to the help of arguments, if they are informative."""
+    """A help formatter that shows the default of an argument, unless it is None or False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         says = action.default not in (None, False, [])
@@ -24,7 +24,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the most similar command if a command does not exist."""
+    """An argument parser that suggests the most similar command for a misspelled one."""
 
     def error(self, message: str) -> NoReturn:
         given = re.search(r"invalid choice: '([^']*)'", message)

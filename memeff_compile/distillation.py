@@ -25,7 +25,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 def coefficients_of(kind: str, beta: float) -> Coefficients:
     """Return the coefficients of a divergence by its name.
 
-    `beta` is the teacher's share of the jsd.
+    `beta` is the teacher's weight in the Jensen-Shannon divergence (jsd).
     """
     if kind == "jsd" and beta not in (0, 1):
         return Coefficients(beta, 0.0, 1 - beta, 0.0, -beta, beta - 1, beta)
@@ -69,8 +69,9 @@ def linear_divergence(
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
         weight: (V, D), the student's head, in the dtype of hidden.
-        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits are
-            not computed, unless they are capped. (Under torch.no_grad() logits are not deferred.)
+        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. If they are
+            deferred logits, they are not computed, unless they have a softcap. (Under
+            torch.no_grad() logits are not deferred.)
         teacher_weight: (V, K), the teacher's head, in the dtype of teacher; None for logits.
         kind: as above.
         beta: between 0 and 1, for jsd.
@@ -155,7 +156,7 @@ def _reduced(rows: Tensor, kept: Tensor | None, reduction: str) -> Tensor:
 
 
 def _of_classes(log_p: Tensor, log_q: Tensor, coefficients: Coefficients) -> Tensor:
-    """Return a number per row from the log-probabilities of some classes; with autograd."""
+    """Return the divergence per row from log-probabilities of some classes, with autograd."""
     a1, a2, a3, a4, a5, a6, share = coefficients.settled()
     p, q = log_p.exp(), log_q.exp()
     log_m = (share * q + (1 - share) * p).log() if a5 or a6 else None
@@ -170,7 +171,7 @@ def _of_classes(log_p: Tensor, log_q: Tensor, coefficients: Coefficients) -> Ten
 
 
 def _with_rest(logs: Tensor) -> Tensor:
-    """Append the logarithm of the mass that all other classes have."""
+    """Append the log-probability of all other classes together."""
     smallest = torch.finfo(logs.dtype).eps
     mass = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=smallest)
     return torch.cat([logs, mass.log()], dim=-1)
@@ -214,7 +215,7 @@ def _require_classes(
 def _require(
     kind: str, beta: float, temperature: float, reduction: str, mask: Tensor | None, hidden: Tensor
 ) -> None:
-    """Raise for unsupported settings that the op itself would not check."""
+    """Raise an error for settings that the op does not check itself."""
     sentence = None
     if kind not in _KINDS:
         sentence = f"kind is {kind!r}; use one of {', '.join(_KINDS)}."

@@ -1,9 +1,9 @@
 """Every exception class of memeff_compile.
 
-Each message names the input, the requirement and a remedy. All classes derive from `MemeffError`
-and from the built-in class that a caller would expect, so that `except ValueError` keeps working
-for someone who does not know memeff_compile. This module has no imports, because it is imported
-while torch itself may still be starting.
+Each error message names the input, the requirement and a remedy. All error classes derive from
+`MemeffError` and from the built-in class that a caller would expect, so that `except ValueError`
+keeps working for someone who does not know memeff_compile. This module has no imports, because it
+is imported while torch itself may still be starting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fused loss as a plain function, for code that does not use torch.compile.
 
-It computes torch.nn.functional.cross_entropy(F.linear(hidden, weight, bias), target), and the
-statistics that people log with it, without ever building the logits.
+The function computes torch.nn.functional.cross_entropy(F.linear(hidden, weight, bias), target), and
+the statistics that people log with it, without ever building the logits.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def linear_cross_entropy(
     cap if softcap is 0. Under autocast the operands are cast as F.linear would cast them.
 
     Args:
-        hidden: (..., D), bf16, fp16, fp32 or fp64; if weight is a DTensor, then a DTensor or a
+        hidden: (..., D), bf16, fp16, fp32 or fp64. If weight is a DTensor, hidden is a DTensor or a
             tensor that is equal on all ranks.
         weight: (V, D), in the dtype of hidden; or a DTensor that is split over ranks by its
-            classes, as ColwiseParallel leaves it. In that case, call this function on all ranks.
+            classes, as ColwiseParallel does it. In that case, call this function on all ranks.
         target: (...), int64 or int32 class indices.
         bias: (V,) or None; split over ranks as weight is.
         ignore_index: rows with this target do not count; None: every row counts.
@@ -181,7 +181,7 @@ def linear_cross_entropy(
 def _of_this_rank(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[op_folder.Split, Tensor, Tensor, Tensor | None]:
-    """Return how a head is split over ranks, and this rank's part of the operands."""
+    """Return how a head is split over ranks, with the weight, bias and targets for this rank."""
     from torch.distributed.tensor import DTensor, Replicate
 
     spread: Any = weight
@@ -206,7 +206,7 @@ def _of_this_rank(
 def _kept_and_norm(
     target: Tensor, class_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return which rows count, and the divisor of a mean."""
+    """Return which rows count in the loss, and the divisor of its mean."""
     kept = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         kept = target != ignore_index
@@ -224,7 +224,8 @@ def _total(
     *,
     is_split: bool,
 ) -> Tensor:
-    """Return a mean or a sum, from the op that computes the gradients in its forward pass."""
+    """Return the mean or sum of the loss, from the op that computes gradients in its forward
+    pass."""
     hidden, *_, target = operands
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     _, norm = _kept_and_norm(target, class_weight, how["ignore_index"], dtype)
@@ -261,7 +262,7 @@ def _require_settings(
     ignore_index: int | None,
     class_weight: Tensor | None,
 ) -> None:
-    """Raise for unsupported settings that the op itself would not check."""
+    """Raise an error for settings that the op does not check itself."""
     odd = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
     no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     sentence = None

@@ -86,7 +86,8 @@ def _is_number(value: object, kinds: type | tuple[type, ...] = (int, float)) -> 
 
 
 def _nearest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
-    """Return the candidates most similar to `name`, ignoring case, dashes and a missing prefix."""
+    """Return the candidates that are most similar to `name`, ignoring case, dashes and a missing
+    prefix."""
     plain = {_plain(candidate): candidate for candidate in candidates}
     close = difflib.get_close_matches(_plain(name), plain, n=count, cutoff=0.6)
     return [plain[match] for match in close]
@@ -119,7 +120,8 @@ def _check_choice(key: str, value: object, *, values: Collection[str], of: str =
 def _rule(
     takes: str, fits: Callable[[Any], bool], kept: Callable[[Any], object] = lambda value: value
 ) -> Check:
-    """Return a check for a rule stated in one sentence; `kept` converts an accepted value."""
+    """Return a validator from a sentence that states its rule; `kept` converts an accepted
+    value."""
 
     def check(key: str, value: object) -> object:
         if not fits(value):
@@ -196,7 +198,8 @@ _SITE_LEVELS = (*ATTENTION_LEVELS, "exact")
 
 
 def _check_attention(key: str, value: object) -> object:
-    """Accept a form of attention, or a table of levels per site, as calibration returns it."""
+    """Accept the name of an attention mode, or a calibration table with a level per attention
+    call."""
     if not isinstance(value, Mapping):
         return _check_choice(key, value, values=("exact", *ATTENTION_LEVELS, "off"))
     levels = value.get("levels", value)
@@ -209,7 +212,7 @@ def _check_attention(key: str, value: object) -> object:
 
 
 def _check_level(key: str, site: object, value: object) -> str | tuple[str, ...]:
-    """Accept the level of a site, or one for each of its calls."""
+    """Accept one level for an attention module, or one level for each of its calls."""
     levels = [value] if isinstance(value, str) else value
     is_list = isinstance(levels, (list, tuple)) and bool(levels)
     if not isinstance(site, str) or not is_list:
@@ -395,8 +398,8 @@ def _switch(meaning: str) -> Any:  # noqa: ANN401
 class Options:
     """The validated options of one compilation.
 
-    Build it with `Options.parse`, from the arguments of `torch.compile`, or directly by field name.
-    Instances are immutable, hashable and picklable.
+    Create an instance with `Options.parse`, from the arguments of `torch.compile`, or directly by
+    field name. Instances are immutable, hashable and picklable.
 
     Raises:
         OptionError: A key is unknown, or a value has the wrong type or is out of range.
@@ -409,11 +412,12 @@ class Options:
     preset: str = _choice(
         " ".join(_PRESETS),
         "Which defaults to start from; options you set explicitly override it. `exact` "
-        "changes rounding order at most. `fast` has `linear_cross_entropy=mass` and "
-        "`attention=8b`: lossy, each measured on trained models. `paper` has the published forms, "
-        "`attention=8b` and `linear_cross_entropy=published`. `off` switches everything off, "
-        "whatever else is given: the graph goes on as it came, and `generate()` makes the model's "
-        "own cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
+        "changes rounding order at most. `fast` sets `linear_cross_entropy=mass` and "
+        "`attention=8b`, which are lossy and were measured on trained models. `paper` sets the "
+        "published forms, `attention=8b` and `linear_cross_entropy=published`. `off` switches "
+        "everything off, whatever else you set: the inner compiler gets the unchanged graph, and "
+        "`generate()` creates the model's own cache. `MEMEFF_DISABLE=1` in the environment does "
+        "the same (docs/use/undo.md).",
     )
     linear_cross_entropy: str = _choice(
         "exact mass block published off",
@@ -464,8 +468,9 @@ class Options:
     logits: str = _choice(
         "deferred eager none",
         "The logits that a model called with labels returns. "
-        "`deferred`: computed on first use; reading them after the weights changed raises. "
-        "`eager`: computed in every step, as without the backend. `none`: the output is None.",
+        "`deferred`: computed on first use; reading them after the weights changed raises an "
+        "error. `eager`: computed in every step, as without the backend. `none`: the output is "
+        "None.",
     )
     embedding: str = _switch(
         "Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it."
@@ -576,8 +581,8 @@ class Options:
         64 << 20,
         "`64MiB`, another size, or bytes",
         partial(_check_bytes, has_auto=False),
-        "Most bytes of inputs and weights that a reproducer saves; the others are replaced by "
-        "random values. 0 saves none.",
+        "The largest number of bytes of inputs and weights that a reproducer saves; random values "
+        "replace the others. 0 saves none.",
     )
     inner: str = _choice(
         "inductor aot_eager eager",
@@ -617,13 +622,14 @@ class Options:
 
     @property
     def filter_level(self) -> float:
-        """Return the threshold of `linear_cross_entropy`'s filter, eps or tau; 0 is its default."""
+        """Return the threshold of the loss's filter: `eps` or `tau`; 0 means the default."""
         eps, tau = self.linear_cross_entropy_eps, self.linear_cross_entropy_tau
         levels = {"block": eps, "published": eps, "mass": tau}
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
-        """Return the level of a site, or one for each of its calls; () if no table has the site.
+        """Return an attention module's level in the table, or one per call; () if the table lacks
+        it.
 
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")
@@ -650,7 +656,7 @@ class Options:
                 self._store(name, value)
 
     def _switch_off(self) -> None:
-        """Switch all passes off; the given options were checked before."""
+        """Switch all passes off in these options, which were validated before."""
         for each in fields(self):
             if each.name.startswith("linear_cross_entropy_"):  # options of a switched-off loss
                 chosen = each.default is not _NOT_CHOSEN
@@ -683,7 +689,7 @@ class Options:
                 )
 
     def _check_filter_knobs(self) -> None:
-        """Refuse an option of a filter that is off, because it would have no effect."""
+        """Raise an error for an option of a filter that is off, because it would have no effect."""
         owners = {"eps": FILTERS[1:], "tau": FILTERS[:1]}
         owners |= {"parts": FILTERS, "sort_vocabulary": FILTERS}
         for knob, modes in owners.items():
@@ -700,7 +706,7 @@ class Options:
         object.__setattr__(self, name, value)
 
     def switched_off(self, name: str) -> str:
-        """Return the setting that switches a pass off, as in user code, or "".
+        """Return the setting that switches a pass off, as users write it; "" if the pass is on.
 
         Example:
             >>> Options(logits="eager").switched_off("defer_logits")
@@ -752,7 +758,8 @@ class Options:
         return any(fnmatchcase(module_path, pattern) for pattern in patterns)
 
     def inductor_patches(self) -> dict[str, Any]:
-        """Return the config patches for Inductor: those of the mode, then the explicit keys."""
+        """Return the config changes for Inductor: those of the mode, then those that the user
+        set."""
         if self.mode is None:
             return dict(self.inductor)
         from memeff_compile import compat
@@ -775,7 +782,7 @@ class Options:
 
 
 def or_off(options: Options) -> Options:
-    """Return the options; if `MEMEFF_DISABLE` is set, with everything off."""
+    """Return the options; if `MEMEFF_DISABLE` is set, return them with all passes off."""
     return replace(options, preset="off") if is_disabled() else options
 
 
@@ -806,7 +813,8 @@ def _field_of(key: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the option key of a field name for `memeff_compile.compile`, or raise OptionError."""
+    """Return the option key for a keyword of `memeff_compile.compile`; raise OptionError if none
+    exists."""
     known = _by_field()
     if name not in known:
         raise OptionError(
@@ -848,7 +856,7 @@ def option_facts() -> tuple[OptionFacts, ...]:
 def facts_of(key: str) -> OptionFacts:
     """Return the facts about an option; raise OptionError for an unknown key.
 
-    The keyword of `compile` is also accepted: `verify_limit` for `memeff.verify.limit`.
+    The keyword of `compile` also works as a key: `verify_limit` for `memeff.verify.limit`.
     """
     name = key.removeprefix(PREFIX)
     key = _by_field()[name].key if name in _by_field() else key

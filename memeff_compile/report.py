@@ -64,7 +64,7 @@ def text_width(most: int = _WIDEST) -> int:
 
 
 def fold_names(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Merge names with the same text, if the names differ only in their numbers.
+    """Merge lines with the same text if their names differ only in numbers.
 
     Example:
         >>> fold_names([("layers.0.up", "win4"), ("layers.1.up", "win4"), ("head", "dense")])
@@ -83,7 +83,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class VerbReport(ABC):
-    """The report of a function on a model: one line, more as text, everything as JSON.
+    """The report of a function that changes a model: one line, more as text, everything as JSON.
 
     `print` shows the text, whose first line is `summary`; a notebook collapses the rest. If the
     function returns the model, `verb_report(model)` returns its report.
@@ -91,7 +91,7 @@ class VerbReport(ABC):
 
     @property
     def summary(self) -> str:
-        """Return the action or result, in one line."""
+        """Return in one line what the function did."""
         return str(self).partition("\n")[0]
 
     @abstractmethod
@@ -99,7 +99,7 @@ class VerbReport(ABC):
         """Return everything as JSON."""
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:
-        """Return the bytes that a notebook draws as bars, or None."""
+        """Return the bytes before and after, which a notebook draws as bars, or None."""
         return None
 
     def _bars(self) -> str:
@@ -124,7 +124,7 @@ def format_bytes(count: float) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One rewrite of a pass, or one match that it did not rewrite."""
+    """One change that a pass made, or one match that it left unchanged."""
 
     pass_name: str  # one of `options.PASS_NAMES`, or "backend"
     action: Action  # the kind of event
@@ -149,7 +149,7 @@ class Record:
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record, with the locations of an otherwise equal record added."""
+        """Return this record with the locations of another record that is otherwise equal."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
@@ -176,7 +176,8 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Merge equal records; records ``quoted`` before show only their location."""
+        """Return the text of equal records merged; records already in ``quoted`` show only
+        locations."""
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
@@ -188,7 +189,8 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Return the location, for example "lm_head" or "layers.0.mlp and 31 more", or ""."""
+        """Return the location in the model, for example "lm_head" or "layers.0.mlp and 31 more", or
+        ""."""
         more = f" and {self.sites - 1} more" if self.sites > 1 else ""
         return f"{self.module or 'here'}{more}" if self.module or more else ""
 
@@ -294,7 +296,7 @@ class LogitsUse:
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
     def count_computed(self, reason: str, line: str = "", *, graded: bool = False) -> None:
-        """Count a product that computed logits, for an op that read them at a line of the user."""
+        """Count a computation of logits, requested by an op at a line of the user's code."""
         self.computed[reason] = self.computed.get(reason, 0) + 1
         self.computing_steps += not self.is_counted
         self.is_counted = True
@@ -303,12 +305,12 @@ class LogitsUse:
 
     @property
     def calls(self) -> int:
-        """Return the number of calls of the fused op."""
+        """Return how often the fused op was called."""
         return sum(self.fused.values())
 
     @property
     def products(self) -> int:
-        """Return the number of products that built logits."""
+        """Return how often logits were computed."""
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
@@ -327,7 +329,8 @@ class LogitsUse:
         vars(self).update(vars(earlier.copy()))
 
     def advice(self) -> str:
-        """Return the op that read the logits, its line and count, and an alternative, or ""."""
+        """Return a sentence with the op that read the logits, its source line, the number of steps,
+        and an alternative; or ""."""
         for reason, (line, _) in self.readers.items():
             who, instead = "your code", "do it only in the steps that need it"
             if self.unfused_by:
@@ -357,13 +360,13 @@ class LogitsUse:
 
 
 def _op(reason: str) -> str:
-    """Return the op that a reason names, as it is written in user code."""
+    """Return the name of the op in a reason, as it is written in user code."""
     plain = reason.strip("_")
     return _SPELLED.get(plain, plain)
 
 
 def _paragraph(label: str, title: str, *texts: str) -> str:
-    """Return a title line of the report, with the texts indented below it."""
+    """Return a paragraph of the report: a title line, with texts indented below it."""
     fill = partial(textwrap.wrap, width=text_width() - _INDENT, break_long_words=False)
     lines = [line for text in texts for line in fill(text)]
     return f"\n{' ' * _INDENT}".join([f"{label:<{_INDENT - 1}} {title}", *lines])
@@ -376,7 +379,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 @dataclass
 class Replays:
-    """Counts of CUDA graph recordings and replays of one graph."""
+    """The number of CUDA graph recordings and replays of one graph."""
 
     recordings: int = 0  # CUDA graphs that were recorded, one per set of addresses and sizes
     replays: int = 0  # calls that replayed one
@@ -409,7 +412,7 @@ class GraphReport:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether the report is empty."""
+        """Return whether the report has no entries."""
         return not (self.records or self._uses())
 
     def _uses(self) -> list[LogitsUse | Replays]:
@@ -437,7 +440,7 @@ class GraphReport:
         return f"{heading}\n{text}" if text else heading
 
     def as_it_is(self) -> GraphReport:
-        """Return this report with a copy of the current counts."""
+        """Return a copy of this report that later calls of the graph do not change."""
         logits = None if self.logits is None else self.logits.copy()
         replays = None if self.replays is None else replace(self.replays)
         return replace(self, logits=logits, replays=replays)
@@ -445,7 +448,8 @@ class GraphReport:
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
         """Return this report with the result of `memeff.verify` from the graph's first run.
 
-        If ``undo`` is set, the original graph runs from now on, and no change of this graph counts.
+        If ``undo`` is set, the original graph runs from now on, and the report counts no change of
+        this graph.
         """
         records = [
             replace(r, action="undone") if undo and r.action in CHANGES else r for r in self.records
@@ -475,8 +479,8 @@ class GraphReport:
 class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
-    The text has the changes, the bytes, and the next steps; `details` adds locations and reasons,
-    and `to_json` has everything.
+    The text shows the changes, the bytes saved, and what you can do next; `details` adds locations
+    and reasons, and `to_json` has everything.
 
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
@@ -492,7 +496,8 @@ class Report(VerbReport):
 
     @property
     def bytes_saved(self) -> int:
-        """Return the sum of known savings, of all changes and of losses outside the graph."""
+        """Return the bytes saved, as far as known, by all changes and by losses outside the
+        graph."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
@@ -568,7 +573,7 @@ class Report(VerbReport):
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:
-        """Return the next steps: first about errors, then a loss, then the largest possible
+        """Return advice on what to do next: about errors first, then the loss, then the largest
         saving."""
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
@@ -618,7 +623,7 @@ class Report(VerbReport):
         return f"memeff_compile: {', '.join(filter(None, parts))}"
 
     def _about_loss(self) -> str:
-        """Return whether the loss was fused, and why not, for training graphs."""
+        """Return a line on whether the loss was fused, and why not, for training graphs."""
         uses = self._training_uses()
         is_fused = bool(self.rewrites(_LOSS_PASS)) or any(use.fused for use in uses)
         codes = [record.code for record in self._unfused()]
@@ -690,7 +695,7 @@ def record_graph(report: GraphReport) -> None:
 
 
 def amend(old: GraphReport, new: GraphReport) -> None:
-    """Replace the report `old` by `new`, if `old` is still kept."""
+    """Replace the report `old` by `new`, if `old` is still stored."""
     with _lock:
         for place, report in enumerate(_graphs):
             if report is old:
@@ -706,8 +711,8 @@ def clear() -> None:
 def graphs() -> Sequence[GraphReport]:
     """Return every graph compiled since the last reset, oldest first.
 
-    Each has the text of the graph before and after the passes, identical on every supported torch,
-    so a user's test can compare it with a stored text.
+    Each report has the text of the graph before and after the passes, identical on every supported
+    torch, so a user's test can compare it with a stored text.
 
     Example:
         >>> print(memeff_compile.graphs()[-1].after)  # doctest: +SKIP

@@ -1,13 +1,14 @@
-"""The contract between the core and its systems.
+"""The contract between the core of this package and its systems.
 
 The core is the backend, its passes over losses and attention, deferred logits and the planner. The
 systems are compressed weights, KV caches, ternary linears and low-bit attention. A system adds
 passes, ops, and work that a compiler must not do itself, such as compressing a model. Each folder
 of `model/` with a file `system.py` holds one `System`, which names everything it adds. The core
-iterates over `systems()` without naming any: if the files of a system are missing, the rest works.
+iterates over `systems()` and names none of them: if the files of a system are missing, everything
+else works.
 
 A `System` names its code as text, ``"module:name"``, so that reading one imports neither torch nor
-kernels. `Hooks` lists the calls that the core makes.
+kernels. `Hooks` lists the functions of a system that the core calls.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class PassFacts:
 
 @dataclass(frozen=True)
 class SystemPass:
-    """A pass of a system, and the pass of the core that it follows."""
+    """A pass of a system, and the pass of the core after which it runs."""
 
     facts: PassFacts
     source: str  # "module:class"
@@ -58,7 +59,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Undone:
-    """The parts of a model that a system restored, and those that it could not restore."""
+    """The parts of a model that a system restored, and the parts that it could not restore."""
 
     what: str = ""  # a short description, or "" if no part was changed
     places: Mapping[str, str] = field(default_factory=dict)  # new state by name
@@ -66,31 +67,32 @@ class Undone:
 
 
 class Graph(Protocol):
-    """The part of a captured graph that a hook may read."""
+    """The parts of a captured graph that a hook may read."""
 
     @property
     def placeholders(self) -> Sequence[Any]:
-        """Return the inputs."""
+        """Return the graph's inputs."""
 
     def may_be_written(self, node: Any) -> bool:  # noqa: ANN401 - a node of torch.fx
         """Return whether the graph, or code after it, may write to an input."""
 
 
 class Hooks:
-    """The calls that the core makes to a system. By default they have no effect."""
+    """The functions that the core calls in a system. By default these functions do nothing."""
 
     def refuse(self, options: Any) -> None:  # noqa: ANN401
-        """Raise OptionError for options that need more than a backend."""
+        """Raise OptionError for options that need a change of the model, which a backend cannot
+        make."""
 
     def wants(self, request: Request) -> bool:
-        """Return whether a call of `compile` asks for work on the model itself."""
+        """Return whether the arguments of `compile` ask this system to change the model."""
         return False
 
     def check(self, request: Request) -> None:
-        """Raise for an unsupported request, before any system changes the model."""
+        """Raise an error for an unsupported request, before any system changes the model."""
 
     def prepare(self, request: Request) -> Any:  # noqa: ANN401
-        """Change the model, and return the options for the compilation that follows."""
+        """Change the model, and return the options with which it is compiled afterwards."""
         return request.options
 
     def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
@@ -102,10 +104,10 @@ class Hooks:
         return Undone()
 
     def guard(self, graph: Graph) -> None:
-        """Add guards for the inputs of a graph that need no gradient."""
+        """Add guards for those inputs of a graph that can have no gradient."""
 
     def forget(self) -> None:
-        """Free all memory that is kept between calls, for `reset()`."""
+        """Free all memory that the system keeps between calls; `reset()` calls this."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ def hooks() -> tuple[Hooks, ...]:
 def in_order(
     core: Iterable[Item], name_of: Callable[[Item], str], of_system: Callable[[SystemPass], Item]
 ) -> tuple[Item, ...]:
-    """Return items of the core's passes with those of the systems' passes in their positions."""
+    """Return entries of the core's passes, with those of systems' passes inserted where they
+    run."""
     followers: dict[str, list[SystemPass]] = {}
     for system in systems():
         for each in system.passes:

@@ -1,4 +1,4 @@
-"""The backend: entry points, the steps of one graph through the passes, CUDA graphs.
+"""The backend: its entry points, the processing of one graph, and CUDA graphs.
 
 torch finds `memeff` here by the entry point group ``torch_dynamo_backends``.
 """

@@ -1,11 +1,11 @@
-"""Kernels compiled early: those of our ops in threads, Inductor's in processes started in time.
+"""Compile kernels before they are needed: this package's in threads, Inductor's in processes.
 
-Triton compiles a kernel at its first launch, so that kernels of ours were compiled one after the
-other once the compiled graph ran. Here each op of the rewritten graph, and its gradient, is called
-on tensors without memory right after the passes. Launches are noted instead of run, and the noted
-kernels are compiled in threads: most of Triton's time is spent in LLVM and ptxas, outside Python.
-The first launch then finds the compiled kernel. An op that cannot be called without data compiles
-its kernels at their first launch, as before.
+Triton compiles a kernel at its first launch. So the first run of a compiled graph would compile
+this package's kernels one after the other. To avoid this, each op of the rewritten graph, and its
+gradient, is called on tensors without memory right after the passes. These calls note their
+launches instead of running them, and threads compile the noted kernels: most of Triton's time is
+spent in LLVM and ptxas, outside Python. The first launch then finds the compiled kernel. An op that
+cannot be called without data compiles its kernels at their first launch, as before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_THREADS = 4
 
 
 class Likeness(NamedTuple):
-    """The properties of a tensor that an op is called with."""
+    """The properties of a tensor that decide how an op's kernels are compiled."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,13 +38,13 @@ class Likeness(NamedTuple):
     needs_grad: bool
 
     def new(self) -> torch.Tensor:
-        """Return such a tensor; under a fake mode it has no memory."""
+        """Return a tensor with these properties; under a fake mode it has no memory."""
         empty = torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=self.device)
         return empty.requires_grad_(self.needs_grad)
 
 
 class Call(NamedTuple):
-    """A call of one of our ops."""
+    """A call of one of this package's ops."""
 
     op: Any
     args: tuple[Any, ...]  # tensors as likenesses
@@ -76,7 +76,8 @@ class Call(NamedTuple):
 
 
 def start_workers() -> None:
-    """Start Inductor's processes if this process uses a GPU: they take seconds to be ready."""
+    """Start Inductor's compiler processes early if this process uses a GPU, as they take seconds to
+    start."""
     if torch.cuda.is_initialized():
         try:
             compat.start_compile_workers()
@@ -85,7 +86,7 @@ def start_workers() -> None:
 
 
 def calls_of(gm: GraphModule) -> list[Call]:
-    """Return the different calls of our ops in a graph and the bodies in it."""
+    """Return the distinct calls of this package's ops in a graph and its subgraphs."""
     found: dict[str, Call] = {}
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
@@ -99,7 +100,7 @@ def calls_of(gm: GraphModule) -> list[Call]:
 def compile_ahead(gm: GraphModule, *, trains: bool) -> list[Future[list[Future[None]]]]:
     """Begin to compile the kernels of a graph on a GPU, and return at once.
 
-    Return a future for each call of an op; its result has one for each kernel.
+    The result has a future per call of an op, which returns a future per kernel.
     """
     try:
         calls = [call for call in calls_of(gm) if call.device.type == "cuda"]
@@ -130,7 +131,7 @@ def _compile_kernel(launch: Launch, device: torch.device) -> None:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Return the threads; they leave processors to Inductor, which the first step waits for."""
+    """Return the thread pool; it leaves CPU cores to Inductor, for which the first step waits."""
     known = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     return ThreadPoolExecutor(max(1, min(MOST_THREADS, processors - 1)), "memeff kernels")
@@ -169,7 +170,7 @@ def _call_of(node: Node) -> Call | None:
 
 
 class _UnknownError(Exception):
-    """An argument is no plain tensor."""
+    """An argument of an op is neither a plain tensor nor a constant."""
 
 
 def _made(value: Any) -> Any:
@@ -177,7 +178,7 @@ def _made(value: Any) -> Any:
 
 
 def _each(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to everything in tuples, lists and dictionaries."""
+    """Apply a function to every item of nested tuples, lists and dictionaries."""
     if isinstance(value, (tuple, list)) and not isinstance(value, Likeness):
         kind = tuple if isinstance(value, tuple) else list  # not those of torch.fx
         return kind(_each(each, function) for each in value)

@@ -1,11 +1,11 @@
-"""Chooses the graphs to replay as CUDA graphs: steps of generation only.
+"""Choose the graphs to replay as CUDA graphs: only steps of generation.
 
 A step of few tokens launches several hundred small kernels, and the host launches them more slowly
-than the GPU runs them. A graph is such a step if it has no gradient, attention of few queries, and
-caches as inputs to which it writes in place.
+than the GPU runs them. A graph counts as such a step if it has no gradient, attention of few
+queries, and caches as inputs to which it writes in place.
 
-If you set a mode, Inductor decides instead. Then this module tells Inductor which inputs keep their
-address, and which graphs return memory that outlives them.
+If you set a mode, Inductor decides instead. In that case this module tells Inductor which inputs
+keep their address, and which graphs return memory that is used after the next call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision about one graph."""
+    """Whether one graph is recorded, and why not."""
 
     record: Record | None = None  # the line of the report, or None
     roles: Roles | None = None  # of the arguments, where the graph is recorded
@@ -57,7 +57,7 @@ class Choice:
 
 
 def decide(info: GraphInfo, options: Options) -> Choice:
-    """Decide about a graph, after the passes."""
+    """Decide whether to record one graph, after the passes."""
     if info.needs_grad or torch.compiler.is_exporting():
         return Choice()
     steps = _Step(info)
@@ -92,7 +92,7 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """Tell Inductor's CUDA graphs, which the user requested, facts that Inductor cannot see."""
+    """Tell Inductor's CUDA graphs, which the user turned on, facts that Inductor cannot see."""
     made = step.made_inside()
     if made is not None:
         why = f"`{made.name}` is made here, written to and returned, as a cache is that is "
@@ -124,7 +124,8 @@ class _Step:
         return next((each for each in devices if each.type in DEVICES), None)
 
     def _queries(self, node: Node) -> Any:
-        """Return the number of queries per sequence, if a node is attention or its softmax."""
+        """Return the number of queries per sequence if a node is attention or its softmax, else
+        None."""
         name = node_name(node)
         if node.op == "placeholder" or not ("attention" in name or name == "softmax"):
             return None
@@ -221,9 +222,9 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return how to compute a step's returned numbers, and the numbers that only this
-        computation reads. A new value of these needs no new recording, because no tensor depends on
-        them.
+        """Return how to compute the numbers that a step returns, and the number arguments used only
+        for that. A new value of such an argument needs no new recording, because no tensor depends
+        on it.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}
@@ -250,7 +251,7 @@ class _Step:
         """Return whether an input is expected to keep its address.
 
         Attributes of an object, such as weights and caches, keep it; arguments that a caller passes
-        by name are new in each call.
+        by name have a new address in each call.
         """
         node, value = self.info.placeholders[place], self.tensors[place]
         is_held = isinstance(compat.example_input(node), torch.nn.Parameter)

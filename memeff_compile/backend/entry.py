@@ -79,7 +79,8 @@ trace_torch_losses_whole(memeff)  # torch loads this module before it traces a f
 def _inner(trip: Trip) -> Callable[..., Any]:
     """Compile the graph with the inner compiler.
 
-    The graph is compiled in partitions if gradients must be available one by one.
+    The graph is split into partitions that are compiled separately if gradients must be available
+    one by one.
     """
     gm, options = trip.gm, trip.options
     if options.inner == "eager":

@@ -1,8 +1,9 @@
-"""Few graphs for batches of any size: sizes that vary become symbols together.
+"""Compile few graphs for batches of any size: all sizes that vary become symbolic together.
 
-Dynamo compiles the first batch for its sizes. When a size differs for the first time, Dynamo makes
-it a symbol, which costs a graph per size. Here batch and length become symbols together, at the
-second shape. Only the model that is compiled with this setting is affected.
+Dynamo compiles the first batch for its exact sizes. When a size differs for the first time, Dynamo
+makes it symbolic and compiles again: one more graph for each size that varies. With this module,
+batch size and length become symbolic together, at the second shape. Only the model that is compiled
+with this setting is affected.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def for_any_batch(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled call that trains on batches of any size and length with two graphs.
 
     The first graph is compiled for the sizes of the first call, the second for all others. PyTorch
-    compiles sizes of 1 separately. Calls without gradients stay as they are: a step of generation
-    is compiled for its number of sequences.
+    compiles sizes of 1 separately. Calls without gradients are unchanged: a step of generation is
+    compiled for its number of sequences.
     """
     first: dict[Any, torch.Size] = {}
     varies = False
@@ -51,10 +52,10 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[An
 
 
 def _may_vary(tensor: Tensor, first: torch.Size) -> set[int]:
-    """Return the axes of batch and length, and those that have another size than in the first call.
+    """Return the axes of batch and length, and those whose size differs from the first call's.
 
-    Ids, labels and masks have both axes first, and so have hidden states. Other tensors, such as
-    images, have a batch.
+    Ids, labels, masks and hidden states have batch and length as their first two axes. Other
+    tensors, such as images, have only a batch axis.
     """
     has_length = tensor.dim() == 3 if tensor.is_floating_point() else tensor.dim() > 1
     axes = {0, 1} if has_length else {0}
@@ -85,6 +86,6 @@ def cause_of(reason: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return names of inputs without Dynamo's containers: `input_ids` for `kwargs['input_ids']`."""
+    """Return an input's name without Dynamo's containers: `input_ids` for `kwargs['input_ids']`."""
     text = re.sub(r"\bL\['(\w+)'\]", r"\1", text)
     return re.sub(r"\bkwargs\['(\w+)'\]", r"\1", text)

@@ -2,8 +2,8 @@
 
 Arguments that are new in each call (ids, masks, positions) are copied into static buffers. Weights
 and caches are read and written at their addresses. So a recording is valid for one set of
-addresses, sizes and numbers, and each call looks up its recording by these. Results are cloned, so
-that the next step does not overwrite them.
+addresses, sizes and numbers, and each call uses these to look up its recording. Results are cloned,
+so that the next step does not overwrite them.
 
     a call with these addresses      the result
     the first of all                 the compiled step runs
@@ -50,9 +50,9 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """Describes the returned numbers that a step computes from number arguments.
+    """How to compute the numbers that a step returns from its number arguments.
 
-    A replay does not compute them.
+    A replay of a CUDA graph computes only tensors, not these numbers.
     """
 
     given: tuple[int, ...]  # places of the arguments
@@ -62,7 +62,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a step's arguments, by position."""
+    """What each argument of a step is: a static address, a copied tensor or a number."""
 
     held: tuple[int, ...]  # tensors identified by address: weights, caches, written ones
     copied: tuple[int, ...] = ()  # tensors that are new in each call
@@ -73,7 +73,7 @@ class Roles:
 
 
 class _Unfit(Exception):
-    """Raised if a step cannot be recorded; the report shows the reason."""
+    """A step cannot be recorded; the report shows the reason."""
 
 
 class Recorder:
@@ -87,7 +87,7 @@ class Recorder:
         self._is_stopped = False
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step."""
+        """Run the step, or replay its recording."""
         if not self._is_stopped and self._engine.is_free():
             with self._engine.lock:
                 key = self._key(args)
@@ -136,19 +136,17 @@ class Recorder:
         return None
 
     def _alignments(self, args: Sequence[Any]) -> Hashable:
-        """Return the further properties that kernels are specialised on: alignment of addresses."""
+        """Return further properties on which kernels are specialised: the alignment of
+        addresses."""
         parts = compat.pytree.tree_leaves([_address(args[place]) for place in self._roles.held])
         return tuple(part % 16 == 0 for part in parts if isinstance(part, int))
 
     def _pays(self) -> bool:
-        """Return whether earlier recordings were replayed often enough to record at once."""
+        """Return whether earlier recordings were replayed so often that a new one is worthwhile."""
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
     def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return a function that runs the step on static buffers.
-
-        Keep the buffers for recording.
-        """
+        """Return a function that runs the step on static buffers; they are kept for recording."""
         buffers = _Buffers(self._roles, args)
 
         def run(args: Sequence[Any]) -> Any:
@@ -191,7 +189,7 @@ class Recorder:
         return recording
 
     def _stop(self, why: str) -> None:
-        """Run the step without recording from now on."""
+        """Run the step, and record nothing from now on."""
         self._is_stopped, self._use.stopped = True, why
         self._waiting.clear()
         self._recordings.clear()
@@ -200,14 +198,14 @@ class Recorder:
 def _place(tensor: Any) -> Hashable:
     """Return a value that changes when a tensor's memory moves.
 
-    A tensor subclass of several parts may count its moves itself, as `memory_number`.
+    A tensor subclass of several tensors may count its moves itself, as `memory_number`.
     """
     number = getattr(type(tensor), "memory_number", None)
     return _address(tensor) if number is None else tensor.memory_number
 
 
 def _address(tensor: Any) -> Hashable:
-    """Return the addresses of a tensor's memory, one per part if it has several."""
+    """Return the address of a tensor's memory, one per inner tensor if it is a subclass."""
     if type(tensor) in _PLAIN:
         return int(tensor.data_ptr())
     names, about = compat.parts_of(tensor)
@@ -246,9 +244,8 @@ class _Buffers:
             self._filled.append((place, _unexpanded(made), _unexpanded(made) is not made))
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
-        """Copy arguments into the buffers.
-
-        Return the arguments, with buffers instead of those copied.
+        """Copy arguments into the buffers, and return the arguments with buffers in place of those
+        copied.
         """
         inputs = list(args)
         with torch.no_grad():
@@ -259,13 +256,13 @@ class _Buffers:
         return inputs
 
     def require_unchanged(self, args: Sequence[Any]) -> None:
-        """Raise if a step wrote to an input that it was expected only to read."""
+        """Raise an error if a step wrote to an input that it was expected only to read."""
         for place, buffer in self.tensors.items():
             if not torch.equal(buffer, args[place]):
                 raise _Unfit("it writes to an input that is a new tensor in each call")
 
     def given_back(self, found: Any, args: Sequence[Any]) -> Any:
-        """Return the step's results, with the original arguments in place of buffers."""
+        """Return the step's results; where a result is a buffer, return the caller's argument."""
         ours = {id(buffer): args[place] for place, buffer in self.tensors.items()}
         if type(found) not in (tuple, list):
             return ours.get(id(found), found)
@@ -273,7 +270,7 @@ class _Buffers:
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
-    """Return a tensor without the repetitions that take no memory."""
+    """Return a tensor without its expanded dimensions, which take no memory."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -292,7 +289,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Outputs:
-    """Describes the returned results: inputs are the caller's objects, tensors are clones."""
+    """The results to return: inputs are the caller's objects, other tensors are clones."""
 
     def __init__(self, found: Any, inputs: Sequence[Any]) -> None:
         if type(found) not in (tuple, list):
@@ -311,12 +308,12 @@ class _Outputs:
             self._cloned.append(number)
 
     def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return the results, with the caller's arguments in place of buffers."""
+        """Return the results; where a result is an argument, return the caller's object."""
         pairs = zip(found, self._places, strict=True)
         return self._type(each if place is None else args[place] for each, place in pairs)
 
     def cloned(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return the results in separate memory."""
+        """Return clones of the results, which the next replay does not overwrite."""
         copies = list(found)
         for number in self._cloned:
             copies[number] = found[number].clone()
@@ -325,7 +322,8 @@ class _Outputs:
 
 @dataclass
 class _Recording:
-    """Holds one recording: buffers, the replay function, and the results that a replay writes."""
+    """A recording of a step: its buffers, its replay function, and the results that a replay
+    overwrites."""
 
     roles: Roles
     buffers: _Buffers
@@ -342,7 +340,7 @@ class _Recording:
         return self.outputs.cloned(self._counted(args), args)
 
     def _counted(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the results with the numbers of this call."""
+        """Return the results, with the numbers computed for this call."""
         counts = self.roles.counts
         if counts is None:
             return self.found
@@ -354,7 +352,8 @@ class _Recording:
 
 
 class CudaEngine:
-    """Records on one GPU, with a memory pool and a recording stream for each stream of work.
+    """Records on one GPU, with a memory pool and a recording stream for each of the caller's
+    streams.
 
     A lock makes sure that the copies before a replay, the replay and the clones after it are not
     interrupted.
@@ -375,12 +374,11 @@ class CudaEngine:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def random_state(self) -> bytes:
-        """Return the state of the GPU's random numbers, which the host knows."""
+        """Return the state of the GPU's random numbers, which PyTorch keeps on the CPU."""
         return torch.cuda.get_rng_state(self._device).numpy().tobytes()
 
     def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:
-        """Record on a separate stream, in memory that all recordings for the current stream
-        share."""
+        """Record on a separate stream, in the memory pool of the current stream."""
         with compat.capturing_alone(), _collecting_nothing(), torch.cuda.device(self._device):
             pool = self._pools.setdefault(self.stream(), _Pool())
             handle, graph = pool.opened()
@@ -400,8 +398,9 @@ class CudaEngine:
 
 
 class _Pool:
-    """The memory that the recordings for one stream of work share, and the stream on which they are
-    made. CUDA's allocators drop a pool with its last recording, and refuse its handle afterwards.
+    """The memory that recordings for one stream share, and the stream on which they are made.
+
+    PyTorch's allocator drops a pool with its last recording, and refuses its handle afterwards.
     """
 
     def __init__(self) -> None:
@@ -410,7 +409,7 @@ class _Pool:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def opened(self) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Return the handle of a live pool, and a graph that keeps the pool alive."""
+        """Return the handle of a live pool, and an empty graph that keeps the pool alive."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -434,8 +433,8 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Step, inputs: Sequen
 
 
 def _record_nothing(idle: Tensor) -> None:
-    """Make a trivial recording: after a failed one, random numbers work only after a successful
-    one."""
+    """Record an empty graph: after a recording that failed, random numbers fail until one
+    succeeds."""
     graph = torch.cuda.CUDAGraph()
     with contextlib.suppress(Exception):
         graph.capture_begin(capture_error_mode="thread_local")
@@ -445,7 +444,7 @@ def _record_nothing(idle: Tensor) -> None:
 
 @contextlib.contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Suspend garbage collection, because freeing CUDA objects would end the capture."""
+    """Suspend garbage collection, because freeing CUDA objects would abort the recording."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,15 +1,16 @@
-"""Layers and output projections that FSDP2 shards, where Dynamo leaves them out of every graph.
+"""Compile layers and output projections that FSDP2 shards and that Dynamo leaves out of every
+graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
-hooks, as in transformers before 5.23, Dynamo skips the layer: under any backend that compiles the
-whole model, such layers run op by op. Compiled one by one they have separate graphs, inside their
-checkpoints.
+hooks, as in transformers before 5.23, Dynamo skips the layer: with any backend, layers of a model
+compiled as a whole then run op by op. If each layer is compiled by itself, each layer has its own
+graph, inside its checkpoint.
 
 An output projection with hooks around it is in no graph either: Dynamo skips the code of PyTorch's
-linear layer. Its `forward`, between the hooks, is compiled here. The logits are then deferred, so
-that a loss after them is computed from hidden states and weight. FSDP2 gathers the weight before
-the projection. Loss and backward pass need it right after, so in training the group is not freed in
-between, whatever its `reshard_after_forward`.
+linear layer. This module compiles the projection's `forward`, between the hooks. The logits are
+then deferred, so that a loss after them is computed from hidden states and weight. FSDP2 gathers
+the weight before the projection. Loss and backward pass need the weight right after, so in training
+this module keeps FSDP2 from freeing the weight in between, whatever its `reshard_after_forward`.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
-    """Return a remark on layers that appeared in no graph, after the graph of a head with these
-    gathered weights.
+    """Return a remark on layers that no graph contains, once the graph with these gathered weights
+    is captured.
 
-    Layers of one class share a graph: if one layer was in it, all layers are.
+    Layers of one class share a graph: if a graph contains one of them, all are compiled.
     """
     every = compat.sharded_with(weights[0]) if weights else []
     every = [each for each in every if not compat.is_compiled_by_itself(each)]
@@ -66,10 +67,10 @@ def left_out(weights: Sequence[Tensor]) -> Record | None:
 
 
 def compile_apart(options: Options) -> list[Record]:
-    """Compile what Dynamo leaves out of the graphs of the model that is being captured, in place.
+    """Compile, in place, the modules that Dynamo leaves out of the graphs of the model being
+    captured.
 
-    Returns:
-        A note on the layers and one on the projections that are compiled now.
+    Returns: A note on the layers and one on the projections that this call compiled.
     """
     model = compat.compiled_module()
     if model is None:
@@ -97,7 +98,8 @@ def compile_apart(options: Options) -> list[Record]:
 def compile_heads(model: nn.Module, options: Options) -> int:
     """Compile output projections that have FSDP2's hooks around them, in place; return how many.
 
-    Their logits are deferred also with `memeff.logits=none`: the loss in a later graph needs them.
+    The logits of these projections are deferred even with `memeff.logits=none`, because the loss in
+    a later graph needs them.
     """
     found = [each for each in model.modules() if _is_head_apart(each)]
     given = {"backend": "memeff", "options": replace(options, logits="deferred").to_dict()}
@@ -117,7 +119,7 @@ def _is_head_apart(module: nn.Module) -> bool:
 
 
 def _stays_gathered(head: nn.Module) -> None:
-    """Keep a group gathered from here to the backward pass, or free it as usual in inference."""
+    """Keep FSDP2's group gathered until the backward pass; in inference, free it as usual."""
     compat.keep_gathered(head, torch.is_grad_enabled())
 
 

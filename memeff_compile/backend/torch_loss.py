@@ -1,9 +1,10 @@
-"""Traces `F.linear_cross_entropy(options=...)` into one graph, despite a warning of PyTorch.
+"""Trace `F.linear_cross_entropy(options=...)` into one graph, despite a warning of PyTorch.
 
 PyTorch forces `allow_retain_graph=True` while Dynamo traces, and warns that this keeps one more
-buffer. The warning breaks the graph inside the function, which then runs outside any graph. The
-pass replaces the op and its buffer anyway. So this backend sets the option itself, and there is no
-warning. For other backends, PyTorch's function is traced unchanged.
+buffer. The warning breaks the graph inside the function, so that the loss runs outside any graph.
+The pass replaces the op together with this buffer. So this module sets the option itself before
+Dynamo traces, and PyTorch does not warn. For other backends, PyTorch's function is traced
+unchanged.
 """
 
 from __future__ import annotations

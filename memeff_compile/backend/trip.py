@@ -1,8 +1,8 @@
-"""The steps of one graph through the backend (its trip), and the wrappers of the compiled result.
+"""Take one graph through the backend (its trip), and wrap the compiled result.
 
-A trip reads the graph once before and once after the passes. A wrapper takes the compiled callable
-and the trip. It returns a callable of the same arguments, or the compiled callable itself if it has
-nothing to add.
+A trip reads the graph once before and once after the passes. The arguments of a wrapper are the
+compiled callable and the trip. The wrapper returns a callable of the same arguments, or the
+compiled callable itself if there is nothing to wrap.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Trip:
             self.unread = [place for place, is_read in enumerate(counts) if not is_read]
 
     def _choose(self, info: GraphInfo) -> None:
-        """Decide whether the graph is recorded, and report it."""
+        """Decide whether the graph is recorded as a CUDA graph, and report the decision."""
         try:
             choice = cuda_graphs.decide(info, self.options)
         except Exception as error:  # the graph runs all the same
@@ -104,7 +104,7 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records, replays=replays)
 
     def _cut(self, info: GraphInfo) -> None:
-        """Decide where to split the graph, and report it.
+        """Decide where to split the graph into partitions, and report the decision.
 
         The reason is updates in the backward pass, repeated layers, or a checkpoint around it.
         """
@@ -143,7 +143,7 @@ class Trip:
         return last_product.said(found)
 
     def _hand_over(self, info: GraphInfo) -> None:
-        """Record the meaning of masks made here for later partitions of the model."""
+        """Record the meaning of masks that this graph partition computes, for later partitions."""
         try:
             hand_over(info)
         except Exception:  # later partitions find no records
@@ -168,7 +168,7 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let systems guard inputs that cannot need a gradient."""
+        """Let systems add guards for inputs that cannot need a gradient."""
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
         for hooks in system.hooks():
@@ -176,7 +176,7 @@ class Trip:
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
-        """Return changes of Inductor's config: advice of passes, the user's keys, settings for
+        """Return changes to Inductor's config: those that passes ask for, the user's, and those for
         safety.
         """
         advice, given = self.outcome.inductor, self.options.inductor_patches()
@@ -209,9 +209,9 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
 
 
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
-    """Remove outputs that are None from the graph.
+    """Remove outputs that are None from the graph, and return which outputs stayed.
 
-    Return which outputs stayed, or None if all stayed.
+    The result is None if no output was removed.
 
     AOTAutograd rejects such outputs, but only if DDP splits the model.
     """
@@ -226,7 +226,7 @@ def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
 
 
 def replay(compiled: Compiled, trip: Trip) -> Compiled:
-    """Replay a step of generation as a CUDA graph when the step repeats."""
+    """Replay a step of generation as a CUDA graph, if the same step is called again."""
     roles, device, use = trip.choice.roles, trip.choice.device, trip.outcome.report.replays
     if roles is None or device is None or use is None:
         return compiled
@@ -234,17 +234,17 @@ def replay(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def put_back(compiled: Compiled, trip: Trip) -> Compiled:
-    """Return None again for the removed outputs."""
+    """Return None in the positions of outputs that were removed."""
     return compiled if trip.present is None else with_missing_outputs(compiled, trip.present)
 
 
 def accept_pieces(compiled: Compiled, trip: Trip) -> Compiled:
-    """Accept deferred logits from another partition of the model."""
+    """Accept deferred logits as inputs, from another graph partition of the model."""
     return accept(compiled, trip.pieces) if trip.pieces else compiled
 
 
 def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
-    """Return deferred logits instead of hidden states."""
+    """Return deferred logits where the graph returns hidden states."""
     plan, use = trip.outcome.deferred, trip.outcome.report.logits
     if not plan:
         return compiled
@@ -252,10 +252,10 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
-    """Return the outermost callable in a form that `aot_compile` can save.
+    """Return the compiled callable in a form that `aot_compile` can save.
 
-    It has the inner compiler's callable and the wrappers that every process needs; verification and
-    recordings are not saved.
+    The saved form has only the inner compiler's callable and the wrappers that every process needs,
+    without verification and CUDA graphs.
     """
     around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)
     how = "in pieces" if trip.cuts else f"with memeff.inner={trip.options.inner!r}"

@@ -181,7 +181,7 @@ def compare(steps: int) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Compare both backends, or make one run for `compare`; return 1 if a package is missing."""
+    """Compare both backends, or do one run for `compare`; return 1 if a package is missing."""
     missing = [name for name in NEEDS if not installed(name)]
     if missing:
         sys.stderr.write(

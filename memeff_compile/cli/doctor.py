@@ -1,8 +1,8 @@
 """Diagnose this machine: versions, devices, compilers, engines, and a remedy for each problem.
 
-`memeff doctor` prints the findings and exits with 0 if the backend is usable. The last findings are
-trials: the doctor compiles, trains and compares a toy model, and generates with a transformers
-model after `memeff_compile.compile(model, kv_cache="static")`.
+`memeff doctor` prints the findings and exits with 0 if the backend is usable. The last findings
+come from trials: the doctor compiles, trains and verifies a toy model, and generates with a
+transformers model after `memeff_compile.compile(model, kv_cache="static")`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def diagnose() -> list[Finding]:
 def inductor_problem(device: str) -> str:
     """Return why Inductor cannot compile for a device here, or "" if it can.
 
-    Only a trial shows whether its compilers work: C++ on the CPU, triton and C on a GPU.
+    Only a trial shows whether the compilers that Inductor calls work: C++ on the CPU, triton and C
+    on a GPU.
     """
     import torch
 
@@ -166,7 +167,7 @@ def _required(package: str, minimum: tuple[int, int]) -> Finding:
 
 
 def _tested(found: Finding) -> Finding:
-    """Add to a usable package's finding whether the tests ran with this release of the package."""
+    """Add to a package's finding whether the tests ran with this release of the package."""
     releases, release = TESTED.get(found.label, ()), _release(found.text)
     if found.remedy or not release or not releases or release in releases:
         return found
@@ -249,7 +250,7 @@ def card_text(name: str) -> str:
 
 
 def _engines(device: torch.device | None = None) -> list[Finding]:
-    """Return, for every op folder, the engine that runs here or on a planned device."""
+    """Return the engine of every op folder, for this machine or for a planned GPU."""
     import torch
 
     from memeff_compile import kernels
@@ -312,7 +313,7 @@ def _trains(device: str, inner: str) -> str:
 
 
 def _generates(device: str, inner: str) -> str:
-    """Generate as described in docs/use/serving.md."""
+    """Try to generate text as docs/use/serving.md describes it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

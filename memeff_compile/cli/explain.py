@@ -10,7 +10,7 @@ from ..errors import MemeffError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
+    """Add the arguments of the command to its parser."""
     add = parser.add_argument
     add("model", help="config.json, a folder with one, or module:function")
     add("--batch", type=int, default=8, help="sequences per GPU")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Explain, print, write the requested files; return the exit status."""
+    """Explain the model, print the plan, write the requested files; return the exit status."""
     try:
         return _run(given)
     except MemeffError as error:
@@ -101,7 +101,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _caches(given: argparse.Namespace, model: object) -> int:
-    """Print the sizes of KV caches, and write them to a file if requested."""
+    """Print the sizes of the model's KV caches, and write them to a file if requested."""
     from ..errors import ExplainError
     from ..planning.caches import explain_cache
     from ..planning.cards import given_memory

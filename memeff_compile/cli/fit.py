@@ -10,7 +10,7 @@ from ..errors import MemeffError
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
+    """Add the arguments of the command to its parser."""
     add = parser.add_argument
     add("model", help="config.json, a folder with one, or module:function")
     said = "a card such as rtx4090 or a100, whose memory and kernels are planned with"
@@ -33,9 +33,9 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fit(given: argparse.Namespace) -> int:
-    """Print the table, write it if requested; return the exit status.
+    """Print the table of settings, write it if requested; return the exit status.
 
-    The status is 0 even if no setting fits, because this is a valid answer.
+    The status is 0 even if no setting fits, because that is also an answer.
     """
     try:
         return _fit(given)

@@ -49,7 +49,7 @@ def options_text() -> str:
 def option_text(name: str) -> str:
     """Return the full description of an option.
 
-    For an unknown name, OptionError suggests another.
+    For an unknown name, the OptionError suggests another.
     """
     facts = facts_of(name if name.startswith(PREFIX) else PREFIX + name)
     rows = {
@@ -81,5 +81,5 @@ def _examples(facts: OptionFacts) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a sentence of the page without its markup."""
+    """Return a sentence of the options page without Markdown."""
     return re.sub(r"`([^`]*)`", r"\1", text)

@@ -1,7 +1,7 @@
 """`memeff report-bug SCRIPT`: run a script, and write the files of a bug report to one zip.
 
 The script runs in a separate process, so its crash does not end this command. The zip contains
-texts: versions, reports, graphs, the doctor. It contains no weights, no inputs and no script.
+texts: versions, reports, graphs, the doctor. The zip contains no weights, no inputs and no script.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VARIABLES = ("TORCH", "PYTORCH", "MEMEFF", "TRITON", "CUDA")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
+    """Add the arguments of the command to its parser."""
     said = "where the zip goes (default: memeff-report-DATE.zip here)"
     parser.add_argument("--output", type=Path, metavar="ZIP", help=said)
     said = "do not run the doctor, which compiles a toy model"
@@ -93,7 +93,7 @@ def _versions(status: int) -> dict[str, object]:
 
 
 def run_here() -> None:
-    """Run the script of the command line as `python SCRIPT` does, and write the reports."""
+    """Run the script as `python SCRIPT` does, in this process, and write the reports."""
     folder, script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)

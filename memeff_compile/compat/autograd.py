@@ -18,7 +18,7 @@ from .tensors import outside_dispatch_modes
 
 
 def has_checkpoint_policy(gm: GraphModule) -> bool:
-    """Return whether the body of a checkpoint has a ``context_fn``, which chooses saved tensors."""
+    """Return whether a checkpoint has a ``context_fn``, which chooses the tensors to save."""
     return gm.meta.get("_checkpoint_context_fn") is not None
 
 
@@ -30,7 +30,7 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mv")
 
 
 class _KeepsMarked:
-    """The `context_fn` of a checkpoint that saves the results of marked calls."""
+    """The `context_fn` of a checkpoint that saves the results of some marked calls."""
 
     def __init__(self, cache_hash: str) -> None:
         self.cache_hash = cache_hash  # distinguishes two of them in AOTAutograd's caches
@@ -72,8 +72,8 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[]
 def may_be_under_policy(target: object) -> bool:
     """Return whether a call may be inside a checkpoint with a policy.
 
-    Some higher-order operations have no rule for policies. Nested checkpoints and autograd
-    functions need no rule, because tracing goes into them.
+    Some higher-order operations do not allow a checkpoint with a policy inside them. Nested
+    checkpoints and autograd functions do allow it, because tracing enters them.
     """
     if not isinstance(target, HigherOrderOperator):
         return True
@@ -87,7 +87,7 @@ def is_kept(node: Node) -> bool:
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Disable autocast in this context, because autocast also affects ops inside opaque ops.
+    """Disable autocast in this context, because it would also change ops inside this package's ops.
 
     Devices without autocast, such as meta, are not affected.
     """
@@ -103,9 +103,11 @@ def _has_autocast(device_type: str) -> bool:
 
 @contextlib.contextmanager
 def beside_autograd() -> Iterator[None]:
-    """Run autograd separately from the caller's: its hooks, modes and compilers see no operation.
+    """Run autograd in isolation: the caller's hooks, modes and compilers are not called for its
+    operations.
 
-    Otherwise they would count or save discarded tensors, or compile this backward pass.
+    Otherwise hooks and modes would count or save tensors that are discarded, and compilers would
+    compile this backward pass.
     """
     from torch._dynamo import compiled_autograd
 
@@ -115,8 +117,8 @@ def beside_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unseen_by_saved_tensor_hooks() -> Iterator[None]:
-    """Save tensors for a backward pass without the saved-tensor hooks around the call, also for
-    fake tensors."""
+    """Save tensors for a backward pass without the caller's saved-tensor hooks, also for fake
+    tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         yield
         return
@@ -129,7 +131,7 @@ is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Return whether ``vmap`` or ``is_grads_batched`` hides a batch dimension of ``tensor``."""
+    """Return whether ``vmap`` or ``is_grads_batched`` hides a batch dimension of the tensor."""
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
@@ -140,8 +142,7 @@ def is_forward_mode_active() -> bool:
 
 
 def frees_saved_tensors() -> bool:
-    """Return whether a backward pass is running that frees each node's saved tensors after the
-    node."""
+    """Return whether a backward pass is running that frees saved tensors after each node."""
     return (
         torch._C._current_graph_task_id() != -1
         and not torch._C._autograd._get_current_graph_task_keep_graph()
@@ -149,7 +150,7 @@ def frees_saved_tensors() -> bool:
 
 
 def packs_saved_tensors() -> bool:
-    """Return whether hooks process the tensors that autograd saves now."""
+    """Return whether saved-tensor hooks are active now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -168,7 +169,7 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
 
 
 def drop_empty_hooks(tensor: torch.Tensor) -> None:
-    """Delete the empty table of hooks that were registered on a tensor and removed again.
+    """Delete the empty table that remains of a tensor's hooks when all of them are removed.
 
     With an empty table, torch assumes that this tensor's hooks are already installed. Moving a
     module with subclass weights calls `torch.utils.swap_tensors`; hooks registered afterwards
@@ -189,7 +190,7 @@ def revive_hooks(tensor: torch.Tensor) -> None:
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
     """Return whether an optimizer has hooks that run before or after its steps.
 
-    Global hooks that run after every optimizer's step do not count. ``but``, a global hook that
+    Global hooks that run after every optimizer's step do not count. The global hook ``but``, which
     runs before every step, does not count either.
     """
     return bool(
@@ -206,8 +207,8 @@ def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> None:
-    """Call a function when the nodes that made these results have computed their gradients, before
-    autograd passes these on.
+    """Call a function after the nodes of these results computed their gradients, before autograd
+    passes these on.
     """
     for result in results:
         made_by = result.grad_fn if isinstance(result, torch.Tensor) else None
@@ -217,7 +218,7 @@ def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> Non
 
 
 def after_backward(function: Callable[[], None]) -> bool:
-    """Call a function at the end of the running backward; return False if no backward runs."""
+    """Call a function at the end of the running backward pass; return False if none runs."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
     except RuntimeError:

@@ -34,9 +34,9 @@ def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
     """Compile a module in place with these arguments of torch.compile.
 
     `Module.compile` has no effect on PyTorch's own modules, such as an nn.Sequential, because
-    Dynamo skips the frames of PyTorch's files. If the module is a wrapper that
-    `torch.compile(module)` returned, the wrapper calls its module directly from now on, since it
-    would bypass the compilation in place.
+    Dynamo skips code in PyTorch's files. So this function compiles their call itself. If the module
+    is a wrapper that `torch.compile(module)` returned, the wrapper calls its module directly from
+    now on, since it would bypass the compilation in place.
     """
     from torch._dynamo import external_utils, trace_rules
     from torch._dynamo.eval_frame import OptimizedModule
@@ -55,10 +55,10 @@ def compile_once(
     given: Mapping[str, Any],
     is_idle: Callable[[torch.nn.Module], bool],
 ) -> None:
-    """Compile a module in place, from its first call on for which ``is_idle`` holds.
+    """Compile a module in place from the first call at which ``is_idle`` returns True.
 
     A checkpoint runs a module twice and requires that both runs save the same tensors. So a module
-    must not become compiled between the two runs.
+    must not be compiled between the two runs.
     """
     original, owner, is_on = module._call_impl, weakref.ref(module), False
     compiled: Any = torch.compile(original, **given)
@@ -81,7 +81,7 @@ def compile_between_hooks(
 ) -> None:
     """Compile a module's ``forward`` in place, so that its hooks run outside of the graph.
 
-    ``before`` is called with the module before each call.
+    ``before`` is called with the module as argument before each call.
     """
     from torch._dynamo import external_utils
 
@@ -100,10 +100,10 @@ def compile_between_hooks(
 
 
 def backend_of(call: object) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the name and options of the backend of a compiled function.
+    """Return the name and options of the backend for which a function was compiled.
 
-    The function is one that torch.compile returned, or the compiled call of a module that was
-    compiled in place. Return None if it is not compiled.
+    The function is the result of torch.compile, or the compiled call of a module that was compiled
+    in place. Return None if the function is not compiled.
     """
     seen: list[object] = []  # wrappers may refer to each other
     while call is not None and call not in seen:
@@ -126,7 +126,7 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the backend of the callback with which Dynamo runs a function."""
+    """Return the backend of the callback that Dynamo calls for a function."""
     from torch._dynamo.eval_frame import OptimizeContext
 
     backend: Any = held.callback if isinstance(held, OptimizeContext) else None
@@ -136,10 +136,9 @@ def _asked_of(held: object) -> Any:
 
 
 def undo_compile(module: torch.nn.Module, name: str) -> str:
-    """Remove a backend's compilation of one module; return a description of it, or "".
+    """Undo a backend's compilation of one module; return a description of it, or "".
 
-    A wrapper that `torch.compile(module)` returned stays the same object, and runs the module
-    uncompiled.
+    A wrapper that `torch.compile(module)` returned remains usable, and runs the module uncompiled.
     """
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -186,7 +185,7 @@ def compiling_is_off() -> bool:
 
 
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
-    """Wrap the compiled call of a module that is compiled in place."""
+    """Put a wrapper around the compiled call of a module that is compiled in place."""
     module = without_compile(module)
     around = wrap(module._compiled_call_impl)
     around.__wrapped__ = module._compiled_call_impl
@@ -194,7 +193,7 @@ def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
 
 
 def users_line() -> str:
-    """Return the running line that is not in PyTorch or this package, as "train.py:12", or ""."""
+    """Return the innermost running line of the user's code, as "train.py:12", or ""."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back

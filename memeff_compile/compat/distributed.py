@@ -1,4 +1,4 @@
-"""DTensor and FSDP: which rank has which part of a parameter."""
+"""DTensor and FSDP: which part of a parameter each rank stores."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_tensor_parallel(weight: torch.Tensor) -> bool:
-    """Return whether ranks compute with parts of ``weight``, unlike with FSDP2 alone."""
+    """Return whether each rank multiplies with only its part of ``weight``, unlike with FSDP2
+    alone."""
     return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
 
 
 def offset_of_part(tensor: Any) -> tuple[int, ...]:
-    """Return the offset of this rank's part in a DTensor, as DTensor splits it."""
+    """Return where this rank's part of a DTensor starts."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape = [int(size) for size in tensor.shape]
@@ -33,7 +34,7 @@ def offset_of_part(tensor: Any) -> tuple[int, ...]:
 
 
 def gathering_ops() -> tuple[Any, Any]:
-    """Return the op that gathers a tensor from all ranks of a named group, and the op that waits.
+    """Return two ops: one gathers a tensor from all ranks of a named group, the other waits for it.
 
     DTensor calls these ops, and AOTAutograd and Inductor know them.
     """
@@ -42,7 +43,7 @@ def gathering_ops() -> tuple[Any, Any]:
 
 
 def ignores_gradients(hook: Any) -> bool:
-    """Return whether a tensor hook is FSDP2's; these do not read the gradient."""
+    """Return whether a tensor hook belongs to FSDP2; such hooks do not read the gradient."""
     owner = getattr(hook, "__self__", None)
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     return states is not None and isinstance(owner, states.FSDPState)
@@ -51,17 +52,19 @@ def ignores_gradients(hook: Any) -> bool:
 def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's shard of ``weight`` if FSDP2 gathered it, else None.
 
-    Optimizers and checkpoints write to the shard; ``weight`` changes when it is gathered next.
+    Optimizers and checkpoints write to the shard; ``weight`` changes only when FSDP2 gathers it
+    again.
     """
     param, _ = _fsdp2_owner(weight)
     return cast("torch.Tensor | None", getattr(param, "sharded_param", None))
 
 
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
-    """Replace this rank's shard of a parameter that FSDP2 shards by ``local``, with gradients off.
+    """Replace this rank's shard of an FSDP2 parameter by ``local``, with gradients off.
 
-    ``local`` may be of a subclass with FSDP2's hooks around its all-gather. Return False unless
-    FSDP2 shards the parameter, leaves shards on their device, and has it sharded at this time.
+    ``local`` may be a tensor subclass with hooks that FSDP2 calls around its all-gather. Return
+    False unless FSDP2 shards the parameter, stores shards on the device, and has not gathered it at
+    this time.
     """
     old: Any = module._parameters[name]
     param = _find_fsdp2_shard(old)
@@ -77,7 +80,7 @@ def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> b
 
 
 def is_fsdp_shard(weight: torch.Tensor) -> bool:
-    """Return whether ``weight`` is a parameter that FSDP2 stores in shards on their device."""
+    """Return whether ``weight`` is a parameter that FSDP2 shards without CPU offloading."""
     param = _find_fsdp2_shard(weight)
     return param is not None and not param.offload_to_cpu
 
@@ -89,8 +92,8 @@ class FsdpShard:
     _param: Any
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether FSDP2 still runs this parameter's hooks: another parameter may have
-        replaced it."""
+        """Return whether FSDP2 still uses this parameter: another one may have replaced it in its
+        module."""
         return self._param.sharded_param is parameter
 
     @property
@@ -100,7 +103,7 @@ class FsdpShard:
 
 
 def fsdp_shards() -> dict[int, FsdpShard]:
-    """Return every parameter that FSDP2 shards, by `id`."""
+    """Return a dictionary of every parameter that FSDP2 shards, by the parameter's `id`."""
     return {id(param.sharded_param): FsdpShard(param) for param, _ in _fsdp2_parameters()}
 
 
@@ -122,7 +125,7 @@ def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
 
 
 def sharded_with(weight: torch.Tensor) -> list[torch.nn.Module]:
-    """Return all modules that FSDP2 shards under the same root as the module of ``weight``."""
+    """Return all modules that FSDP2 shards under the same root module as that of ``weight``."""
     for state in _fsdp2_states():
         if any(module in state._modules for module in fsdp_group(weight)):
             return [module for each in state._state_ctx.all_states for module in each._modules]
@@ -147,7 +150,7 @@ def _fsdp2_states() -> Iterator[Any]:
 
 
 def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
-    """Yield FSDP2's objects for every parameter it shards, and for its group."""
+    """Yield FSDP2's objects for every parameter it shards, and for the parameter's group."""
     for state in _fsdp2_states():
         for group in _groups_of(state):
             for param in group.fsdp_params:
@@ -176,9 +179,10 @@ def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def fsdp_frees_after_forward(weight: Any) -> bool:
-    """Return whether FSDP frees ``weight`` before the caller of the model can use it.
+    """Return whether FSDP frees ``weight`` at the end of its module's forward pass.
 
-    FSDP1 frees it. FSDP2 frees it, except in the outermost group and in groups that do not reshard.
+    FSDP1 always frees it. FSDP2 frees it, except in the outermost group and in groups with
+    `reshard_after_forward=False`.
     """
     if not isinstance(weight, torch.Tensor):
         return False
@@ -189,7 +193,8 @@ def fsdp_frees_after_forward(weight: Any) -> bool:
 
 
 def awaits_backward(module: torch.nn.Module) -> bool:
-    """Return whether an FSDP2 module is in a backward pass, or has run and waits for one."""
+    """Return whether an FSDP2 module is in a backward pass, or has run forward and waits for
+    one."""
     if torch._C._current_graph_task_id() != -1:
         return True
     groups = (g for state in _fsdp2_states() if module in state._modules for g in _groups_of(state))
@@ -197,7 +202,8 @@ def awaits_backward(module: torch.nn.Module) -> bool:
 
 
 def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
-    """Keep the groups of an FSDP2 module gathered after its forward, or free them as configured."""
+    """Keep an FSDP2 module's groups gathered after its forward pass, or restore the user's
+    setting."""
     for state in _fsdp2_states():
         if module not in state._modules:
             continue
@@ -223,7 +229,7 @@ _fsdp2_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
-    """Return FSDP2's objects for a gathered parameter and its group, or (None, None)."""
+    """Return FSDP2's objects for a gathered parameter and for its group, or (None, None)."""
     if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
         return None, None
     if weight not in _fsdp2_owners:

@@ -23,7 +23,7 @@ NO_LIMIT = 1 << 20  # on the graphs that Dynamo makes of one function
 
 
 def untraced(function: _Function) -> _Function:
-    """Keep Dynamo out of a function."""
+    """Return the function with Dynamo's tracing disabled for it."""
     return cast("_Function", torch._dynamo.disable(function))
 
 
@@ -38,7 +38,7 @@ forward_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_
 
 
 def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bool:
-    """Return whether a hook already runs after a module's state dict is made."""
+    """Return whether a module has a hook that runs after its state dict is made."""
     return hook in module._state_dict_hooks.values()
 
 
@@ -73,15 +73,15 @@ def source_name(node: Node) -> str:
 
 
 def plain_source(path: str) -> str:
-    """Return a source name of Dynamo without the steps that a class with ``__getattr__`` adds."""
+    """Return Dynamo's source name without the steps that a class with ``__getattr__`` adds."""
     return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", path)
 
 
 def running_modules() -> list[torch.nn.Module]:
-    """Return the modules whose calls are on the stack, without wrappers of data parallelism.
+    """Return the modules whose forward is running, without the wrappers of data parallelism.
 
-    Modules on which ``torch.compile`` was called come first, the innermost one at the start. The
-    others follow, the outermost one first.
+    Modules on which ``torch.compile`` was called come first, the innermost one at the start.
+    Modules on which it was not called follow, the outermost one first.
     """
     compiled, others = _calling_modules()
     found = {id(module): module for module in (*compiled, *reversed(others))}
@@ -95,7 +95,8 @@ def compiled_module() -> torch.nn.Module | None:
 
 
 def _calling_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Return compiled and other modules whose calls led here, from the innermost on."""
+    """Return the modules whose forward led to this call, compiled ones and others, innermost
+    first."""
     from torch._dynamo import eval_frame
 
     wrappers = (eval_frame.OptimizedModule, torch.nn.parallel.DistributedDataParallel)
@@ -118,7 +119,7 @@ def _calling_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
 
 
 def frame_variables() -> Mapping[str, Any]:
-    """Return local and global variables of the frame that Dynamo captures, as "L" and "G"."""
+    """Return local and global variables of the function that Dynamo captures, as "L" and "G"."""
     from torch._dynamo import symbolic_convert
 
     captured = getattr(symbolic_convert.tls, "current_tx", None)
@@ -156,8 +157,8 @@ def readable_source(node: Node) -> str:
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
     """Return the positions of the inputs that another graph partition computes.
 
-    DDP splits a captured graph where its buckets end. A tensor that crosses a split is not an input
-    of the user.
+    DDP splits a captured graph where its buckets end. An input of a later partition that an earlier
+    one computed is not an input of the user.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [
@@ -168,10 +169,11 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
 
 
 def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
-    """Return a mapping in which a graph partition leaves notes for later partitions of DDP.
+    """Return a mapping in which one graph partition of DDP leaves notes for later partitions.
 
     The keys are the example values of the tensors that cross a split. The mapping has weak
-    references to them, and exists only for this compilation. Return None if the graph is not split.
+    references to its keys, and exists only for this compilation. Return None if the graph is not
+    split.
     """
     context: Any = TracingContext.try_get()
     cut = getattr(context, "ddp_optimizer_ctx", None)
@@ -184,7 +186,7 @@ def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
 
 
 def compile_id() -> str:
-    """Return the id of the compile in progress, such as ``0/1``, or an empty string."""
+    """Return the id of the compilation in progress, such as ``0/1``, or an empty string."""
     current = CompileContext.current_compile_id()
     return "" if current is None else str(current)
 
@@ -236,7 +238,7 @@ def chunks_probability_targets() -> bool:
 
 
 class _NamedFunction(str):
-    """A function's name that equals the function.
+    """The name of a function, as a string that compares equal to the function.
 
     Dynamo writes its list of ignored functions to its logs as JSON. Up to torch 2.12, a function
     object in the list makes the log entry of every compilation fail.
@@ -268,7 +270,8 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 
 def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:
-    """Add a buffer to Dynamo's graph, with a source, which AOTAutograd needs for each buffer."""
+    """Add a buffer to the graph, with a source, because AOTAutograd needs a source for each
+    buffer."""
     from torch._dynamo.source import ConstantSource
 
     gm.register_buffer(name, tensor, persistent=False)
@@ -284,7 +287,7 @@ def remove_buffer(gm: GraphModule, name: str) -> None:
 
 
 def guard_by_attribute(node: Node, name: str) -> None:
-    """Replace all guards of an input by one guard on an attribute of it, a number.
+    """Replace all guards of an input by one guard on a number that is an attribute of the input.
 
     For a tensor subclass Dynamo guards each inner tensor, and each guard calls Python.
     """
@@ -310,7 +313,7 @@ def _is_part(guard: Any, whole: Any) -> bool:
 
 
 def feeds_resumed_code(gm: GraphModule) -> bool:
-    """Return whether a graph break follows ``gm``, so that resumed code reads its outputs.
+    """Return whether a graph break follows ``gm``, so that the code after it reads its outputs.
 
     DDP's graph partitions are marked as broken too, but their outputs go to other partitions or to
     the user.
@@ -340,7 +343,7 @@ def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
 
 @contextlib.contextmanager
 def fresh_capture() -> Iterator[None]:
-    """Isolate captures in this context from other compilations.
+    """Isolate captures in this context from other compilations of the process.
 
     The limits of other compilations do not apply, and no sizes are shared: a size seen here would
     otherwise be dynamic in the next compilation.
@@ -357,7 +360,7 @@ def fresh_capture() -> Iterator[None]:
 
 
 def forget_failures(functions: Iterable[Any]) -> None:
-    """Let Dynamo compile functions again that it skips because their capture raised an
+    """Let Dynamo compile functions again that it had skipped because their capture raised an
     exception."""
     from torch._C._dynamo.eval_frame import reset_code
 
@@ -376,7 +379,7 @@ def keep_address(tensor: torch.Tensor) -> None:
 
 
 def names_around() -> dict[str, Any]:
-    """Return the variables, by name, of the function that called the caller."""
+    """Return the caller's caller's variables, by name."""
     return sys._getframe(2).f_locals
 
 
@@ -388,9 +391,9 @@ def mark_varying(tensor: torch.Tensor, dim: int) -> None:
 def room_for_graphs(limit: int = 64) -> dict[str, Any]:
     """Return arguments of torch.compile that give a model a separate, larger limit of graphs.
 
-    Without these arguments all models of a process share a limit, because the compiled function is
-    a decorator of transformers. Before torch 2.13 the arguments do not exist, so this function
-    increases the shared limit.
+    Without these arguments, all models of a process share one limit, because transformers wraps
+    every model's forward in the same decorator, whose code is counted. Before torch 2.13 the
+    arguments do not exist, so this function increases the shared limit.
     """
     from torch._dynamo import config
 

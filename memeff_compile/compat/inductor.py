@@ -1,4 +1,4 @@
-"""AOTAutograd, Inductor and CUDA graphs: compiling a graph, saving it, recording it."""
+"""AOTAutograd, Inductor and CUDA graphs: how to compile a graph, save it and record it."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 
 
 def start_compile_workers() -> None:
-    """Start the processes in which Inductor compiles kernels for a GPU, as its own backend does.
+    """Start the processes in which Inductor compiles GPU kernels, as Inductor's own backend does.
 
-    They take seconds to start. Until then Inductor compiles kernels one after the other.
+    These processes take seconds to start. Until then Inductor compiles kernels one after the other.
     """
     from torch._inductor import async_compile
 
@@ -68,9 +68,9 @@ def compile_with_inductor(
 ) -> Compiled:
     """Compile the graph with Inductor; ``patches`` also apply to the backward it compiles later.
 
-    Inductor's caches on disk contain only the names of our ops, and these may differ between
-    versions. So each entry is tagged with our schemas. ``tag`` describes everything else for which
-    our ops were compiled and that is not visible in the graph.
+    Inductor's caches on disk contain only the names of this package's ops, which may change between
+    versions. So each entry is tagged with the ops' schemas. ``tag`` describes everything else for
+    which the ops were compiled and that the graph does not show.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
@@ -82,14 +82,14 @@ def compile_with_inductor(
 
 
 def is_to_be_saved() -> bool:
-    """Return whether `aot_compile` compiles the graph: then the caller may save it."""
+    """Return whether `aot_compile` compiles the graph, so that the caller may save it."""
     from torch._functorch import config
 
     return bool(config.bypass_autograd_cache_key)
 
 
 def has_artifact(compiled: Compiled) -> bool:
-    """Return whether AOTAutograd created a callable and can save its artifact."""
+    """Return whether AOTAutograd created a callable, so that its artifact can be saved."""
     return getattr(compiled, "serialize", None) is not None
 
 
@@ -101,14 +101,14 @@ def let_be_saved(kind: type) -> None:
 
 
 def serialized(compiled: Compiled) -> bytes:
-    """Return the inner compiler's artifact of a callable."""
+    """Return the bytes with which the inner compiler saves a compiled callable to disk."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
     return Bundled.serialize_compile_artifacts(Bundled(compiled))
 
 
 def deserialized(artifact: bytes) -> Compiled:
-    """Return the callable of an inner compiler's artifact."""
+    """Return the callable from the inner compiler's saved form."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
     return cast("Compiled", Bundled.deserialize_compile_artifacts(artifact))
@@ -119,7 +119,7 @@ def apart_in_tracing() -> Iterator[None]:
     """Compile one of several partitions of a captured graph, separately from the others.
 
     AOTAutograd records facts about a graph and reads them when it compiles the backward. In this
-    context it cannot read those of another partition.
+    context it cannot read the facts about another partition.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -162,7 +162,7 @@ def call_in_inductor(op: torch._ops.OpOverload) -> None:
 
 
 def op_fingerprint() -> str:
-    """Return a digest of the schemas of all our registered ops, and of our version."""
+    """Return a digest of the schemas of all ops of this package, and of its version."""
     version = sys.modules["memeff_compile"].__version__
     names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("memeff::"))
     schemas = (str(torch._C._get_schema(*name.partition(".")[::2])) for name in names)
@@ -170,7 +170,7 @@ def op_fingerprint() -> str:
 
 
 def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-    """Compile the graph with AOTAutograd alone; the result runs op by op."""
+    """Compile the graph with AOTAutograd only; the result runs op by op."""
     from torch._dynamo.backends.debugging import aot_eager
 
     inputs: Any = example_inputs
@@ -178,7 +178,7 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
 
 
 def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor on the device of a tensor; a GPU must be the current one.
+    """Return an empty bf16 tensor on a tensor's device; a GPU must be the current one.
 
     Inductor's code allocates its buffers in this way, because the dispatcher takes three times as
     long.
@@ -197,10 +197,10 @@ def mark_static_input(node: Node) -> None:
 
 
 def is_unsafe_to_record(node: Node) -> bool:
-    """Return whether a call may not be part of a CUDA graph.
+    """Return whether a call must not be part of a CUDA graph.
 
     Such a call waits for the device, has sizes that depend on data, is control flow, or is an op of
-    another library, whose work on the host a replay would skip.
+    another library, whose work on the CPU a replay would skip.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -224,7 +224,7 @@ def is_unsafe_to_record(node: Node) -> bool:
 
 @contextlib.contextmanager
 def capturing_alone() -> Iterator[None]:
-    """Allow only one recording of a CUDA graph at a time, because a capture affects the whole
+    """Allow only one recording of a CUDA graph at a time, because recording affects the whole
     process."""
     from torch._inductor import cudagraph_trees
 
@@ -237,13 +237,13 @@ _capture_lock = threading.Lock()
 
 
 def forget_workspaces() -> None:
-    """Make cuBLAS allocate new workspaces: an older one may be freed after a capture that uses
-    it."""
+    """Make cuBLAS allocate new workspaces, because an older one may be freed after a recording that
+    uses it."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def leave_pool(pool: Any) -> None:
-    """Make the allocator use its usual memory again after a failed capture."""
+    """Make the allocator use its usual memory again after a failed recording."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
@@ -254,8 +254,7 @@ def multiplies_bf16() -> bool:
 
 
 def tracing_again() -> Callable[[], Any]:
-    """Return a function that creates a context in which code compiles as if at the current
-    point."""
+    """Return a function that creates a context in which code compiles as it would at this point."""
     return functools.partial(tracing, TracingContext.try_get())
 
 

@@ -1,4 +1,4 @@
-"""Queries about sizes and numbers that are symbols while a graph is compiled."""
+"""Query sizes and numbers that are symbols while a graph is compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def statically_true(condition: Any) -> bool:
 
 
 def holds(condition: Any) -> bool:
-    """Return whether ``condition`` on sizes currently holds, and guard the answer.
+    """Return whether ``condition`` on sizes holds now, and add a guard for the answer.
 
     If the answer changes, the graph is compiled again. A condition that depends on data counts as
     false.
@@ -33,9 +33,9 @@ def holds(condition: Any) -> bool:
 
 
 def known_number(value: Any) -> int | float | None:
-    """Return ``value``, or the current number of a node, without adding a guard.
+    """Return ``value``, or the current number of a symbolic node, without adding a guard.
 
-    ``dynamic=True`` turns a config's numbers into symbols. For sizes of tensors, the result is
+    ``dynamic=True`` turns a config's numbers into symbols. For a size of a tensor, the result is
     None.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -56,7 +56,7 @@ def known_number(value: Any) -> int | float | None:
 
 
 def known_size(size: Any) -> int | None:
-    """Return a size if it is the same in every call, otherwise None; add no guard."""
+    """Return a size if it is the same in every call, otherwise None, without adding a guard."""
     if isinstance(size, int):
         return size
     known = size.node.maybe_as_int()
@@ -64,8 +64,8 @@ def known_size(size: Any) -> int | None:
 
 
 def hold_constant(value: Any) -> None:
-    """Guard a node's symbol at its current number: for another number, the graph is compiled
-    again."""
+    """Add a guard for the current number of a node's symbol, so that another number compiles the
+    graph again."""
     symbol = example_value(value) if isinstance(value, Node) else None
     if isinstance(symbol, torch.SymInt):
         int(symbol)
@@ -85,7 +85,7 @@ def symbols_of(value: Any) -> set[str]:
 
 
 def size_hint(size: Any) -> int:
-    """Return a number for a size: a symbol's hint, or 0 if it has none. Add no guard."""
+    """Return a number for a size, without adding a guard: a symbol's hint, or 0 if it has none."""
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)

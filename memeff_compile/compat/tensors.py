@@ -62,7 +62,8 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 @functools.cache
 def _let_fake_modes_ask() -> None:
-    """Make fake modes, which only handle fake tensors, pass on queries for a tensor's device."""
+    """Make fake modes, which only know fake tensors, pass on queries for another tensor's
+    device."""
     op = torch.ops.prim.device.default
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
     usual = handlers[op]
@@ -78,8 +79,8 @@ def _let_fake_modes_ask() -> None:
 def can_be_swapped(tensor: torch.Tensor) -> bool:
     """Return whether `torch.utils.swap_tensors` accepts a tensor.
 
-    It does not if an autograd graph or a weak reference refers to the tensor; compiled code has
-    weak references.
+    `swap_tensors` refuses a tensor to which an autograd graph or a weak reference refers; compiled
+    code has weak references.
     """
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
@@ -101,13 +102,13 @@ def make_without_memory(
 ) -> torch.Tensor:
     """Create a wrapper subclass that no code can mistake for a tensor with memory.
 
-    A usual wrapper has its device's dispatch keys and a null pointer. Code that reaches memory
-    without Python then crashes: raw pointers, storages, a plain tensor whose `.data` it became.
-    This wrapper has the keys and storage of the meta device, and only reports `device` as its
-    device.
+    A usual wrapper subclass has its device's dispatch keys and a null pointer. Code that reaches
+    memory without Python then crashes: raw pointers, storages, a plain tensor whose `.data` it
+    became. This wrapper has the keys and storage of the meta device, and only reports `device` as
+    its device.
 
-    The class must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. It has a property
-    `device` and a method `refuse_memory`, which raises.
+    The class must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. The class also has
+    a property `device` and a method `refuse_memory`, which raises an error.
     """
     made = torch.Tensor._make_wrapper_subclass(
         cls,
@@ -154,9 +155,9 @@ ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
 @functools.cache
 def _refuse_assigned_data() -> torch.library.Library:
     """Make assignments to `.data` call `_shares_metadata` if one of the tensors has the meta
-    device's keys.
+    device's dispatch keys.
 
-    PyTorch's check is an operation that is never dispatched to Python.
+    PyTorch's own check is an operation that it never dispatches to Python.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
@@ -169,13 +170,14 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[Sequence[str], Any]:
-    """Return the names of a wrapper subclass's inner tensors, and its other context."""
+    """Return the names of a wrapper subclass's inner tensors, and the rest of its description."""
     names, about = cast("Any", tensor).__tensor_flatten__()
     return names, about
 
 
 def storage_keys(value: torch.Tensor) -> set[int]:
-    """Return keys that are equal for fake tensors that share memory, one per part of a subclass."""
+    """Return keys that are equal for fake tensors that share memory, one per inner tensor of a
+    subclass."""
     if not hasattr(type(value), "__tensor_flatten__"):
         return {storage_key(value)}
     names, _ = parts_of(value)
@@ -196,7 +198,8 @@ def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any
     """Return a mode under which tensors have sizes but no memory.
 
     An op outside Dynamo's traces calls ``outside(op, args, kwargs, run)``, which returns the
-    result. ``run()`` runs the op on sizes. An address is 0, or raises without ``has_addresses``.
+    result. ``run()`` computes the sizes of the op's result. An address is 0; without
+    ``has_addresses``, reading one raises an error.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -220,8 +223,8 @@ def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any
 
 
 def is_aligned(tensor: torch.Tensor, to: int = 16) -> bool:
-    """Return whether a tensor starts at a multiple of 16 bytes; memory that a fake one will have
-    does.
+    """Return whether a tensor starts at a multiple of 16 bytes; the answer for a fake tensor is
+    yes.
     """
     if is_fake(tensor):
         return tensor.storage_offset() * tensor.element_size() % to == 0
@@ -235,7 +238,7 @@ def is_view(op: Any) -> bool:
 
 
 def written_to(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of an op that it writes to."""
+    """Return the arguments to which an op writes."""
     known = getattr(schema(op), "arguments", ())
     given = {**dict(zip((a.name for a in known), args, strict=False)), **kwargs}
     changed = [a.name for a in known if a.alias_info is not None and a.alias_info.is_write]
@@ -249,7 +252,7 @@ def reads_values(op: Any) -> bool:
 
 
 def is_item(op: Any) -> bool:
-    """Return whether `item()` calls an op."""
+    """Return whether an op is the one that `item()` calls."""
     return op is torch.ops.aten._local_scalar_dense.default
 
 
@@ -259,10 +262,11 @@ def is_drawn(op: Any) -> bool:
 
 
 def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
-    """Count the references to the only tensor in a list: to its memory, its tensor and its Python
+    """Count all references to the only tensor in a list: to its memory, its tensor and its Python
     object.
 
-    Besides the list, no variable of the caller may hold the tensor. See `SOLE_OWNER`.
+    Except for the list, no variable of the caller may refer to the tensor. `SOLE_OWNER` is the
+    count of a tensor without other references.
     """
     return (
         torch._C._storage_Use_Count(held[0].untyped_storage()._cdata),
@@ -280,6 +284,6 @@ def is_sole_owner(held: list[torch.Tensor]) -> bool:
     """Return whether only this list of one tensor refers to the tensor or its memory.
 
     A view, a detached tensor, a NumPy array or a saved tensor would be another reference. While
-    Dynamo traces, the answer is unknown, hence False.
+    Dynamo traces, the answer is unknown, so the result is False.
     """
     return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER

@@ -1,4 +1,4 @@
-"""Modules that other frameworks load to compile with memeff: one per framework.
+"""Modules through which other frameworks compile with memeff: one file per framework.
 
     from memeff_compile.integrations.transformers import MemeffCallback   # Trainer, TRL's trainers
     from memeff_compile.integrations.accelerate import MemeffPlugin       # Accelerator
@@ -7,6 +7,7 @@
     --override.imports memeff_compile.integrations.torchtitan.fused_loss  # torchtitan
 
 `integrations.trl` lets the backend compute the loss of TRL's trainers; `MemeffCallback` calls it.
-`import memeff_compile` does not import this folder. Each module imports its framework. If the
-framework is missing or too old, the module raises ImportError and names the required version.
+`import memeff_compile` does not import this folder. Each module of this folder imports its
+framework. If the framework is missing or too old, the module raises ImportError and names the
+required version.
 """

@@ -23,8 +23,8 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
     """Make `Accelerator.prepare(model)` call `torch.compile` with `backend="memeff"`.
 
     The arguments are those of `memeff_compile.compile`, including options by keyword:
-    `MemeffPlugin(logits="eager")`. They are checked here. The plug-in ignores the environment
-    variables `ACCELERATE_DYNAMO_...`, which `accelerate launch` sets.
+    `MemeffPlugin(logits="eager")`. The options are checked when the plug-in is created. The plug-in
+    ignores the environment variables `ACCELERATE_DYNAMO_...`, which `accelerate launch` sets.
 
     Args:
         mode: An Inductor mode, such as "reduce-overhead".
@@ -32,7 +32,7 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         dynamic: As in `torch.compile`.
         fullgraph: As in `torch.compile`.
         use_regional_compilation: Compile repeated blocks, and the rest of the model, one by one,
-            which shortens the start. The output projection is then a separate graph, and the loss
+            which shortens compilation. The output projection is then a separate graph, and the loss
             is computed from its deferred logits outside the graphs.
         **settings: Options of memeff_compile by keyword.
 
@@ -62,7 +62,8 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         self.use_regional_compilation = use_regional_compilation
 
     def __post_init__(self) -> None:
-        """Do nothing: in accelerate's class this method looks up names, and this class has none."""
+        """Do nothing, because this class takes its settings as objects; accelerate's class looks up
+        names here."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as accelerate logs and stores them."""
@@ -73,5 +74,5 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         }
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile`; `mode` is one of the options."""
+        """Return the arguments of `torch.compile`; `mode` becomes one of the options."""
         return self.request.arguments()

@@ -56,7 +56,7 @@ class MemeffPlugin(BasePlugin):  # type: ignore[misc]
     def add_callbacks_pre_trainer(
         self, cfg: Mapping[str, Any], model: nn.Module
     ) -> list[TrainerCallback]:
-        """Return the callback that compiles."""
+        """Return the callback that compiles the model."""
         return [self._callback(cfg)]
 
     def _callback(self, cfg: Mapping[str, Any]) -> TrainerCallback:

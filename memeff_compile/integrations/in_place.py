@@ -1,4 +1,4 @@
-"""Compile a model in place once, although a framework calls this several times."""
+"""Compile a model in place once, although a framework asks for it several times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """Settings for compiling a model, checked at set-up and not at the first step."""
+    """Settings for compiling a model, checked when they are set and not at the first step."""
 
     options: Options
     dynamic: bool | None
@@ -36,7 +36,8 @@ class Request:
         dynamic: bool | None = None,
         fullgraph: bool = False,
     ) -> Request:
-        """Read the arguments of an integration, which are those of `memeff_compile.compile`.
+        """Return the settings from an integration's arguments, which are those of
+        `memeff_compile.compile`.
 
         Raises:
             OptionError: An option has an unknown name, a wrong type or a value out of range, is set
@@ -76,7 +77,7 @@ def compile_in_place(model: nn.Module, request: Request) -> bool:
     """Compile a model in place, unless it is compiled already.
 
     Returns:
-        Whether it was compiled now. A model that is already compiled is not changed.
+        Whether this call compiled it. A model that is already compiled is not changed.
     """
     compile_layers(model, request.arguments())  # FSDP2 may have sharded it since the last call
     if compat.is_compiled_in_place(model):

@@ -62,19 +62,19 @@ class MemeffCallback(Callback):  # type: ignore[misc]
         )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile before training."""
+        """Compile the models before training."""
         self._compile(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile before `validate()`."""
+        """Compile the models before `validate()`."""
         self._compile(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile before `test()`."""
+        """Compile the models before `test()`."""
         self._compile(pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile before `predict()`."""
+        """Compile the models before `predict()`."""
         self._compile(pl_module)
 
     def _compile(self, module: nn.Module) -> None:

@@ -38,12 +38,13 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
     """A loss that computes output projection and cross entropy in one op, without logits.
 
     torchtitan still computes the loss in chunks if tensor parallelism splits the projection, or if
-    the projection has hooks or is not a plain linear layer. The log then gives the reason.
+    the projection has hooks or is not a plain linear layer. In that case, the log gives the reason.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """The configuration of the chunks, for projections that torchtitan itself computes."""
+        """The configuration of torchtitan's chunks, for projections that torchtitan itself
+        computes."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
@@ -85,7 +86,7 @@ def _loss_of(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def _unserved(head: Any, *tensors: Tensor) -> str | None:
-    """Return why torchtitan itself has to compute this projection and its loss, or None."""
+    """Return why torchtitan has to compute this projection and its loss itself, or None."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"the output projection is a {type(head).__name__}, and no plain linear layer"
     mesh = head.weight.device_mesh if isinstance(head.weight, DTensor) else None

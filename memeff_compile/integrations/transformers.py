@@ -31,14 +31,14 @@ class MemeffCallback(TrainerCallback):
     """Compile the Trainer's model in place with `backend="memeff"`.
 
     The arguments are those of `memeff_compile.compile`, including options by keyword:
-    `MemeffCallback(logits="eager")`. They are checked here.
+    `MemeffCallback(logits="eager")`. The options are checked when the callback is created.
 
     The Trainer calls the callback when the Trainer is created, so that `evaluate()` and `predict()`
-    run compiled even without a `train()` before them. It calls the callback again when training
-    begins. Then the callback compiles everything that did not exist before:
+    run compiled even without a `train()` before them. The Trainer calls the callback again when
+    training begins. At that time the callback compiles everything that did not exist before:
 
     - a model from `model_init`;
-    - layers that FSDP2 has sharded since;
+    - layers that FSDP2 has sharded since the Trainer was created;
     - the reference model of a TRL trainer;
     - the whole model, if `add_callback` was called after the Trainer was created.
 

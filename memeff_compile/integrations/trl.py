@@ -5,8 +5,8 @@ computes log-probabilities in chunks, in an autograd function that breaks every 
 backend captures such a model, the same formula in plain PyTorch replaces this function, and the
 pass `fuse_linear_cross_entropy` rewrites the formula into one op. Outside such a capture, and for
 any other backend, TRL's function runs. On a GPU, TRL selects the rows whose labels count before it
-calls the function. Their number depends on the data, so the graph of the model ends there. The next
-graph contains projection and loss.
+calls the function. The number of these rows depends on the data, so the graph of the model ends
+there. The next graph contains output projection and loss.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def _warn_of_another_name() -> None:
 
 
 class _Head:
-    """Replacement for TRL's autograd function, which it calls unless this backend captures."""
+    """The class in place of TRL's autograd function, which calls that function unless this backend
+    captures."""
 
     def __init__(self, utils: ModuleType, theirs: Any) -> None:
         self.utils, self.theirs = utils, theirs
 
     def take_back(self) -> None:
-        """Restore TRL's function."""
+        """Put TRL's own function back."""
         if getattr(self.utils, FUNCTION) is self:
             setattr(self.utils, FUNCTION, self.theirs)
 
@@ -93,7 +94,7 @@ class _Head:
 
 @compat.constant_in_traces
 def _is_ours() -> bool:
-    """Return whether the graph that is being captured is for this backend."""
+    """Return whether the graph being captured is for this backend."""
     from ..backend import memeff
 
     return compat.capturing_backend() is memeff
@@ -140,7 +141,7 @@ def statistics(
         return logits if temperature == 1.0 else logits / temperature
 
     def by_classes() -> Iterator[Tensor]:
-        """Compute the logits again, some classes at a time."""
+        """Compute logits and statistics again, for some classes at a time, in the backward pass."""
         for first in range(0, weight.shape[0], _CLASSES_AT_ONCE):
             some = slice(first, first + _CLASSES_AT_ONCE)
             yield transformed(F.linear(hidden, weight[some], None if bias is None else bias[some]))

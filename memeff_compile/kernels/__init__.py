@@ -1,4 +1,5 @@
-"""Every op of the package; importing this defines their schemas, so that graphs can name them."""
+"""Every op of the package; importing this module defines their schemas, so that graphs can name
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences about unsupported inputs: each names the input, the requirement and a remedy."""
+"""Return sentences about unsupported inputs: each names the input, the requirement and a remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ INDICES = (torch.int32, torch.int64)
 
 
 def require(op: str, sentence: str | None) -> None:
-    """Raise an error with a sentence about unsupported inputs; do nothing if it is None."""
+    """Raise an error with a sentence about unsupported inputs; do nothing if the sentence is
+    None."""
     if sentence is not None:
         raise UnsupportedInputError(f"{op}: {sentence}")
 
@@ -43,7 +44,7 @@ def short_index(place: list[int]) -> str:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of a dtype are summed: fp64 for fp64, else fp32."""
+    """Return the dtype in which numbers are summed: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -53,7 +54,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def unplain(name: str, tensor: Tensor) -> str | None:
-    """Return why a tensor's memory cannot be used, or None."""
+    """Return why an op cannot use the memory of a tensor, or None if it can."""
     if tensor.layout == torch.strided and not tensor.is_quantized:
         return None
     kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
@@ -61,7 +62,7 @@ def unplain(name: str, tensor: Tensor) -> str | None:
 
 
 def unfloating(name: str, tensor: Tensor) -> str | None:
-    """Return why a tensor's dtype is not supported, or None."""
+    """Return why an op does not support a tensor's dtype, or None if it does."""
     if tensor.dtype in FLOATING:
         return None
     return (
@@ -71,14 +72,15 @@ def unfloating(name: str, tensor: Tensor) -> str | None:
 
 
 def two_dtypes(name: str, dtype: torch.dtype, other: str, of_other: torch.dtype) -> str | None:
-    """Return a sentence that says that two tensors differ in dtype, or None if they do not."""
+    """Return a sentence which says that two tensors differ in dtype, or None if they do not."""
     if dtype == of_other:
         return None
     return f"{name} has dtype {short(dtype)} and {other} {short(of_other)}; cast them to one dtype."
 
 
 def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str | None:
-    """Return a sentence that says that two tensors are on different devices, or None if not."""
+    """Return a sentence which says that two tensors are on different devices, or None if they are
+    not."""
     if tensor.device == of_other.device:
         return None
     where = f"{name} is on {tensor.device} and {other} on {of_other.device}"
@@ -86,10 +88,10 @@ def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str 
 
 
 def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
-    """Return why queries, keys and values do not fit together, or None.
+    """Return why queries, keys and values cannot be used together, or None if they can.
 
-    Each tensor is (batch, heads, length, depth). Layout, dtype, number of axes and device must be
-    the same for all of them.
+    Each of the three tensors is (batch, heads, length, depth). Layout, dtype, number of axes and
+    device must be the same for all of them.
     """
     first, of_first = next(iter(named.items()))
     for name, tensor in named.items():
@@ -106,7 +108,8 @@ def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
 
 
 def unlike_sizes(named: Mapping[str, Tensor]) -> str | None:
-    """Return why sizes do not fit together, after `unlike_heads` passed, or None."""
+    """Return why the sizes of tensors that passed `unlike_heads` do not fit together, or None if
+    they do."""
     (q_name, q), (k_name, k), (v_name, v) = named.items()
     sizes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     if k.shape != v.shape:

@@ -1,4 +1,4 @@
-"""Says which GPU is present and which kernels it runs; makes a GPU and a stream current."""
+"""Tell which GPU is present and which kernels it runs, and make a GPU and a stream current."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """Names the device, and its kind of GPU, for which engines are chosen."""
+    """The device, and its kind of GPU, for which engines are chosen."""
 
     device: torch.device
     gpu: Gpu
@@ -37,9 +37,9 @@ _planned: ContextVar[_Planned | None] = ContextVar("planned device", default=Non
 
 @contextmanager
 def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
-    """Choose engines for `device` instead of the tensors' device; it need not be present.
+    """Choose engines for `device` instead of the tensors' device; `device` need not be present.
 
-    If `device` is a GPU, engines are chosen for the kind `gpu`.
+    If `device` is a GPU, engines are chosen for GPUs of the kind `gpu`.
     """
     token = _planned.set(_Planned(device, gpu))
     try:
@@ -64,7 +64,7 @@ def can_run_kernels(device: torch.device) -> bool:
     """Return whether the Triton kernels and fp32-output products run on a GPU.
 
     The kernels need triton and an NVIDIA GPU of compute capability 8.0 or later. For a planned
-    device triton is assumed.
+    device, triton is assumed to be installed.
     """
     planned = _planned.get()
     return runs_kernels(_index(device)) if planned is None else planned.gpu.runs_kernels
@@ -77,7 +77,8 @@ def runs_kernels(index: int) -> bool:
 
 
 def kernels_need(device: torch.device) -> str:
-    """Name what our kernels need and this machine lacks, for a sentence: "the kernels need ..."."""
+    """Return the words for what this package's kernels need and this machine lacks, for a sentence
+    "the kernels need ..."."""
     owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
     return f"triton and {owner}compute capability 8.0 or later"
 
@@ -93,7 +94,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return the properties of the GPU of `device`, or those of an H200 if no GPU is present."""
+    """Return the properties of a device's GPU, or those of an H200 if no GPU is present."""
     planned = _planned.get()
     if planned is not None:
         return planned.gpu
@@ -103,9 +104,9 @@ def gpu(device: torch.device) -> Gpu:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Return whether a kernel may start before the previous one ends.
+    """Return whether a kernel may start before the kernel before it ends.
 
-    It then waits before it reads.
+    Such a kernel waits before it reads the other kernel's results.
     """
     return device.type == "cuda" and gpu(device).starts_early
 
@@ -126,7 +127,8 @@ def _processors(index: int) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of `device`, or that of an H200 off CUDA."""
+    """Return the number of multiprocessors of `device`, or that of an H200 if the device is no
+    GPU."""
     return DEFAULT_PROCESSORS if device.type != "cuda" else _processors(_index(device))
 
 
@@ -141,12 +143,12 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
 
 
 def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
-    """Return the current stream of the tensor's GPU, or None off CUDA."""
+    """Return the current stream of the tensor's GPU, or None if the tensor is not on a GPU."""
     return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make a stream from `stream_of` current again."""
+    """Make the stream that `stream_of` returned current again."""
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         return _NOTHING
     return torch.cuda.stream(stream)

@@ -1,4 +1,4 @@
-"""Registers ops with PyTorch: schema, computation, fake and gradient in one call."""
+"""Register ops with PyTorch: schema, computation, fake and gradient in one call."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def op(
 
 
 def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[Function]:
-    """Turn functions of one named tuple into functions of its fields, which are an op's
+    """Turn functions that take one named tuple into functions of its fields, which are an op's
     arguments."""
 
     def apart(function: Callable[[T], Any]) -> Function:
@@ -63,7 +63,7 @@ def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[
 
 
 def heads_inside(like: Tensor) -> Tensor:
-    """Return an empty (B, H, L, D) tensor whose memory has the order (B, L, H, D), as in models."""
+    """Return an empty (B, H, L, D) tensor with the memory layout (B, L, H, D), which models use."""
     batch, heads, length, depth = like.shape
     return like.new_empty((batch, length, heads, depth)).transpose(1, 2)
 
@@ -78,7 +78,7 @@ def refusing(error: type[Exception], sentence: str) -> Function:
 
 
 def only_first(gradients: Function, refusal: str) -> Function:
-    """Return the `gradients` function for an op, made to raise if a second derivative is
+    """Return an op's `gradients` function, changed to raise an error if a second derivative is
     requested.
     """
 
@@ -93,6 +93,6 @@ def only_first(gradients: Function, refusal: str) -> Function:
 
 
 def direct_in_inductor() -> None:
-    """Let Inductor's code call the direct function of ops that have one."""
+    """Let Inductor's generated code call the direct function of each op that has one."""
     for found in _DIRECT:
         compat.call_in_inductor(found)

@@ -10,11 +10,12 @@ Announce = Callable[[Sequence[Tensor]], None]
 
 
 class Mark:
-    """An attribute that marks a parameter as updated in the backward pass; copies ignore it.
+    """An attribute that marks a parameter as updated in the backward pass; copies of the parameter
+    are not marked.
 
-    Copies do not have the parameter's hook. A copy that shares attributes is recognised by its
-    identity. A deep or pickled copy gets an empty set instead of the mark, so that pickles can be
-    read without this package.
+    Copies do not have the hook that updates the parameter. A copy that shares the parameter's
+    attributes is recognised because it is another object. A deep or pickled copy gets an empty set
+    instead of the mark, so that pickles can be read without this package.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ def is_updated_in_backward(parameter: Tensor | None) -> bool:
 
 
 def announce(parameters: Sequence[Tensor]) -> None:
-    """Announce that all gradients of these parameters exist and are about to arrive."""
+    """Announce that all gradients of these parameters exist and that their hooks are about to
+    run."""
     told: dict[Announce, list[Tensor]] = {}
     for parameter in parameters:
         mark = getattr(parameter, "updated_in_backward", None)

@@ -1,4 +1,4 @@
-"""The type of sizes in formulas of bytes: a number, or a symbol while the number is unknown."""
+"""The type of sizes in byte formulas: a number, or a symbol while the number is unknown."""
 
 from __future__ import annotations
 

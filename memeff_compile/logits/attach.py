@@ -1,10 +1,10 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Creates deferred logits, and passes their values to compiled code.
+"""Create deferred logits, and pass their values to compiled code.
 
-`defer` makes them from hidden states and a head, `attach` from the outputs of a compiled graph, and
-`accept` gives compiled code their values. `_Defer` is the autograd function whose result the logits
-are: its backward pass multiplies with the head once more. So for autograd they are an ordinary
-non-leaf tensor.
+`defer` makes deferred logits from hidden states and a head, `attach` from the outputs of a compiled
+graph, and `accept` gives compiled code their values. `_Defer` is the autograd function that returns
+the logits: its backward pass computes the head's product once more. So for autograd deferred logits
+are an ordinary non-leaf tensor.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _fake(
 def with_missing_outputs(
     compiled: Callable[..., Any], present: Sequence[bool]
 ) -> Callable[..., Any]:
-    """Wrap a compiled callable so that it returns None for outputs that were removed."""
+    """Wrap a compiled callable so that it returns None in place of outputs that were removed."""
 
     def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))
@@ -120,7 +120,7 @@ def with_missing_outputs(
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
     """Wrap a compiled callable so that it gets deferred logits as plain tensors, with gradients.
 
-    ``places`` are the positions of arguments that come from another compiled callable.
+    ``places`` are the positions of the arguments that another compiled callable returned.
     """
 
     def run(*args: Any) -> Any:

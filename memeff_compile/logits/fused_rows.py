@@ -1,12 +1,13 @@
-"""Per-row results of the fused op, for losses of deferred logits outside the graph.
+"""Compute per-row results with the fused op, for losses of deferred logits outside the graph.
 
-`Head` is some rows of logits in factored form: hidden states, and the head that turns them into
-logits. The op gives their log-sum-exp, target logit and sum without building them. `FusedRows` is
-the gradient of such rows, also in factored form: a few numbers per row. The backward of the
-deferred logits passes it to the op, which computes the gradients of hidden states and head.
+`Head` is some rows of logits in factored form: hidden states, and the head by which to multiply
+them. For these rows, the op returns log-sum-exp, target logit and sum, and does not build the
+logits. `FusedRows` is the gradient of such rows, also in factored form: a few numbers per row. The
+backward of the deferred logits passes it to the op, which computes the gradients of hidden states
+and head.
 
-This is the only module outside the passes that calls the op, and it always uses the exact mode: the
-lossy modes of memeff.linear_cross_entropy apply only inside the graph.
+Outside the passes, only this module calls the op, and it always uses the exact mode: the lossy
+modes of memeff.linear_cross_entropy apply only inside the graph.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _BACKWARD_TENSORS = [
 
 
 class Folded(NamedTuple):
-    """A recipe as arguments of the op: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
+    """The steps after the head's product as the op's arguments: ``z = softcap * tanh(scale * (s +
+    bias) / softcap)``."""
 
     scale: float  # as above, softcap 0 for none
     softcap: float  # likewise
@@ -47,7 +49,8 @@ class Folded(NamedTuple):
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Return a recipe in the op's form, or a sentence that says why this is not possible."""
+    """Return the recipe of logits as arguments of the op, or a sentence that says why this is not
+    possible."""
     names = [name for name, _ in recipe.steps]
     end = names.index("log_softmax") if "log_softmax" in names else len(names)
     factor = _product(recipe.steps[end + 1 :])
@@ -73,7 +76,8 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """Return all casts, multiplications and divisions as one factor, or None for other steps."""
+    """Return all casts, multiplications and divisions as one factor, or None if there are other
+    steps."""
     factor = 1.0
     for name, value in steps:
         if name not in ("to", "mul", "div"):
@@ -98,7 +102,7 @@ class Head:
 
     @property
     def folded(self) -> Folded:
-        """Return the recipe in the op's form."""
+        """Return the recipe of these logits as arguments of the op."""
         folded = fold_recipe(self.recipe)
         assert isinstance(folded, Folded), folded
         return folded
@@ -110,7 +114,8 @@ class Head:
 
     @property
     def any_target(self) -> Tensor:
-        """Return a column for each row, for calls of the op that need no target."""
+        """Return an arbitrary valid target for each row, for calls of the op that need no
+        target."""
         return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
 
     def refusal(self, target: Tensor | None, column_weight: Tensor | None) -> str | None:
@@ -133,7 +138,8 @@ class Head:
         ignore_index: int | None = None,
         **wanted: bool,
     ) -> tuple[Tensor, ...]:
-        """Return nll, lse, the weighted sum of the logits and the entropy of every row."""
+        """Return negative log-likelihood, log-sum-exp, weighted sum of the logits and entropy of
+        every row."""
         target = self.any_target if target is None else target
         given, knobs = (*self._operands(), target, column_weight), self._knobs(ignore_index)
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
@@ -150,15 +156,15 @@ class Head:
         return found[:4]
 
     def makes_gradients_in_forward(self) -> bool:
-        """Return whether a loss that is one number is best computed with its gradients."""
+        """Return whether to compute the gradients of a scalar loss together with the loss."""
         hidden, dtype = self.hidden, self.recipe.compute_dtype
         asked = hidden.device, dtype, hidden.shape[-1]
         return op_folder.makes_gradients_in_forward(*asked, workspace=self.settings.workspace)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-        """Return the hidden states, weight, bias and scale whose product these rows are.
+        """Return the hidden states, weight, bias and scale that multiply to these rows of logits.
 
-        Return None if the rows are capped, or are not logits.
+        Return None if the logits have a softcap, or if the rows are not logits.
         """
         folded = fold_recipe(self.recipe)
         if isinstance(folded, str) or folded.softcap or folded.factor is not None:
@@ -168,7 +174,7 @@ class Head:
     def logits(self, recipe: LogitsRecipe) -> Tensor:
         """Compute the result of `recipe` for these rows.
 
-        It is this head's recipe or a part of it.
+        `recipe` is this head's recipe or its first steps.
         """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
@@ -202,7 +208,8 @@ class Head:
 
 
 def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
-    """Return the gradient of a whole weight or bias, given the gradient of some of its classes."""
+    """Return a gradient for all classes of a weight or bias, with zeros for the classes not
+    computed."""
     total = torch.zeros_like(whole)
     classes = slice(*head.recipe.classes or (None, None))
     is_last = part.dim() == 2 and head.recipe.transposed
@@ -212,18 +219,16 @@ def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
 
 @dataclass
 class Ready:
-    """Holds the gradients of hidden states, weight and bias that a loss computed in its forward
-    pass.
-    """
+    """Gradients of hidden states, weight and bias that a loss computed in its forward pass."""
 
     gradients: tuple[Tensor, ...] | None  # of the loss; None once they were taken
     by: Tensor  # the gradient of the loss
     is_last: bool  # no later backward pass reads them
 
     def take(self, factor: float, needed: Sequence[bool]) -> list[Tensor] | None:
-        """Return the gradients, multiplied by the gradient of the loss and by `factor`.
+        """Return the stored gradients, multiplied by the gradient of the loss and by `factor`.
 
-        Return None if an earlier call took them.
+        Return None if an earlier call has taken the gradients.
         """
         if self.gradients is None:
             return None
@@ -239,7 +244,7 @@ _OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
 class FusedRows:
     """The gradient of some rows of logits z, or of log-probabilities, in factored form.
 
-    With p = softmax(z), H its entropy, per row and column j::
+    With p = softmax(z) and its entropy H, the gradient for a row and column j is::
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
                                      + plogp * p_j * (log p_j + H))
@@ -275,7 +280,7 @@ class FusedRows:
 
     @property
     def recomputed(self) -> FusedRows:
-        """Return this gradient without the gradients that the loss computed in its forward pass."""
+        """Return this gradient without the gradients that the loss stored in its forward pass."""
         if self.ready is None:
             return self
         _, lse, *_ = self.head.statistics(with_lse=True, with_logit_sum=False)
@@ -283,7 +288,8 @@ class FusedRows:
 
     @property
     def is_batched(self) -> bool:
-        """Return whether several gradients are computed at once, as with `is_grads_batched`."""
+        """Return whether autograd computes several gradients at once, as with
+        `is_grads_batched`."""
         given = (self.nll, self.lse, self.total, self.plogp)
         return any(each is not None and compat.is_batched(each) for each in given)
 
@@ -303,7 +309,7 @@ class FusedRows:
     def joined(
         parts: Sequence[FusedRows], join: Callable[[Sequence[Tensor]], Tensor]
     ) -> FusedRows | None:
-        """Return the gradient of all rows of `parts`, or None if these are of different kinds.
+        """Return the gradient of the rows of all `parts`, or None if these are of different kinds.
 
         `join` concatenates or stacks them along a dimension.
         """
@@ -362,19 +368,20 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Return this gradient of sums over the classes, multiplied by the probabilities."""
+        """Multiply this gradient of sums over the classes by the probabilities."""
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
-        """Multiply by the log-probabilities; return a gradient of the probabilities."""
+        """Multiply this gradient by the log-probabilities; return a gradient of the
+        probabilities."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:
-        """Return the gradient of log-probabilities, if this is a gradient of the probabilities."""
+        """Return the gradient of log-probabilities, given that this one is of the probabilities."""
         return replace(self, is_log=True, is_exp=False)
 
     def before_log_softmax(self) -> FusedRows:
-        """Return the gradient of the logits, if this is a gradient of their log-probabilities."""
+        """Return the gradient of the logits, given that this one is of their log-probabilities."""
         lse = None
         if self.total is not None:
             weight = self.column_weight
@@ -384,7 +391,7 @@ class FusedRows:
         return replace(self, head=head, lse=lse, is_log=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the dense gradient of eager PyTorch, (..., vocabulary)."""
+        """Return the dense gradient that eager PyTorch would have, (..., vocabulary)."""
         if self.versions != self._versions():
             raise StaleLogitsError(
                 "The gradient of deferred logits was kept in factored form, and the head "
@@ -432,9 +439,10 @@ class FusedRows:
         return grad.mul_(self.outer).to(dtype)
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, weight, bias and vectors of the deferred logits.
+        """Return the gradients of hidden states, weight, bias and the recipe's vectors of the
+        deferred logits.
 
-        Their recipe `base` is the beginning of this head's recipe.
+        The deferred logits' recipe `base` is the beginning of this head's recipe.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head
@@ -482,7 +490,8 @@ class FusedRows:
         return self._parts(needed, found)
 
     def _parts(self, needed: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Return the op's gradients as those of the deferred logits' tensors."""
+        """Return the op's gradients as gradients of the tensors from which the deferred logits are
+        computed."""
         head, (grad_hidden, grad_weight, grad_bias, *_) = self.head, found
         parts: list[Tensor | None] = [None] * len(needed)
         if needed[0]:

@@ -2,10 +2,10 @@
 """The base of tensors whose values are computed on first use.
 
 A wrapper subclass has a shape, a dtype, a device and a node in the autograd graph, but no memory.
-Code that reaches memory without the dispatcher would therefore read no values, or fail: pickling,
-numpy, raw pointers, storages, shared memory. `LazyTensor` redirects each of these to a plain
-tensor: `_values` for functions that only read, `_memory` for those that may also write. Functions
-for which neither works raise an error (`compat.make_without_memory`).
+Code that reads memory without PyTorch's dispatcher would therefore read no values, or fail:
+pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` redirects each of these
+functions to a plain tensor: `_values` if they only read, `_memory` if they may also write.
+Functions for which neither works raise an error (`compat.make_without_memory`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _NO_DATA = (
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with values on demand; subclasses compute them.
+    """A tensor that computes its values on demand; subclasses define how.
 
-    Tensors have a separate metaclass, so abc cannot check that a subclass is complete.
+    Tensors already have another metaclass, so abc cannot check that a subclass defines all methods.
     """
 
     _device: torch.device
@@ -65,7 +65,7 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one ATen operation that has such tensors among its arguments."""
+        """Run one ATen operation that has lazy tensors among its arguments."""
         raise NotImplementedError(_OF_SUBCLASS)
 
     @property
@@ -74,7 +74,7 @@ class LazyTensor(torch.Tensor):
         return self._device
 
     def refuse_memory(self) -> NoReturn:
-        """Raise an error if this tensor is set as the `.data` of a plain tensor."""
+        """Raise an error if code sets the `.data` of a plain tensor to this tensor."""
         raise UnsupportedInputError(_NO_DATA.format(type(self).__name__))
 
     def _values(self) -> Tensor:
@@ -92,8 +92,8 @@ class LazyTensor(torch.Tensor):
     def _stand_in(self, *, shared: bool = True) -> Tensor:
         """Return a plain tensor with the same values; it is a leaf if `self` is one.
 
-        So PyTorch raises its usual errors, for example for `numpy()` on a tensor that requires
-        grad.
+        So PyTorch raises its usual errors, for example for `numpy()` on a tensor that requires a
+        gradient.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:

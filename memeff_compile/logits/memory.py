@@ -1,4 +1,4 @@
-"""One allocation of eager PyTorch, which deferred logits and their views share."""
+"""The memory that eager PyTorch would allocate, which deferred logits and their views share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Part(Protocol):
-    """Interface of deferred logits that `Memory` uses; each such tensor is a view of one memory."""
+    """The interface of deferred logits that `Memory` uses; each such tensor is a view of a
+    memory."""
 
     own: Tensor | None  # the view's values while the memory has none
 
@@ -36,31 +37,32 @@ class Part(Protocol):
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view from which this part is made, and the function that makes it.
+        """Return the view from which this one is made, and the function that makes it from that
+        view's values.
 
-        The function takes the values of that view. Return None for any other part.
+        Return None if this view is made of whole rows.
         """
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply `function` to the hidden states of these rows, and return the result.
 
-        `function` gets the rows in the order in which they are in memory. The result has the
+        `function` gets the rows in the order in which they are in memory. The result has its
         dimensions in the view's order.
         """
 
 
 class Statistics(NamedTuple):
-    """Numbers per row that are known for one view of deferred logits."""
+    """Numbers per row that were computed for one view of deferred logits."""
 
     place: Place
     lse: Tensor
     logit_sum: Tensor | None
 
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
-        """Return the numbers for the rows of `view`, or None if they are not known.
+        """Return the numbers for the rows of `view`, or None if they were not computed.
 
-        They are known if `view` has the same rows, or is the part of them at one index of dimension
-        0.
+        The numbers were computed if `view` has the same rows, or is the part of these at one index
+        of dimension 0.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:
@@ -75,11 +77,12 @@ class Statistics(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """One allocation of eager PyTorch: a tensor and all its views.
+    """The memory that eager PyTorch would allocate for a tensor and all its views.
 
-    It stores the values of all rows once they are computed, and every view reads them here. Before
-    that, a view that needs only some of the rows computes only these, for itself and for reading
-    only. A write, or a plain alias through which code could write, computes all rows first.
+    Once the values of all rows are computed, this object stores them, and every view reads them
+    from it. Until then, a view that reads only some rows computes only these rows, into a tensor
+    that no other view uses and that must not be written. A write computes all rows first, and so
+    does a plain alias, because code could write through it.
     """
 
     source: LogitsSource
@@ -132,7 +135,7 @@ class Memory:
         return self.link(view)
 
     def statistics(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
-        """Return log-sum-exp and sum of the rows of `view`, if the last loss computed them."""
+        """Return log-sum-exp and sum of the rows of `view`, if the latest loss computed them."""
         return None if self._statistics is None else self._statistics.of(view)
 
     def keep_statistics(self, view: Part, lse: Tensor, logit_sum: Tensor | None) -> None:
@@ -144,8 +147,8 @@ class Memory:
     ) -> Callable[[], Tensor | None]:
         """Return a function that later applies `function` to a copy of `view`'s values.
 
-        The returned function does not keep this memory alive. It returns None if no values exist
-        when it is called, or if a caller may have written to the memory.
+        The returned function does not keep the `Memory` alive. The returned function returns None
+        if no values exist when it is called, or if the caller's code may have written to them.
         """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference
@@ -167,8 +170,8 @@ class Memory:
         return copy
 
     def _is_less_work(self, view: Part) -> bool:
-        """Return whether to compute the rows of `view` alone, given how many such rows were
-        computed.
+        """Return whether it is cheaper to compute the rows of `view` alone, given how many rows
+        were already computed.
         """
         rows = prod(self.shape[:-1])
         return _row_count(view) < rows and self.rows_computed < rows

@@ -5,13 +5,13 @@
 
 `SERVED` names the PyTorch functions that are handled before autograd sees them. Each handler
 returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states and
-head. If it declines, PyTorch's function runs on computed logits.
+head. If the handler declines, PyTorch's function runs on the computed logits.
 
-`_Rows` is the autograd function from logits to numbers per row. Its backward passes the gradient of
-the logits in factored form (`FusedRows`) through all earlier views, casts and scales. So hooks,
-`retain_grad` and `torch.autograd.grad` see the graph of eager PyTorch, and code that reads that
-gradient gets it in dense form. Log-probabilities (`_LogSoftmax`) are also deferred tensors: if they
-are gathered, summed or passed to `nll_loss`, they are never built.
+`_Rows` is the autograd function from logits to numbers per row. The backward pass of `_Rows` passes
+the gradient of the logits in factored form (`FusedRows`) through all earlier views, casts and
+scales. So hooks, `retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch,
+and code that reads the gradient gets it in dense form. Log-probabilities (`_LogSoftmax`) are also
+deferred tensors: if they are gathered, summed or passed to `nll_loss`, they are never built.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DType: TypeAlias = "torch.dtype | None"
 
 
 class _Asked(NamedTuple):
-    """The per-row results that a function needs of deferred logits."""
+    """The per-row results of deferred logits that a function needs."""
 
     target: Tensor | None = None
     ignore_index: int | None = None
@@ -57,10 +57,10 @@ class _Function(torch.autograd.Function):
 
 
 class _Rows(_Function):
-    """Computes nll = lse - z_t, lse and the weighted sum of z for each row of logits z with target
+    """Compute nll = lse - z_t, lse and the weighted sum of z for each row of logits z with target
     t.
 
-    For log-probabilities l, it computes nll = -l_t and the weighted sum of l.
+    For log-probabilities l, compute nll = -l_t and the weighted sum of l.
     """
 
     @staticmethod
@@ -125,9 +125,8 @@ class _Rows(_Function):
 
 
 class _Total(_Function):
-    """Computes the sum of the losses of logits, divided by a number, and its gradients.
-
-    The forward pass computes the gradients.
+    """Compute the sum of the losses of logits, divided by a number, and its gradients in the
+    forward pass.
     """
 
     @staticmethod
@@ -187,7 +186,7 @@ def _differentiable(
 
 
 class _LogSoftmax(_Function):
-    """Turns deferred logits into deferred log-probabilities."""
+    """Turn deferred logits into deferred log-probabilities."""
 
     @staticmethod
     def forward(ctx: Any, view: View, recipe: LogitsRecipe) -> View:
@@ -217,7 +216,7 @@ class _LogSoftmax(_Function):
 
 
 class _Exp(_Function):
-    """Turns deferred log-probabilities into deferred probabilities."""
+    """Turn deferred log-probabilities into deferred probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logs: View) -> View:
@@ -238,7 +237,7 @@ class _Exp(_Function):
 
 
 class _PLogP(_Function):
-    """Multiplies deferred probabilities by their deferred logarithms; defers the product too."""
+    """Multiply deferred probabilities by their logarithms; the product is deferred too."""
 
     @staticmethod
     def forward(ctx: Any, probs: View, logs: View) -> View:
@@ -262,7 +261,7 @@ class _PLogP(_Function):
 
 
 class _NegativeEntropy(_Function):
-    """Sums deferred products p log p over the classes; `logs` is hidden from autograd."""
+    """Sum the deferred products p log p over the classes; autograd does not see `logs`."""
 
     @staticmethod
     def forward(ctx: Any, terms: View, logs: tuple[View]) -> Tensor:
@@ -285,9 +284,9 @@ class _NegativeEntropy(_Function):
 
 
 def _needs_nothing(ctx: Any) -> bool:
-    """Return whether a sum's backward must work like eager's, which saves no tensors.
+    """Return whether the backward of a sum must not use saved tensors, as in eager PyTorch.
 
-    This is so in a second derivative or a second backward pass.
+    The answer is yes in a second derivative, and in a second backward pass through the same graph.
     """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors
@@ -300,8 +299,8 @@ def _spread(ctx: Any, grad: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
-    """The data of deferred logits that is kept for a backward pass, besides tensors saved by
-    autograd."""
+    """The data of deferred logits that a backward pass needs, besides the tensors that autograd
+    saves."""
 
     view: View | None
     memory: Memory | None  # where the values that it needs may be
@@ -312,9 +311,10 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
-        """Save `others` and the sources of the values, if a backward pass follows.
+        """Save `others` and the tensors from which the values are computed, if a backward pass
+        follows.
 
-        Return the remaining data.
+        Return the data that autograd does not save.
         """
         if not any(ctx.needs_input_grad):
             return None
@@ -324,26 +324,26 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the same data for other values of the same head.
+        """Return the same data for other values computed with the same head.
 
-        Autograd frees the tensors of both together.
+        Autograd frees the saved tensors of both together.
         """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
         )
 
     def after_a_backward(self) -> _Kept:
-        """Return the data to keep after a backward pass."""
+        """Return the data that is still needed after a backward pass."""
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
-        """Return the rows in the form that a loss needs."""
+        """Return the rows and their head in the form that the fused loss needs."""
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
 
     def values(self, made_of: Sequence[Any], reader: str) -> Tensor:
-        """Return the values at the time of the forward pass, with an autograd graph if one is
-        needed.
+        """Return the values that the logits had in the forward pass, with an autograd graph if one
+        is needed.
         """
         if torch.is_grad_enabled():
             return self.plain(made_of)
@@ -384,7 +384,8 @@ class _Kept(NamedTuple):
 
 
 def _result(ctx: Any, kept: _Kept) -> Tensor | None:
-    """Return the result of a function, for a second derivative, if it still exists unchanged."""
+    """Return the result of a function, for a second derivative, if the result is alive and
+    unchanged."""
     result = ctx.result()
     if result is None or result.grad_fn is not ctx:  # detached in place, or written to since
         return None
@@ -392,9 +393,9 @@ def _result(ctx: Any, kept: _Kept) -> Tensor | None:
 
 
 def _written_by(view: Any) -> Any:
-    """Return autograd's node of the last write to a view's memory.
+    """Return autograd's node of the latest write to a view's memory.
 
-    Autograd recreates a view's node.
+    Autograd makes a new node for a view after each such write.
     """
     return (view if view._base is None else view._base).grad_fn
 
@@ -404,7 +405,7 @@ class Declined(Exception):
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return the rows of `view` in the form for the op, or raise `Declined`."""
+    """Return the rows of `view` as the op needs them, or raise `Declined`."""
     lost = view.lost_factors()
     if lost is not None:
         raise Declined(lost)
@@ -423,13 +424,13 @@ def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
 
 
 def _is_deferred(value: Any) -> bool:
-    """Return whether a loss of these logits (or log-probabilities) may be fused."""
+    """Return whether these are deferred logits (or log-probabilities) whose loss may be fused."""
     memory = getattr(value, "memory", None)
     return isinstance(memory, Memory) and memory.source.loss is not None and value.window is None
 
 
 def _last(view: View, dim: Any) -> bool:
-    """Return whether `dim` is the vocabulary and the last dimension."""
+    """Return whether `dim` is the last dimension, and this is the vocabulary."""
     rank = len(view.dims)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
@@ -438,7 +439,7 @@ def _last(view: View, dim: Any) -> bool:
 
 
 def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op on the rows of `view`, with autograd, for the results in `_Asked`."""
+    """Run the op on the rows of `view`, with autograd; return the results that `_Asked` lists."""
     source = view.memory.source
     source.require_unchanged()
     result: tuple[Tensor, Tensor, Tensor] = _Rows.apply(view, _Asked(**asked))
@@ -449,9 +450,10 @@ def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Te
 
 
 def _no_view(made: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the elements of `made` in another shape, as a tensor that is not a view.
+    """Return the elements of `made` in another shape, as a tensor that autograd does not treat as a
+    view.
 
-    A reshaped tensor would be a view; the result of eager PyTorch is not.
+    A reshaped tensor would be a view, but the result of eager PyTorch is none.
     """
     result: Tensor = torch.ops.aten._unsafe_view.default(made, shape)
     return result
@@ -470,7 +472,8 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return PyTorch's dtype of a result under the current autocast, from a run on one row."""
+    """Return the dtype that PyTorch's result has under the current autocast, found by a run on one
+    row."""
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key = (name, view.dtype, view.device, autocast)
@@ -535,8 +538,9 @@ def _class_loss(
 def _makes_gradients(view: View) -> bool:
     """Return whether a loss of these logits computes its gradients in the forward pass.
 
-    Gradients are as large as hidden states and weight. So only one loss of all rows makes them, if
-    it is the only loss, as far as earlier steps show: another one would compute logits again.
+    These gradients are as large as the hidden states and the weight. So the forward pass computes
+    the gradients only for a loss of all rows, and only if earlier steps had no second loss, which
+    would compute the logits again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()
@@ -559,7 +563,7 @@ def _makes_gradients(view: View) -> bool:
 
 
 def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Return the mean or the sum of the losses; this call also computes their gradients."""
+    """Return the mean or the sum of the losses, from a call that also computes the gradients."""
     source = view.memory.source
     source.require_unchanged()
     norm = (target != ignore_index).sum() if reduction == "mean" else None
@@ -573,7 +577,7 @@ def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Ten
 
 
 def _class_last(input: Any, target: Any) -> View:
-    """Return the logits of a loss with their classes last."""
+    """Return the logits of a loss with the classes as their last dimension."""
     _need(_is_deferred(input), "")
     _need(isinstance(target, Tensor), "the targets are no tensor")
     _need(not target.dtype.is_floating_point, "the targets are class probabilities")
@@ -633,8 +637,8 @@ def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = Non
 
 
 def _get_item(input: Any, index: Any) -> Any:
-    """Handle `log_probs[rows, targets]`: one index per dimension, the vocabulary's is the last
-    one."""
+    """Handle `log_probs[rows, targets]`, with one index per dimension, the last one for the
+    vocabulary."""
     is_one_each = isinstance(index, tuple) and _is_deferred(input) and len(index) == input.dim()
     if not is_one_each or len(index) < 2 or input.order is not None:
         return NotImplemented
@@ -667,7 +671,7 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
 
 
 def _exp(input: Any, *, out: Any = None) -> Any:
-    """Return probabilities, from an exact log_softmax without later steps."""
+    """Return deferred probabilities, if the argument is a log_softmax without later steps."""
     if not _is_deferred(input) or input.recipe.steps[-1:] != (("log_softmax", None),):
         return NotImplemented
     is_last = input.order is None and out is None
@@ -680,7 +684,8 @@ def _exp(input: Any, *, out: Any = None) -> Any:
 
 
 def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
-    """Return p log p, if the probabilities were computed from the same log-probabilities."""
+    """Return deferred p log p, if the probabilities were computed from the same
+    log-probabilities."""
     for probs, logs in ((input, other), (other, input)):
         if not _is_deferred(probs) or probs.log_probs is not logs or out is not None:
             continue
@@ -694,7 +699,7 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
 
 
 def _entropy(input: Any, logs: View, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
-    """Return the sum of p log p over the classes."""
+    """Return the sum of p log p over the classes, from the deferred product."""
     if input.recipe.steps[-1:] != (("times_exp", None),) or input.lost_factors() is not None:
         return NotImplemented
     _need(_last(input, dim), "an entropy over another dimension")
@@ -751,7 +756,7 @@ _RENAMED["x2"] = "other"
 
 
 def _serving(handler: Any) -> Callable[..., Any]:
-    """Wrap a handler so that it returns the Declined instead of raising it."""
+    """Wrap a handler so that it returns `Declined` instead of raising it."""
     signature = inspect.signature(handler)
 
     def serve(*args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ the same PyTorch calls that the model would have run, so its values have the sam
 model's. `LogitsRecipe.gradients` computes their derivative as autograd does, but without a forward
 product that the derivative does not need.
 
-Row selections are not part of a recipe. They commute with the product and with every step, so they
-are applied to the hidden states beforehand.
+Selections of rows are not part of a recipe. A selection gives the same result before the product as
+after it, so it is applied to the hidden states.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
 
 @dataclass(frozen=True)
 class Adapter:
-    """Computes the product that a LoRA adapter adds to the head's product.
+    """Compute the product that a LoRA adapter adds to the head's product.
 
-    It is ``scale * B(A(x))`` of the hidden states x.
+    For hidden states x, this is ``scale * B(A(x))``.
     """
 
     scale: float
@@ -52,7 +52,7 @@ class Adapter:
         made_of: tuple[Tensor, Tensor, Tensor],  # hidden states, A and B
         needs: Sequence[bool],  # one for each
     ) -> list[Tensor | None]:
-        """Return the gradients of hidden states, A and B that are needed."""
+        """Return those gradients of hidden states, A and B that are needed."""
         hidden, a, b = made_of
         rows = grad.to(self.up).reshape(-1, grad.shape[-1])
         rows = rows if self.scale == 1 else rows * self.scale
@@ -94,12 +94,12 @@ _IN_PLACE: _Steps = {
 class LogitsRecipe:
     """The head of a model, from hidden states to logits.
 
-    These are the pointwise steps: ("to", dtype), ("mul", number), ("div", number), ("tanh", None),
-    and ("bias", None), which adds the next of `vectors` and names the new dtype if it changes.
-    Before them may be ("adapter", Adapter), which takes the next two vectors as A and B. Between
-    them may be ("classes", (first, last + 1, their number before)), which drops all other classes.
-    Only code outside the graph adds ("log_softmax", None), ("exp", None) and ("times_exp", None),
-    which is x * exp(x); recipes of graphs, which have gradients, do not have these steps.
+    The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
+    ("bias", None), which adds the next of `vectors` and names the new dtype if it changes. The
+    first step may be ("adapter", Adapter), which takes the next two vectors as A and B. Between the
+    steps there may be ("classes", (first, last + 1, their number before)), which drops all other
+    classes. ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x), are
+    only added by code outside the graph; recipes of a compiled graph's logits do not have them.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -128,9 +128,10 @@ class LogitsRecipe:
 
     @cached_property
     def classes(self) -> tuple[int, int] | None:
-        """Return the first class of the weight in the logits, and the class after the last one.
+        """Return the index of the first class of the weight that the logits have, and of the class
+        after the last one.
 
-        None means all classes.
+        None means that the logits have all classes.
         """
         found = None
         for start, stop, _ in (value for name, value in self.steps if name == "classes"):
@@ -139,7 +140,7 @@ class LogitsRecipe:
         return found
 
     def cut(self, weight: Tensor) -> Tensor:
-        """Return the rows of a weight for the classes that the logits have."""
+        """Return the rows of a weight that belong to the logits' classes."""
         if self.classes is None:
             return weight
         start, stop = self.classes
@@ -216,7 +217,7 @@ class LogitsRecipe:
 
     @cached_property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the dtype of the product, and the dtypes after every step."""
+        """Return the dtype of the product, and the dtype after each step."""
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             if name == "adapter":
@@ -288,7 +289,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class DeferredOutput:
-    """One output of a compiled graph that has hidden states instead of logits."""
+    """A graph output that returns hidden states instead of logits."""
 
     output: int  # index of the output
     weight: int  # index of the head's weight among the graph's arguments
@@ -311,7 +312,8 @@ class DeferredOutput:
         return tuple(view.output for view in self.views) or (self.output,)
 
     def put(self, logits: Tensor, results: list[Any]) -> None:
-        """Write these logits, or their views, to their indices in the graph's results."""
+        """Write the deferred logits, or views of them, into the graph's results at these
+        indices."""
         logits = logits.detach() if self.detached else logits
         logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
         views = {view.output: view.of(logits, results) for view in self.views}
@@ -321,7 +323,7 @@ class DeferredOutput:
 
 @dataclass(frozen=True)
 class GivenSize:
-    """A symbolic size that the graph returns after its other outputs."""
+    """A size, symbolic during compilation, that the graph returns after its other outputs."""
 
     output: int
 
@@ -335,7 +337,7 @@ class LogitsView:
     calls: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
-        """Return this view of `logits`."""
+        """Apply the recorded view operations to `logits`, and return the resulting view."""
         for name, args in self.calls:
             op = attrgetter(name)(torch.ops.aten)
             logits = op(logits, *(_with_sizes(arg, results) for arg in args))
@@ -349,7 +351,7 @@ def _with_sizes(arg: object, results: Sequence[Any]) -> object:
 
 
 def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
-    """Return the index of the first output that is a size for these views, if there is one."""
+    """Return the index of the first output that is a size for these views, or None."""
     calls = [view.calls for entry in plan for view in entry.views]
     sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]
     return min(sizes, default=None)
@@ -357,7 +359,8 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """The folded form of pointwise steps: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
+    """Pointwise steps as the op's arguments: ``z = softcap * tanh(scale * (s + bias) /
+    softcap)``."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0 for no cap
@@ -368,7 +371,8 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """Says why steps cannot be folded: a code, a sentence, and the index of the step."""
+    """Why steps cannot become arguments of the op: a code, a sentence, and the index of the
+    step."""
 
     code: str
     sentence: str
@@ -376,7 +380,7 @@ class Unfoldable:
 
 
 def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
-    """Fold the pointwise ones of `steps`, in order, into scale, softcap and bias."""
+    """Turn the pointwise ones of `steps`, in order, into the scale, softcap and bias of the op."""
     scale, softcap, capped = 1.0, 0.0, False
     biases: list[tuple[Any, float]] = []
     for place, (name, value) in enumerate(steps):

@@ -2,13 +2,13 @@
 """Gradients of logits that are zero except in a few rows, stored as those rows.
 
 `logits[:, -1]` has the same autograd node as in eager PyTorch, whose backward returns a gradient as
-large as all logits, nearly all zeros. Here a `RowGradient` passes through these nodes instead: each
-node passes it to the dispatcher, which records the operation without running it. The backward pass
-of deferred logits takes the blocks of rows and computes only these; any other operation on a
+large as all logits, nearly all zeros. With this module, each of these nodes passes on a
+`RowGradient` instead: its dispatcher records the node's operation without running it. The backward
+pass of deferred logits computes only the rows that such a gradient has; any other operation on a
 `RowGradient` gets the dense tensor of eager PyTorch.
 
-The gradient of a fused loss outside the graph is also a `RowGradient`: its blocks are `FusedRows`,
-a few numbers per row, which are not expanded on the way.
+The gradient of a fused loss outside the graph is also a `RowGradient`: it has `FusedRows`, a few
+numbers per row, which stay in this form until the deferred logits' backward pass.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ aten = torch.ops.aten
 
 
 class RowStep(NamedTuple):
-    """One selection of rows, and its transpose.
+    """A selection of rows, and the transpose of this operation.
 
-    Both work on any tensor with these leading dimensions: on hidden states and on gradients, whose
-    last dimension is the vocabulary.
+    Both operations apply to any tensor with these leading dimensions: hidden states, or gradients
+    with the vocabulary as last dimension.
     """
 
     select: Callable[[Tensor], Tensor]
@@ -42,9 +42,9 @@ class RowStep(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Holds a gradient of some rows, and the steps that select these from all rows.
+    """The gradient of some rows, and the steps that select these rows from all rows.
 
-    The last step comes first.
+    The steps are in reverse order.
     """
 
     rows: Tensor | FusedRows
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
     @property
     def fused(self) -> FusedRows | None:
-        """Return the rows, if they are in factored form and cover all rows."""
+        """Return the factored gradient, if it covers all rows."""
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -61,21 +61,21 @@ class Piece(NamedTuple):
         return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
 
     def select(self, tensor: Tensor) -> Tensor:
-        """Return the rows of `tensor` that this block has."""
+        """Return the rows of `tensor` for which this object has a gradient."""
         for step in reversed(self.steps):
             tensor = step.select(tensor)
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of all rows: this block's rows come from `tensor`, the others are
-        zero."""
+        """Return a tensor of all rows, with rows from `tensor` where this object has a gradient and
+        zeros elsewhere."""
         for step in self.steps:
             tensor = step.scatter(tensor)
         return tensor
 
 
 class RowGradient(LazyTensor):
-    """A gradient with the shape of a dense one, stored as a sum of blocks of rows."""
+    """A gradient with the shape of a dense one, stored as a sum of gradients of some rows."""
 
     pieces: tuple[Piece, ...]
     order: tuple[int, ...] | None  # of the blocks' dimensions, if the vocabulary is not last
@@ -96,7 +96,7 @@ class RowGradient(LazyTensor):
     @staticmethod
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
-        """Wrap the gradient of a few rows.
+        """Return a RowGradient of a few rows.
 
         A gradient with an autograd graph is returned unchanged.
         """
@@ -105,7 +105,7 @@ class RowGradient(LazyTensor):
         return RowGradient(rows.shape, (Piece(rows, ()),), rows)
 
     def dense(self) -> Tensor:
-        """Return the plain gradient."""
+        """Return this gradient as a plain tensor."""
         if self._dense is None:
             total = _sum(self.pieces, self)
             if self.order is not None and self.pieces:
@@ -116,9 +116,9 @@ class RowGradient(LazyTensor):
 
     @staticmethod
     def of_fused(rows: FusedRows) -> Tensor:
-        """Return the gradient of all rows of a head.
+        """Return a RowGradient of all rows of a head.
 
-        Under vmap, which cannot see `RowGradient`, it is dense.
+        Under vmap, which cannot see `RowGradient`, return a dense gradient.
         """
         head = rows.head
         if rows.is_batched:
@@ -128,14 +128,14 @@ class RowGradient(LazyTensor):
 
     @property
     def is_fused(self) -> bool:
-        """Return whether all blocks are in factored form, and the vocabulary is last."""
+        """Return whether all gradients are factored, and the vocabulary is the last dimension."""
         are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
         return any(are_fused) and all(are_fused) and self.order is None
 
     def with_rows(
         self, function: Callable[[Any], Tensor | FusedRows], dtype: torch.dtype | None = None
     ) -> RowGradient:
-        """Return this gradient with `function` applied to the rows of each block."""
+        """Return this gradient with `function` applied to the rows of each summand."""
         pieces = tuple(Piece(function(piece.rows), piece.steps) for piece in self.pieces)
         like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
         return RowGradient(self.shape, pieces, like, self.order)
@@ -159,9 +159,10 @@ class RowGradient(LazyTensor):
         return self._dense
 
     def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
-        """Return the gradient before one more selection of rows.
+        """Return the gradient with respect to the tensor from which one more selection took these
+        rows.
 
-        `shape` is the shape of all rows.
+        `shape` is that of the tensor's rows.
         """
         pieces = tuple(Piece(piece.rows, (*piece.steps, step)) for piece in self.pieces)
         return RowGradient(shape, pieces, self)
@@ -188,7 +189,7 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
-    """Return the sum of the blocks as a dense tensor."""
+    """Return the sum as a dense tensor."""
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -196,7 +197,7 @@ def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
 
 
 def _with_last(shape: Sequence[int], tensor: Tensor) -> list[int]:
-    """Return `shape` with the last dimension of `tensor`."""
+    """Return `shape`, extended by the last dimension of `tensor`."""
     return [*shape[:-1], tensor.shape[-1]]
 
 
@@ -214,7 +215,7 @@ def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | 
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
-    """Record a view of a gradient, joined with an earlier view into one step."""
+    """Record a change of a gradient's shape, and join it with an earlier one into one step."""
     before = tuple(grad.shape)
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:
@@ -251,7 +252,7 @@ def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
 def _index_put(
     zeros: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> RowGradient | None:
-    """Record the transpose of advanced indexing, which autograd writes as an add to new zeros."""
+    """Record the transpose of advanced indexing, which autograd computes by adding to new zeros."""
     if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
         return None
     shape = tuple(zeros.shape)
@@ -286,7 +287,7 @@ def indexed_dims(indices: Sequence[Tensor | None]) -> int:
 
 
 def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None:
-    """Return the sum of two gradients, as a dense tensor if their blocks fill all rows."""
+    """Return the sum of two gradients, as a dense tensor if they cover all rows together."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:
@@ -308,7 +309,7 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Add up factored gradients of the same rows, so that these need only one call of the op."""
+    """Add up factored gradients of the same rows, so that one call of the op serves all of them."""
     result: list[Piece] = []
     for piece in pieces:
         for place, other in enumerate(result):
@@ -374,8 +375,8 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Join gradients into one block if all are factored and of the same kind, otherwise as separate
-    blocks.
+    """Join gradients into one if all are factored and of the same kind; otherwise keep them
+    separate.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

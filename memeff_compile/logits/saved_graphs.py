@@ -1,4 +1,4 @@
-"""Compiled graphs that can be saved: `aot_compile` of PyTorch writes them to a file and loads them.
+"""Let `aot_compile` of PyTorch write compiled graphs to a file and load them.
 
     compiled = torch.compile(model, backend="memeff", fullgraph=True)
     compiled.forward.aot_compile(((x,), {})).save_compiled_function(path)
@@ -31,7 +31,7 @@ class Around:
     unread: Sequence[int]
 
     def put_around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a callable with the results of the model."""
+        """Return a callable that returns the model's results."""
         if self.present is not None:
             compiled = with_missing_outputs(compiled, self.present)
         if not self.plan:
@@ -47,12 +47,12 @@ class SavedGraph:
         self.run, self.inner, self.around = run, inner, around
 
     def __call__(self, *args: object) -> object:
-        """Run the graph with its wrappers."""
+        """Run the graph, and turn its outputs into the model's results."""
         return self.run(*args)
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: SavedGraph) -> bytes:
-        """Return the inner compiler's artifact and the wrappers as bytes."""
+        """Return the inner compiler's saved result and the wrappers as bytes."""
         try:
             around = pickle.dumps(fn.around)
         except Exception as error:
@@ -66,7 +66,7 @@ class SavedGraph:
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> SavedGraph:
-        """Return a graph that another process has saved."""
+        """Return a graph that another process saved."""
         import_module("memeff_compile.kernels")  # the artifact calls our ops by their names
         versions, artifact, around = pickle.loads(data)
         if versions != compat.op_fingerprint():
@@ -84,7 +84,8 @@ def savable(
     around: Around,
     how: str,  # how the graph is compiled, for the error where that cannot be saved
 ) -> Callable[..., Any]:
-    """Return a compiled graph that can be saved if `aot_compile` is running, otherwise `run`."""
+    """Return a compiled graph that can be saved if `aot_compile` is running, otherwise the callable
+    itself."""
     if not compat.is_to_be_saved():
         return run
     if not compat.has_artifact(inner):

@@ -1,9 +1,9 @@
 """The tensors from which deferred logits are computed, and checks that they are unchanged.
 
 Eager PyTorch computes logits before the head can change. Deferred logits are computed when they are
-read, and an optimizer may have run a step before that. The result must never be wrong. So a
-`LogitsSource` records a stamp of its tensors when it is created, and compares stamps before it
-computes.
+read, and an optimizer may have run a step before that. Such logits must never be computed from
+changed tensors. So a `LogitsSource` records a stamp of its tensors (version counters and addresses)
+when it is created, and compares stamps before it computes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """Set the name of the op that reads values computed in this block.
+    """Set the name of the op for which values are computed in this context.
 
-    The outermost name counts.
+    In nested contexts, the outermost name counts.
     """
     _reading.append(reason)
     try:
@@ -107,9 +107,9 @@ class LogitsSource:
             _watch_optimizers()
 
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
-        """Return logits of some rows, without autograd.
+        """Compute logits of some rows, without autograd.
 
-        Raise a StaleLogitsError if a tensor from which they are computed has changed.
+        Raise a StaleLogitsError if a tensor from which the logits are computed has changed.
         """
         change = self.change()
         if self.ranks is not None:
@@ -125,10 +125,10 @@ class LogitsSource:
             return recipe.logits(rows, self.weight, self.bias, self.vectors, gather)
 
     def require_unchanged(self) -> None:
-        """Raise a StaleLogitsError if something has changed.
+        """Raise a StaleLogitsError if one of the tensors has changed.
 
-        Reading the head's values would wait for the GPU, so before the backward pass an assertion
-        on the device checks the values instead; ordinary loops do not write to the head before
+        Comparing sampled values on the host would wait for the GPU. So before the backward pass, an
+        assertion on the GPU compares them; ordinary training loops do not write to the head before
         that.
         """
         if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
@@ -162,7 +162,7 @@ class LogitsSource:
         return torch.cat([sample.flatten(), *adapters]) if adapters else sample.clone()
 
     def _visible_change(self) -> str | None:
-        """Return which tensor has changed, without reading values."""
+        """Return which tensor has changed, as far as this shows without reading values."""
         for name, tensor, version_then, pointer_then in self._seen:
             version, pointer = _stamp(tensor)
             if version != version_then:
@@ -187,24 +187,24 @@ def _is_matrix(added: Tensor) -> bool:
 
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
-    """Return a stamp that shows changes without reading values.
+    """Return a tensor's version counter and address, which show changes without reading values.
 
-    Inference tensors have no version counter.
+    Inference tensors have no version counter, so only the address counts.
     """
     return (None if tensor.is_inference() else compat.version_of(tensor)), tensor.data_ptr()
 
 
 def _shard_stamp(shard: Tensor) -> tuple[Any, ...]:
-    """Return a stamp for a distributed tensor.
+    """Return the version counters and address of a distributed tensor.
 
-    The tensor and its local part count writes separately.
+    The tensor and its local part have separate version counters.
     """
     return compat.version_of(shard), *_stamp(compat.local_part(shard))
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return a few evenly spread elements of a weight, which an explicit update of `.data`
-    changes."""
+    """Return a few evenly spaced elements of a weight, so that a write through `.data` can be
+    detected."""
     rows, columns = weight.shape
     down, right = weight.stride()
     return weight.as_strided(
@@ -213,7 +213,7 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _differences(left: Tensor, right: Tensor) -> Tensor:
-    """Return whether values differ; NaN counts as equal to NaN."""
+    """Return whether two samples of values differ; NaN counts as equal to NaN."""
     return (left != right) & ~(left.isnan() & right.isnan())
 
 
@@ -222,15 +222,15 @@ _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
-    """Detect optimizer steps that version counters do not show: fused ones, and writes through
-    `.data`.
+    """Detect optimizer steps that version counters do not show: fused optimizers, and writes
+    through `.data`.
     """
     register_optimizer_step_post_hook(_after_step)
 
 
 @compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark the sources whose head this optimizer has just updated."""
+    """Mark the sources whose head this optimizer has just updated as changed."""
     waiting = [source for source in list(_live) if source.stepped_by is None]
     if not waiting:
         return

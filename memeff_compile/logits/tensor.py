@@ -1,21 +1,22 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Logits that are computed on first use.
+"""The class of deferred logits: a tensor that is computed on first use.
 
 A graph whose loss no longer needs the logits returns the hidden states instead, and `attach.attach`
 turns these into a `DeferredLogits`: a tensor with the shape, dtype and autograd node of the logits,
 but without their memory. If a training loop never reads the logits, they are never computed. Code
 that reads them gets the same values, and gradients, as in eager PyTorch.
 
-From the outside in:
+The parts, starting from the outside:
 
-* `attach.defer` makes them from a graph's outputs, with a separate autograd function.
-* `DeferredLogits` is the wrapper subclass. Views and other operations that do not touch the
-  vocabulary dimension (`_LAZY`) return another `DeferredLogits`. Every other operation computes the
-  values and continues with a plain tensor. Both happen below autograd, so the autograd graph, the
-  views and the version counters are those of eager PyTorch. Other views are also `DeferredLogits`,
-  so that every write is detected. Functions that must act above autograd are in `_ABOVE_AUTOGRAD`.
-* `Memory` stands for one allocation of eager PyTorch: the logits and all their views share one, a
-  copy or a cast starts another.
+* `attach.defer` makes the tensors from a graph's outputs, with an autograd function.
+* `DeferredLogits` is the tensor's class, a wrapper subclass. Views and other operations that do not
+  touch the vocabulary dimension (`_LAZY`) return another `DeferredLogits`. Every other operation
+  computes the values and continues with a plain tensor. Lazy operations and computation happen
+  below autograd, so the autograd graph, the views and the version counters are the same as in eager
+  PyTorch. Other views are also `DeferredLogits`, so that every write is detected. Functions that
+  must act above autograd are in `_ABOVE_AUTOGRAD`.
+* `Memory` stands for the memory that eager PyTorch would allocate: the logits and all their views
+share one, and a copy or a cast starts another.
 * `LogitsSource` has the hidden states and the head, and detects whether they have changed.
 * `outside_loss` computes losses of these logits without computing the logits.
 
@@ -89,7 +90,7 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def whole(cls, memory: Memory, shape: Sequence[int]) -> DeferredLogits:
-        """Return a tensor of a whole memory, in the given shape."""
+        """Return the deferred tensor that covers a whole memory, in the given shape."""
         rows = memory.rows.reshape(*shape[:-1], memory.rows.shape[-1])
         strides = torch.empty(tuple(shape), device="meta").stride()
         return cls(memory, rows, tuple(shape), strides, 0)
@@ -97,10 +98,11 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a tensor in separate memory, which `recipe` computes from these hidden states.
+        """Return a deferred tensor with its own memory, which `recipe` computes from these hidden
+        states.
 
-        If the values already exist, `function` computes it from them. `is_whole` means that it has
-        all rows, in order.
+        If this tensor's values already exist, `function` computes the new values from them.
+        `is_whole` means that the new tensor has all rows, in order.
         """
         memory = self.memory
         rows, shape = (memory.rows, memory.shape) if is_whole else (self.rows, self.dims)
@@ -116,18 +118,16 @@ class DeferredLogits(LazyTensor):
         return self.as_plain().as_subclass(cls)
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that is a view of this one for autograd.
+        """Return an ordinary tensor that is a view of this one for autograd, for reading only.
 
-        It must not be written to.
-
-        It is the only view that is not a `DeferredLogits`; `implicit` requests it.
+        This tensor is the only view that is not a `DeferredLogits`; `implicit` asks for it.
         """
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
         return plain
 
     def __getattr__(self, name: str) -> Any:
-        """Provide `full_tensor()`, as DTensors have it, if the head is split over ranks."""
+        """Provide `full_tensor()`, as a DTensor has it, if the head is split over ranks."""
         memory = self.__dict__.get("memory")
         if name == "full_tensor" and memory is not None and memory.source.ranks is not None:
             return self._asked_by_all
@@ -140,7 +140,7 @@ class DeferredLogits(LazyTensor):
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply `function` to the hidden states of these rows, and return the result.
 
-        `function` gets the rows in the order in which they are in memory. The result has the
+        `function` gets the rows in the order in which they are in memory. The result has its
         dimensions in the view's order.
         """
         last = len(self.dims) - 1
@@ -169,7 +169,8 @@ class DeferredLogits(LazyTensor):
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
-        """Return why the values (may) differ from a new product of the head, or None."""
+        """Return why the values differ, or may differ, from a new product with the head, or
+        None."""
         memory = self.memory
         if memory.is_open:
             return "the logits were written to, or may have been"
@@ -179,7 +180,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def materialisations(self) -> int:
-        """Return how many products were computed for these logits and tensors derived from them."""
+        """Return how often logits were computed for this tensor and for tensors derived from it."""
         return self.memory.source.materialisations
 
     @compat.untraced
@@ -228,9 +229,9 @@ class DeferredLogits(LazyTensor):
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
-    """Return whether a rule applies to `view`.
+    """Return whether a rule of lazy evaluation applies to `view`.
 
-    Few rules do if the vocabulary is not the last dimension.
+    If the vocabulary is not the last dimension, few rules do.
     """
     if view.window is not None:
         return rule in (_shaped_like, _itself, _recorded)
@@ -300,7 +301,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 class _Call(NamedTuple):
-    """One ATen operation on deferred logits."""
+    """An ATen operation on deferred logits."""
 
     func: Any
     view: DeferredLogits
@@ -308,7 +309,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
-        """Run it on a tensor instead of the logits."""
+        """Run the operation on a tensor instead of the deferred logits."""
         return self.func(tensor, *self.args, **self.kwargs)
 
 
@@ -318,7 +319,8 @@ _Rule = Callable[[_Call], Any]
 def _derive(
     view: DeferredLogits, geometry: Tensor, rows: Tensor, order: tuple[int, ...] | None = None
 ) -> DeferredLogits:
-    """Return a view of `view` with these rows, and perhaps a moved vocabulary dimension."""
+    """Return a view of `view` with these rows, possibly with the vocabulary in another
+    dimension."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()
@@ -330,10 +332,11 @@ def _derive(
 
 
 def _windows(call: _Call) -> Any:
-    """Run a view whose result is not a set of whole rows, such as some classes or a diagonal.
+    """Run a view operation whose result is not made of whole rows, such as some classes or a
+    diagonal.
 
-    The result's values are a view of those of `view`. Return None for other views, such as those of
-    another dtype.
+    The result's values are a view of those of `view`. Return None for other view operations, such
+    as a change of dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -356,7 +359,8 @@ def _windows(call: _Call) -> Any:
 
 
 def _same_rows(call: _Call) -> DeferredLogits | None:
-    """Run views that keep all rows in order: alias, detach, reshapes of leading dimensions."""
+    """Run view operations that keep all rows in order: alias, detach, reshapes of leading
+    dimensions."""
     view = call.view
     geometry = call.on(view._geometry())
     if geometry.dim() == 0 or geometry.shape[-1] != view.dims[-1]:
@@ -368,7 +372,8 @@ def _same_rows(call: _Call) -> DeferredLogits | None:
 
 
 def _some_rows(call: _Call) -> Any:
-    """Run views of some rows: slice, select, unbind and split of a leading dimension."""
+    """Run view operations that select rows: slice, select, unbind and split of a leading
+    dimension."""
     view, args = call.view, call.args
     takes_dim_first = call.func in (aten.slice.Tensor, aten.select.int, aten.unbind.int)
     place = 0 if takes_dim_first else 1
@@ -418,7 +423,7 @@ def _copied(call: _Call) -> DeferredLogits | None:
 
 
 def _scaled(call: _Call) -> DeferredLogits | None:
-    """Run multiplications and divisions by a number, such as a temperature."""
+    """Run multiplications and divisions by a number, such as a sampling temperature."""
     func, view, args, kwargs = call
     number: Any = -1.0 if func is aten.neg.default else args[0]
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -432,7 +437,7 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """Return a new tensor whose values are `function` of the values of `view`."""
+    """Return a new deferred tensor whose values are `function` of the values of `view`."""
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
     order = view.order
@@ -462,7 +467,7 @@ def _indexed(call: _Call) -> DeferredLogits | None:
 
 
 def _shaped_like(call: _Call) -> Any:
-    """Run ops whose result depends only on shape, dtype and device."""
+    """Run operations whose result depends only on shape, dtype and device, such as `zeros_like`."""
     options = {name: value for name, value in call.kwargs.items() if value is not None}
     device = {"device": call.view.device}
     return call.func(call.view._geometry(), *call.args, **{**device, **options})
@@ -473,7 +478,8 @@ def _itself(call: _Call) -> DeferredLogits:
 
 
 def _recorded(call: _Call) -> object:
-    """Keep the tensors from which the values are computed until another stream has used them."""
+    """Keep the tensors from which logits are computed in memory until another CUDA stream has used
+    them."""
     view = call.view
     for tensor in (view.rows, view.memory.source.weight, view._peek()):
         if tensor is not None:
@@ -535,7 +541,8 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
-    """Keep the gradient of selected rows as rows; their autograd node would make it dense."""
+    """Pass on the gradient of selected rows as a RowGradient; their autograd node would make it
+    dense."""
     is_part = view.window is None and prod(view.dims) < prod(base.dims)
     if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook
@@ -575,12 +582,12 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Return `.data`, which stays deferred if it has whole rows.
+    """Return `.data`, which stays deferred if it has whole rows of the vocabulary.
 
-    A part of rows may become the memory of another tensor.
+    If code writes such rows into the `.data` of another tensor, that tensor uses their memory.
 
-    In eager PyTorch the result is not a view: a write with a gradient affects only the new tensor's
-    gradient.
+    As in eager PyTorch, the result is no view: writing a value with a gradient changes only the new
+    tensor's gradient.
     """
     data: DeferredLogits = func(view)
     # Without a node first: that of a view which a write made stale would raise.
@@ -594,18 +601,18 @@ def _set_data(func: Any, view: Tensor, data: Tensor) -> None:
 
 
 def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function on plain tensors: it reads memory in C++, or belongs to another tensor
-    class."""
+    """Run a function that reads memory in C++, or belongs to another tensor class, on plain
+    tensors."""
     given = (args, kwargs)
     args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.as_plain, given)
     return func(*args, **kwargs)
 
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute values without a gradient at once.
+    """Compute the values of a copy at once, if it has no gradient.
 
-    They are copied or moved to the CPU, and usually read later, when the head may have changed.
-    Values with a gradient may be used in a loss, so they stay deferred.
+    Such a copy, or a transfer to the CPU, is usually read later, when the head may have changed.
+    A copy with a gradient may be used in a loss, so it stays deferred.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:
@@ -617,7 +624,7 @@ def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _method(func: Any, view: LazyTensor, *args: Any, **kwargs: Any) -> Any:
-    """Handle `Tensor.numpy(logits)` as `logits.numpy()`."""
+    """Handle `Tensor.numpy(logits)` like `logits.numpy()`."""
     return getattr(view, func.__name__)(*args, **kwargs)
 
 

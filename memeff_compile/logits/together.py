@@ -1,4 +1,4 @@
-"""Logits of a head that DTensor splits over ranks; all ranks compute them together.
+"""Compute the logits of a head that DTensor splits over ranks, on all ranks together.
 
 Each rank has a shard of the head. A read on only one rank, for example to print a sample on rank 0,
 would wait for the other ranks, so it raises an error at once. Call `full_tensor()`, as for a
@@ -26,7 +26,8 @@ _asking: list[bool] = []
 
 @contextmanager
 def all_ranks_ask() -> Iterator[None]:
-    """Allow computing logits that every rank requests in this block."""
+    """Allow computing the logits of a split head in this context, because every rank requests
+    them."""
     _asking.append(True)
     try:
         yield
@@ -57,7 +58,7 @@ class Ranks:
         return change or ("the head of another rank changed since then" if changed.item() else None)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the classes of all ranks."""
+        """Return the logits for the classes of all ranks."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         places: list[Any] = [Replicate()] * self.mesh.ndim

@@ -1,4 +1,4 @@
-"""The protocol of deferred logits for losses outside the graph; `tensor` has the class."""
+"""The interface of deferred logits that losses outside the graph use; `tensor` has the class."""
 
 from __future__ import annotations
 

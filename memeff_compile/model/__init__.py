@@ -1,10 +1,10 @@
-"""Functions that change whole models, which `torch.compile` must not do, because it must not free
+"""Functions that change whole models: `torch.compile` must not do this, because it must not free
 the user's tensors.
 
-The user calls these functions to change a model or to create an object for it. They may use
-kernels. They do not depend on graphs and passes, and passes do not depend on them. Names are loaded
-on first use, because transformers' quantizers import `ternary.pretrained` early, and this must not
-import kernels.
+The user calls these functions to change a model or to create an object for it. These functions may
+use kernels. The functions do not depend on graphs and passes, and passes do not depend on them.
+Names are imported on first use, because transformers' quantizers import `ternary.pretrained` early,
+and this must not import kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
-    """Load a name from the module that defines it (PEP 562)."""
+    """Import a name from the module that defines it, on first use (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

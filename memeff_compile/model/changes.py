@@ -1,4 +1,4 @@
-"""Reports of functions that change models in place, and where a model's reports are kept."""
+"""Report functions that change models in place, and store each model's reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Changes(VerbReport, int):
     def __new__(
         cls, verb: str, sentence: str, places: Mapping[str, str], left: Mapping[str, str] | None
     ) -> Changes:
-        """Create the number, and set the attributes."""
+        """Create the report, an integer that equals the number of changes, and set its
+        attributes."""
         self = super().__new__(cls, len(places))
         self.verb, self._sentence, self.places, self.left = verb, sentence, places, left or {}
         return self
@@ -39,14 +40,15 @@ class Changes(VerbReport, int):
         return self.verb, self._sentence, self.places, self.left
 
     def __str__(self) -> str:
-        """Return a summary, then the new state of each location, or why it did not change.
+        """Return a summary, then the new state of each module or weight, or why it did not change.
 
-        Equal texts of several layers share a line; `details` has a line for each.
+        Layers with equal texts share a line; `details` has a line for each of them.
         """
         return self._text(fold_names(self._said()))
 
     def details(self) -> str:
-        """Return a summary, then one line per location: its new state, or why it is unchanged."""
+        """Return a summary, then one line per module or weight: its new state, or why it is
+        unchanged."""
         return self._text(self._said())
 
     def _said(self) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Figures of reports, by matplotlib, which is imported only when a figure is drawn."""
+"""Draw figures for reports with matplotlib, which is imported only when a figure is drawn."""
 
 from __future__ import annotations
 

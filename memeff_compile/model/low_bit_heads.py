@@ -1,7 +1,8 @@
-"""use_low_bit_heads_: train or run a model with low-bit queries, keys and values in its attention.
+"""Train or run a model with low-bit queries, keys and values in its attention (use_low_bit_heads_).
 
-The model then adapts to a cache that stores such codes (`KVCache(scheme="per_head")`). See BitNet
-a4.8, table 3. This needs transformers, which is imported when the function is called.
+The model then adapts to a cache that stores such codes (`KVCache(scheme="per_head")`). The method
+is that of BitNet a4.8, table 3. The function needs transformers, which is imported when it is
+called.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _FULL = 16
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_off() -> bool:
-    """Return whether a switch of this package or of PyTorch turns everything off."""
+    """Return whether an option of this package or of PyTorch turns everything off."""
     return is_disabled() or compat.compiling_is_off()
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """An attention function of transformers that quantises the heads first."""
+    """An attention function of transformers that first quantises queries, keys and values."""
 
     inner: Any  # the function that attends
     query: int  # bits; 16: unchanged
@@ -66,7 +67,8 @@ class _Heads:
 
 
 class Undo(VerbReport, AbstractContextManager["Undo"]):
-    """Result of a function that changes a model: call it, or leave its ``with`` block, to undo."""
+    """The result of a function that changes a model: call it, or leave its ``with`` block, to undo
+    the change."""
 
     def __init__(self, undo: Callable[[], None], verb: str, what: str) -> None:
         self.undo = undo
@@ -95,18 +97,18 @@ def use_low_bit_heads_(
     first: int = 0,
     first_bits: int = 4,
 ) -> Undo:
-    """Give a model's attention low-bit heads; gradients pass through unchanged.
+    """Round the queries, keys and values of a model's attention to few bits; gradients pass through
+    unchanged.
 
-    Queries, keys and values are rounded after their rotary embedding, with one scale per token and
-    head. The paper's settings are ``key_value=4``; ``query=4, key_value=4``; and ``query=4,
-    key_value=3, first=1``.
+    The rounding happens after the rotary embedding, with one scale per token and head. The paper's
+    settings are ``key_value=4``; ``query=4, key_value=4``; and ``query=4, key_value=3, first=1``.
 
     Args:
         model: a transformers model with an attention implementation other than "eager".
         query: bits of queries: 16 (unchanged), 8, 4, 3 or 2.
         key_value: bits of keys and values.
-        first: number of first tokens that keep `first_bits`. They are counted from position 0, so
-            pad on the right.
+        first: number of first tokens that keep `first_bits`. These tokens are counted from position
+            0, so pad on the right.
         first_bits: bits of these first tokens.
 
     Returns:
@@ -173,7 +175,7 @@ def settings_of(low_bit_heads: int | Mapping[str, int]) -> dict[str, int]:
 
 
 def full_heads_again(model: nn.Module) -> Undone:
-    """Make attention use unchanged heads again, for `undo`."""
+    """Make attention use queries, keys and values that are not rounded again, for `undo`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     found: dict[str, str] = {}

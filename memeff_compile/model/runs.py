@@ -1,4 +1,4 @@
-"""Runs a model on a user's inputs, to observe its modules."""
+"""Run a model on a user's inputs, to observe its modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""undo(model): remove all changes that this package made to a model."""
+"""Remove all changes that this package made to a model (undo)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKEND = "memeff"
 def undo(model: nn.Module) -> Changes:
     """Remove all changes of this package from a model, in place; return a report.
 
-    It undoes:
+    The function undoes:
 
     - compiled calls, of the model and of modules inside it;
     - KV caches of `compile(kv_cache=)` and `use_kv_cache_`;
@@ -23,8 +23,8 @@ def undo(model: nn.Module) -> Changes:
       for bit, with all training since then.
 
     Weights that were rounded (`compress_(mantissa=3)`) or packed (`pack_ternary_`) cannot be
-    restored. They are listed under `left`, with the reason. Modules that another backend compiled
-    stay compiled. A second call makes no changes.
+    restored. Such weights are listed under `left`, with the reason. Modules that another backend
+    compiled stay compiled. A second call makes no changes.
 
     Args:
         model: the object that you call: the model, also under PEFT, or the wrapper that
@@ -57,7 +57,8 @@ def undo(model: nn.Module) -> Changes:
 
 
 def _compiled(model: nn.Module) -> system.Undone:
-    """Make modules run uncompiled, and replace wrappers inside the model by their modules."""
+    """Make modules run uncompiled, and replace wrappers of `torch.compile` inside the model by
+    their modules."""
     places: dict[str, str] = {}
     for path, module in list(model.named_modules()):
         said = compat.undo_compile(module, BACKEND)

@@ -1,4 +1,4 @@
-"""Observes the arguments and results of a model's calls of PyTorch's attention while it runs."""
+"""Observe the arguments and results of the attention calls that a model makes while it runs."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
-The user creates the cache, a `memeff_compile.KVCache`. The pass does not move or reorder its
-appends. A declined call is correct but slow: every step decodes all keys and values (the dense
-view).
+The user creates the cache, a `memeff_compile.KVCache`. The pass does not move or reorder the
+cache's appends. Where the pass declines, the result is correct but slow: every step decodes all
+keys and values (the dense view).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """Holds one attention over a dense view: its call, the view, and the nodes between them."""
+    """An attention call over a dense view, the view, and the nodes between them."""
 
     view: Node
 
@@ -70,7 +70,7 @@ class CompressKVCache(cached.CachedPass):
                 yield _unread(view)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return which layers of a low-bit cache stay exact, if only some do."""
+        """Return which layers of a low-bit cache stay exact, if not all are coded."""
         return [("exact_layers", k.kept_exact) for k in _keepers(info) if k.has_codes]
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
@@ -82,7 +82,8 @@ class CompressKVCache(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula of the bytes of the view, and of its copies per query head."""
+        """Return the formula for the bytes of the dense view, and of its copies for each query
+        head."""
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = match.tensors(info)
         codes, window = pool[0], pool[op_folder.POOL.index("k_window")]
@@ -128,7 +129,7 @@ class CompressKVCache(cached.CachedPass):
 
 
 def _keepers(info: GraphInfo) -> list[op_folder.Keeper]:
-    """Return the low-bit caches whose exact layers a whole graph reads."""
+    """Return the low-bit caches of which this graph reads all exact layers."""
     if info.parent is not None:
         return []
     return op_folder.keepers_of(map(compat.example_input, info.placeholders))
@@ -249,8 +250,7 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _leads_to(node: Node, end: Node) -> bool:
-    """Return whether `node` leads to `end` in a few steps, each of which is the only user of the
-    previous one."""
+    """Return whether `node` leads to `end` in a few steps, with no other users on the way."""
     for _ in range(cached.MAX_CHAIN):
         if node is end:
             return True

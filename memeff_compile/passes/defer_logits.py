@@ -1,14 +1,15 @@
-"""Decides whether a logits output can be returned as a deferred tensor, and plans it.
+"""Decide whether a logits output can be returned as a deferred tensor, and plan it.
 
-There are two callers. The fused loss uses it for logits that the model returns with the loss. The
-pass of this file uses it for logits of a training graph that has no loss: this loss is computed
-outside the graph, and deferred logits pass it to the fused op
+Two callers use this module. The fused loss plans logits that the model returns together with the
+loss. The pass in this file plans logits of a training graph without a loss: the user's code
+computes the loss outside the graph, and there the deferred logits call the fused op
 (`memeff_compile/logits/outside_loss.py`).
 
-A Hugging Face model returns its logits with the loss. As a graph output that needs a gradient, they
-would stay in memory, and the backward pass would add a tensor of zeros of the same size. So the
-fused loss replaces that output by the hidden states (N x D) and the backend wraps them:
-``out.logits`` has the right shape, dtype and gradient, and is computed when it is read.
+A Hugging Face model returns its logits with the loss. Without this plan, the logits would stay in
+memory as a graph output that needs a gradient, and the backward pass would add a tensor of zeros of
+the same size. So the fused loss returns the hidden states (N x D) instead, and the backend wraps
+the hidden states: ``out.logits`` has the right shape, dtype and gradient, and is computed when it
+is read.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)
@@ -46,7 +47,8 @@ class DeferLogits(GraphPass):
     name = "defer_logits"
 
     def find(self, info: GraphInfo) -> Iterable[outputs.Returned | Decline]:
-        """Yield one match per head whose logits are only returned, and a note per narrow head."""
+        """Yield one match for each head whose logits are only returned, and a note for each narrow
+        head."""
         found = [m for m in outputs.returned_logits(info) if outputs.is_unused(info, m)]
         return [*found, *narrow_heads(info)]
 

@@ -4,17 +4,18 @@
 
 W is a `CodedWeight`, with which `memeff_compile.compress_` replaces a dense weight. Without this
 pass, the linear would decode it, and autograd would keep every layer's decoded weight for the
-backward pass: the memory would not be saved. The op keeps the compressed weight and decodes it
-again. The rewrite must come before autograd is traced, also inside checkpoints.
+backward pass: the memory would not be saved. The op keeps the compressed weight, and its backward
+pass decodes the weight again. The pass must run before autograd is traced, also in the bodies of
+checkpoints.
 
 In inference, two or three linears with the same input, such as those of queries, keys and values,
-become one op, which needs a single launch for one token:
+become one op, which needs only one kernel launch for one token:
 
     before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
 
 If another operation reads a compressed weight (an embedding, an explicit product), the weight is
-decoded there. That is correct but takes memory, and the report mentions it.
+decoded there. Decoding is correct but takes memory, and the report names it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .graph.graph_info import GraphInfo, kind_among, node_name
 
 @dataclass(frozen=True)
 class Coded:
-    """A linear with a compressed weight, or another reader of one."""
+    """A linear with a compressed weight, or another node that reads such a weight."""
 
     node: Node
     weight: Node
@@ -52,7 +53,7 @@ class Coded:
 class Several:
     """Linears with the same input, in order.
 
-    `split` is the reason why other linears are not included.
+    `split` is the reason why other linears with this input are not included.
     """
 
     sites: tuple[Coded, ...]
@@ -60,15 +61,17 @@ class Several:
 
 
 class EncodeWeights(GraphPass):
-    """The pass.
+    """Runs linears on compressed weights.
 
-    Its sentence contains each layer's saving, since equal layers are counted together.
+    The saving of each layer is part of the record's sentence, because the report merges equal
+    layers.
     """
 
     name = "encode_weights"
 
     def find(self, info: GraphInfo) -> list[Several]:
-        """Return every reader of a compressed weight; linears of one input are one match."""
+        """Return every node that reads a compressed weight; linears with the same input are one
+        match."""
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
         for node in info.visit(info.gm.graph.nodes):
@@ -90,7 +93,7 @@ class EncodeWeights(GraphPass):
         return found
 
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
-        """Return why a linear cannot join a group with its input, or an empty string."""
+        """Return why a linear cannot join the linears with the same input, or an empty string."""
         first = group[0]
         codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
         needed = [_whole(n) for n in (site.x, site.weight, site.bias) if n is not None]
@@ -191,8 +194,7 @@ def _dtype(site: Coded) -> torch.dtype:
 
 
 def _whole(node: Node) -> Node:
-    """Return the graph input if ``node`` is this process's part of one, otherwise the node
-    itself."""
+    """Return the graph input if ``node`` is this rank's part of one, otherwise the node itself."""
     if node.target != "to_local" or node.kwargs or len(node.args) != 1:
         return node
     (whole,) = node.args

@@ -5,11 +5,12 @@
             attended = scaled_dot_product_attention(q, k, v)
             out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
 
-This function has two implementations in PyTorch. With ``need_weights=True``, the default, PyTorch
+PyTorch implements this function in two ways. With ``need_weights=True``, the default, PyTorch
 builds the scores and the weights, even if no node reads them. Otherwise PyTorch calls
 scaled_dot_product_attention, with a mask per head if both masks are given. If no node reads the
-weights, this pass inserts the second form, with one mask for all heads, so that
-``recover_attention`` can read it. If that gains nothing, the node is not changed.
+weights, this pass inserts the second implementation, with one mask for all heads, so that
+``recover_attention`` can read it. If the expansion saves neither memory nor time, the node is not
+changed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .graph.graph_info import GraphInfo, kind_among, same_shape
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask of the module."""
+    """A mask argument of nn.MultiheadAttention."""
 
     node: Node  # the mask as it is passed to the function
     taken: Node | None  # true for hidden keys; None for a mask of other numbers
@@ -50,7 +51,8 @@ class Mask:
 
 @dataclass(frozen=True)
 class Multihead:
-    """Holds one call: its arguments by name, the node of its output, and its masks."""
+    """A call of multi_head_attention_forward: its arguments by name, the node of its output, and
+    its masks."""
 
     node: Node
     output: Node
@@ -70,7 +72,8 @@ class Multihead:
 
 
 class ExpandMultihead(GraphPass):
-    """The pass. The kernels that PyTorch chooses determine which buffers it saves."""
+    """Replaces nn.MultiheadAttention's single node by linears and an attention call. The kernel
+    that PyTorch chooses for attention determines which buffers PyTorch saves."""
 
     name = "expand_multihead"
 
@@ -105,7 +108,8 @@ class ExpandMultihead(GraphPass):
         return Done(match.node, sentence, sites=1)
 
     def dead(self, match: Multihead) -> Sequence[Node]:
-        """Return the call, its unpacked results, and the nodes that were made for it alone."""
+        """Return the call, the nodes that unpack its results, and the nodes that only this call
+        used."""
         masks = [node for mask in match.masks for node in mask.made_by]
         operands = {match.given[name] for name in ("query", "key", "value")}
         turned = [node for node in operands if _turned_from(node) is not None]
@@ -167,7 +171,7 @@ def _turned_from(node: Node) -> Node | None:
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
-    """Return the savings of the second form in words, or "" if PyTorch already uses it."""
+    """Return in words what the second implementation saves, or "" if PyTorch already uses it."""
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
     is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"
@@ -184,7 +188,7 @@ def _gains(info: GraphInfo, match: Multihead) -> list[str]:
 
 
 def _lengths(info: GraphInfo, match: Multihead) -> tuple[Any, Any]:
-    """Return the numbers of queries and keys: the first axis, batched or not."""
+    """Return the numbers of queries and keys; inputs may have a batch dimension or none."""
     query, key = info.value(match.given["query"]), info.value(match.given["key"])
     return query.shape[0], key.shape[0]
 
@@ -197,7 +201,7 @@ def _scores(info: GraphInfo, match: Multihead) -> str:
 
 
 def _form(info: GraphInfo, match: Multihead) -> Form | None:
-    """Return the form of the attention mask over queries and keys, or None if it is unknown."""
+    """Return the attention mask as a condition on query and key, or None if it cannot be read."""
     mask = match.attention
     if mask is None or info.value(mask.node).dim() != 2:
         return None
@@ -238,7 +242,7 @@ def _unserved(match: Multihead) -> Decline | None:
 
 
 def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Decline if a mask was changed after it was made, or needs a gradient."""
+    """Return a decline if a mask was written to after it was made, or needs a gradient."""
     for mask in match.masks:
         if mask.made_by and mask.taken is not None:
             write = info.written_between([mask.node, mask.taken], mask.node, match.node)
@@ -257,14 +261,14 @@ def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
 
 
 def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Decline if the new call would not be one fused kernel."""
+    """Return a decline if the new call would not run as one fused kernel."""
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
     reason = why_no_kernel(info, info.value(match.output), size, size)
     return Decline("no_fused_kernel", reason) if reason and match.builds_weights else None
 
 
 class _Expansion:
-    """Inserts the parts of the call in the dtype in which it computes, with or without autocast."""
+    """Inserts the nodes of the new call in the dtype of the old one, with or without autocast."""
 
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
         self.info, self.editor, self.match = info, editor, match
@@ -275,7 +279,7 @@ class _Expansion:
         self.width: int = match.given["embed_dim_to_check"]
 
     def result(self) -> Node:
-        """Insert all parts; return the node of the output."""
+        """Insert all nodes of the new call; return the node of the output."""
         query, key, value = self._projected()
         keep = self._mask()
         attended = self.call(aten.scaled_dot_product_attention.default, query, key, value, keep)
@@ -316,7 +320,7 @@ class _Expansion:
         return found
 
     def _split(self, packed: Node | None, *shares: int) -> list[Node | None]:
-        """Split a packed weight or bias into parts of the module's width."""
+        """Split a packed weight or bias into equal parts, one each for query, key and value."""
         if packed is None or len(shares) == 1:
             return [packed] * len(shares)
         sizes = [share * self.width for share in shares]
@@ -326,7 +330,8 @@ class _Expansion:
     def _projection(
         self, source: Node, weight: Node | None, bias: Node | None, parts: int
     ) -> list[Node]:
-        """Project once, and return the parts as (batch, heads, length, head size)."""
+        """Insert one linear, and return its result in parts, each (batch, heads, length, head
+        size)."""
         x, batch = self._batch_first(source)
         x = self.call(aten.linear.default, self._cast(x), weight, bias)
         sizes = [parts, self.heads, self.width // self.heads]
@@ -336,7 +341,7 @@ class _Expansion:
         return [self.item(pieces, place) for place in range(parts)]
 
     def _batch_first(self, source: Node) -> tuple[Node, int]:
-        """Return a tensor of three axes to project, and which of its first two axes is the batch.
+        """Return a 3D tensor to project, and which of its first two axes is the batch.
 
         A module with ``batch_first`` swaps the axes of its inputs. This pass projects the unswapped
         tensor, without a copy.
@@ -348,7 +353,8 @@ class _Expansion:
         return (node, 1) if turned is None else (turned, 0)
 
     def _mask(self) -> Node | None:
-        """Return one mask, or None: it is true where a key counts, or has numbers to add."""
+        """Return one mask, or None: a boolean that is true for keys that count, or numbers to
+        add."""
         masks = self.match.masks
         if not masks:
             return None
@@ -368,7 +374,7 @@ class _Expansion:
         return self.call(aten.masked_fill.Scalar, zeros, node, -math.inf)
 
     def _four_axes(self, mask: Mask, node: Node) -> Node:
-        """Return a mask that broadcasts to the scores."""
+        """Return a mask with four axes, which broadcasts to the scores."""
         node = self.info.current(node)
         rank = compat.example_value(node).dim()
         is_attention = mask is self.match.attention
@@ -379,8 +385,8 @@ class _Expansion:
         return node
 
     def _nothing_is_nan(self, mask: Node) -> Node:
-        """Return nan for queries that attend to no key, otherwise 1: a softmax of minus infinities
-        is nan.
+        """Return nan for queries that may attend to no key, otherwise 1, as in a softmax of minus
+        infinities.
         """
         if compat.example_value(mask).dtype != torch.bool:
             mask = self.call(aten.gt.Scalar, mask, -math.inf)

@@ -8,16 +8,17 @@
     before: s = log_softmax(linear(h, W)).gather(-1, i)
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
 
-A match of the first kind is one number per row that compares the softmax of a student's head with
-that of a teacher, which is a head of this graph or a tensor of logits. `losses/divergences.py`
-reads the spellings. If the rows are only masked, scaled and summed afterwards, the op returns that
-one number and its gradients, in four products; else the backward computes the logits again. A match
-of the second kind reads k classes of each row (`losses/classes.py`): a teacher often names only
-those. The rest of the loss, on these k numbers, stays in the graph.
+A match of the first kind, as in the first example, is one number per row that compares the softmax
+of a student's head with that of a teacher, which is a head of this graph or a tensor of logits.
+`losses/divergences.py` recognises the ways to write it. If the rows are only masked, scaled and
+summed afterwards, the op returns the sum and its gradients, with four matrix products; otherwise
+the backward pass computes the logits again. A match of the second kind reads k classes of each row
+(`losses/classes.py`): a teacher often gives only its k most likely classes. The rest of the loss,
+which uses these k numbers, stays in the graph.
 
-The pass declines teachers that train, other readers of the logits, softcaps and vectors over the
-vocabulary, in-place writes before the divergence, and tensor subclasses. The docs page lists every
-code.
+The pass declines teachers that need a gradient, other readers of the logits, softcaps and vectors
+over the vocabulary, in-place writes before the divergence, and tensor subclasses.
+docs/passes/fuse-divergence.md lists the codes of all these reasons.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class FuseDivergence(GraphPass):
     name = "fuse_divergence"
 
     def find(self, info: GraphInfo) -> Iterable[Divergence | Classes | Decline]:
-        """Yield every divergence of a head, a Decline per `kl_div` of one that is not read, and
-        every read of several classes of each row.
+        """Yield every divergence of a head, every read of several classes per row, and a Decline
+        for each `kl_div` that cannot be read.
         """
         nodes = list(info.gm.graph.nodes)
         if not any(node_name(node) in _SOFTMAXES for node in nodes):
@@ -91,7 +92,8 @@ class FuseDivergence(GraphPass):
         return None
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
-        """Return the bytes of both logits, and of the blocks that replace them."""
+        """Return the bytes of the student's and teacher's logits, and of the blocks that replace
+        them."""
         hidden, weight, *_ = _values(info, match.student)
         rows = math.prod(compat.size_hint(size) for size in hidden.shape[:-1])
         vocab = compat.size_hint(weight.shape[0])
@@ -122,7 +124,7 @@ class FuseDivergence(GraphPass):
         return [*heads, match.node]
 
     def rewrite(self, info: GraphInfo, match: Divergence | Classes, editor: Editor) -> Done:
-        """Emit the op before the match, and restore its result."""
+        """Insert the op before the match, and restore the form of its result."""
         for side in match.sides:
             for step in () if side.chain is None else side.chain.steps:
                 compat.hold_constant(step.symbol)
@@ -158,7 +160,8 @@ class FuseDivergence(GraphPass):
 
 
 def _lending_depth(info: GraphInfo, match: Divergence | Classes) -> int:
-    """Return the width of a weight whose gradient the op computes together with its results."""
+    """Return the hidden size of a weight whose gradient the op computes together with its
+    results."""
     weight = info.value(_head(match.student).weight)
     is_total = isinstance(match, Divergence) and _is_total(info, match)
     size = compat.known_size(info.value(_head(match.student).hidden).shape[-1])
@@ -171,7 +174,8 @@ def _head(side: Side) -> Any:
 
 
 def _unread(info: GraphInfo, reader: DivergenceReader, node: Node) -> Iterable[Decline]:
-    """Return a decline for a divergence of a head's log-probabilities that the pass cannot read."""
+    """Return a decline for a divergence of a head's log-probabilities that the pass does not
+    recognise."""
     given = kl_arguments(node) or {"input": node.args[0] if node.args else None}
     sides = [reader.softmax.log_probs(given.get(name)) for name in ("input", "target")]
     if any(isinstance(side, Soft) for side in sides):
@@ -255,18 +259,19 @@ def _check_readers(info: GraphInfo, match: Divergence | Classes) -> Decline | No
 
 
 def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
-    """Return whether a node comes before a side's softmax, or is a mask."""
+    """Return whether a node comes before the softmax of student or teacher, or is a mask."""
     before = (node for side in match.sides for node in side.nodes)
     return node in (*before, *_row_tensors(match))
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return the operands that are not sides: the masks, or the index of the classes."""
+    """Return the operands with a number per row: the masks, or the index of the classes."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 
 def _is_of_a_loss(tails: TailReader, user: Node) -> bool:
-    """Return whether a reader of logits is a loss with class indices, or the softmax before one."""
+    """Return whether a node that reads logits is a loss with class indices, or the softmax before
+    one."""
     if any(isinstance(answer, Tail) for answer in tails.tails(user)):
         return True
     is_log = isinstance(tails.softmax.log_probs(user), Soft)
@@ -292,7 +297,7 @@ def _operands(side: Side) -> list[Node]:
 
 
 def _values(info: GraphInfo, side: Side) -> tuple[Any, Any, Any]:
-    """Return example values of the op's operands for one side: rows, weight, bias."""
+    """Return example values of the op's operands for student or teacher: rows, weight, bias."""
     if side.chain is None:
         return info.value(side.logits), None, None
     head, dtype = side.chain.head, side.chain.head.compute_dtype
@@ -343,7 +348,7 @@ def _engine(info: GraphInfo, match: Divergence | Classes) -> str:
 
 
 def _is_total(info: GraphInfo, match: Divergence) -> bool:
-    """Return whether the op makes one number and its gradients.
+    """Return whether the op returns one number and its gradients.
 
     In an activation checkpoint it does not, because the forward pass runs twice there.
     """
@@ -414,7 +419,7 @@ def _detached(info: GraphInfo, e: Editor, node: Node) -> Node:
 
 
 def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
-    """Insert the op's operands for one side: rows, weight, bias."""
+    """Insert the op's operands for student or teacher: rows, weight, bias."""
     if side.chain is None:
         assert side.logits is not None
         return [side.logits, None, None]
@@ -435,7 +440,7 @@ def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
 def _row_weight(
     info: GraphInfo, masks: Sequence[Mask], hidden: Node | None, e: Editor
 ) -> Node | None:
-    """Return the product of the numbers per row, in the dtype of the op's rows."""
+    """Return the product of all factors per row, in the dtype of the op's rows."""
     assert hidden is not None
     total = None
     for mask in masks:

@@ -4,20 +4,20 @@
     after:  x, C = memeff.embedding_tied(W, ids, -1)
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
-C is W itself, a view. Since the lookup returns it, autograd passes the head's gradient of W and the
-rows' gradient to the lookup's backward pass, which adds the second into the first in place. This
-saves an fp32 buffer as large as the table (V x D), into which Inductor scatters.
+C is a view of W. Because the lookup returns C, autograd passes the head's gradient of W and the
+rows' gradient to the lookup's backward pass, which adds the second into the first in place. The
+pass saves an fp32 buffer as large as the table (V x D), into which Inductor scatters.
 
-Several lookups in one table (encoder and decoder) are chained: each takes the table from the
-previous one. Gradients of other uses of the table come from autograd as usual.
+Several lookups in one table (encoder and decoder) are chained: each takes the table that the
+previous one returned. Gradients of other uses of the table come from autograd as usual.
 
 A large 16-bit table without a fused head in the same graph becomes memeff::embedding, whose
-backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are not rewritten there,
-because the buffer into which Inductor scatters is already the gradient.
+backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are not rewritten in
+this case, because the buffer into which Inductor scatters is already the gradient.
 
 If DTensor splits a table over ranks, each rank looks up rows in its part, by `over_ranks`. If the
 rows are split, DTensor builds the gradient of all rows on every rank in the table's dtype. So the
-pass rewrites every large split table, and its rows are summed over ranks as before:
+pass rewrites every large split table, and its rows are summed over ranks as before the rewrite:
 
     before: x = embedding(ids, W).redistribute(...)                  W: Shard(0)
     after:  W_r = part_of_rank(W)
@@ -68,7 +68,7 @@ _HEADS = (
 
 @dataclass
 class Table:
-    """Holds a weight that is looked up, its lookups, and the heads after all lookups."""
+    """The weight of an embedding, its lookups, and the heads that use it after all lookups."""
 
     weight: Node
     lookups: list[Node] = field(default_factory=list)
@@ -84,7 +84,7 @@ class FuseEmbeddingGradient(GraphPass):
         return super().enabled(info) and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Table | Decline]:
-        """Yield one table per looked-up weight for which the rewrite saves memory."""
+        """Yield each looked-up weight for which the rewrite saves memory."""
         tables: dict[Node, Table] = {}
         unread: dict[Node, list[Node]] = defaultdict(list)
         for node in info.visit(info.gm.graph.nodes):
@@ -160,9 +160,9 @@ class FuseEmbeddingGradient(GraphPass):
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
         """Replace each lookup by the fused op.
 
-        If heads read the table too, the op also returns the table, and each following lookup takes
-        the table that the previous op returned. The heads then read the table that the last op
-        returns.
+        If heads use the table as their weight, the op also returns the table, and each following
+        lookup takes the table that the previous op returned. The heads then read the table that the
+        last op returns.
         """
         table, sources = match.weight, _sources(match.weight)
         parts: dict[Node, Node] = {}
@@ -198,7 +198,8 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
-        """Return whether the table is split over ranks, between which its gradients may move."""
+        """Return whether the table is split over ranks, so that its gradients may be sent between
+        them."""
         return compat.is_dtensor(info.value(match.weight))
 
     def dead(self, match: Table) -> Sequence[Node]:
@@ -252,7 +253,7 @@ def _unread(node: Node) -> Decline:
 
 
 def _sources(weight: Node) -> list[Node]:
-    """Return a weight and this rank's shard of it, which is the weight that split heads read."""
+    """Return a weight and this rank's part of it, which split heads multiply by."""
     parts = (user for user in weight.users if user.target is part_of_rank)
     return [weight, *(part for part in parts if all(summed is None for summed in part.args[1:]))]
 
@@ -262,9 +263,9 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
-    """Return the nodes after ``last`` through which fused heads read ``weight``: the op, a cast, or
+    """Return the nodes after ``last`` through which fused heads use ``weight``: the op, a cast, or
     a slice of the classes. Casts to a narrower dtype are not included: their gradient would stay in
-    the wide dtype through the whole backward pass.
+    the wider dtype through the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -294,10 +295,10 @@ def _is_made_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _is_large(info: GraphInfo, weight: Node) -> bool:
-    """Return whether the avoided buffer is large.
+    """Return whether the buffer that this pass avoids is large.
 
-    It is the fp32 copy into which Inductor scatters for a 16-bit table, or all rows of a table that
-    is split over ranks.
+    The buffer is the fp32 copy into which Inductor scatters for a 16-bit table, or the gradient of
+    all rows for a table that is split over ranks.
     """
     value = info.tensor(weight)
     if value is None or value.dim() != 2:
@@ -350,9 +351,9 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """Return whether the reader of partial sums over ranks adds these up first.
+    """Return whether the reader of partial sums adds them up over ranks before it uses them.
 
-    It does if every rank has the complete result.
+    The answer is yes if every rank has the complete result.
     """
     if node_name(user) in _MOVES:
         return True
@@ -363,9 +364,7 @@ def _reads_sums(user: Node) -> bool:
 
 
 def _hand_over(editor: Editor, parts: dict[Node, Node]) -> None:
-    """Let the readers of lookups read rows that are split over ranks: already summed, or still to
-    be moved.
-    """
+    """Rewire readers of lookups to rows that are split over ranks, summed already or not yet."""
     added: dict[Node, Node] = {}
     for user in dict.fromkeys(user for node in parts for user in node.users):
         moves = node_name(user) in _MOVES

@@ -2,14 +2,14 @@
 
     before: out = linear(silu(gate) * up, W)        after: out = memeff.gated_linear(gate, up, W)
 
-In the backward pass of a gated MLP, a compiler recomputes the product and the gradients of gate and
-up in one kernel. The kernel reads three tensors of tokens x intermediate size and writes three, so
+In the backward pass of a gated MLP, Inductor recomputes the product and the gradients of gate and
+up in one kernel. This kernel reads three tensors of tokens x intermediate size and writes three, so
 six exist at once: this is the memory peak of a checkpointed step. The op needs only three.
 
-Only bodies of activation checkpoints are touched. There gate and up are recomputed for the backward
-pass and have no other user, so the op may overwrite them. Outside checkpoints, the backward pass
-reads saved tensors, which the op would have to copy first. The pass skips such linears and does not
-report them.
+The pass changes only the bodies of activation checkpoints. In a checkpoint, gate and up are
+recomputed for the backward pass and have no other user, so the op may overwrite them. Outside
+checkpoints, the backward pass reads saved tensors, which the op would have to copy first. The pass
+skips such linears and does not report them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .graph.graph_info import GraphInfo, kind_among, node_name
 
 @dataclass(frozen=True)
 class Gated:
-    """A linear of a gated product."""
+    """A linear whose input is a gated product."""
 
     linear: Node
     product: Node
@@ -45,9 +45,10 @@ class Gated:
 
 
 class FuseGatedLinear(GraphPass):
-    """The pass.
+    """Replaces the linears of gated MLPs in checkpoints.
 
-    Blocks run one after the other, so the report gives the saving of each, not a sum.
+    The backward passes of the blocks run one after the other, so the report gives the saving of one
+    block, not a sum.
     """
 
     name = "fuse_gated_linear"
@@ -69,7 +70,7 @@ class FuseGatedLinear(GraphPass):
         return None if found is None else found.counted(match.linear)
 
     def places(self, match: Gated) -> Sequence[Node]:
-        """Return the linear and the nodes that make its input."""
+        """Return the linear and the nodes that compute its input."""
         return (match.linear, match.product, match.activated)
 
     def rewrite(self, info: GraphInfo, match: Gated, editor: Editor) -> Done:
@@ -103,14 +104,14 @@ def _read(node: Node) -> Gated | None:
 
 
 def _activation(call: Call) -> str:
-    """Return the op's name of an activation, or an empty string."""
+    """Return the op's name for an activation function, or an empty string."""
     if call.op is aten.gelu.default:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(call.args["approximate"], "")
     return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(call.op, "")
 
 
 def _gains(info: GraphInfo, match: Gated) -> bool:
-    """Return whether the op overwrites only tensors that the backward computes for this op."""
+    """Return whether the op overwrites only tensors that the backward pass computes for this op."""
     out, gate, up = (info.tensor(n) for n in (match.linear, match.gate, match.up))
     if out is None or gate is None or up is None:
         return False
@@ -131,7 +132,8 @@ _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
-    """Return whether an op of this body computed a value and does not save it."""
+    """Return whether an op in this checkpoint computed a value that the checkpoint does not
+    save."""
     while (call := call_of(node, *_VIEWS)) is not None:
         node = call.args["self"]
         if len(node.users) != 1:

@@ -13,14 +13,15 @@ its factors as arguments.
 
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
-A *site* is one head and every loss-like consumer of its logits: cross_entropy, log_softmax +
-nll_loss or gather, logsumexp (z-loss), and metrics of the same logits: argmax, entropy, losses
-without a gradient. Consumers that use the same rows and targets share one op call. The reductions
-stay ATen nodes, so an empty or all-ignored batch gives nan as in eager.
+A *site* is one head and every consumer of its logits that the op supports: cross_entropy,
+log_softmax + nll_loss or gather, logsumexp (z-loss), and metrics of the same logits: argmax,
+entropy, losses without a gradient. Consumers that use the same rows and targets share one op call.
+The reductions stay ATen nodes, so an empty or all-ignored batch gives nan as in eager.
 
 The pass declines class-probability targets, other sums and uses of the logits inside the graph,
-in-place writes to logits or operands before the loss, mixed grad regions, subclass or integer
-weights, scales that are tensors, and heads in another graph. The docs page lists every code.
+in-place writes to logits or operands before the loss, logits used both with and without gradients,
+subclass or integer weights, scales that are tensors, and heads in another graph. The docs page
+lists every code.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ class FuseLinearCrossEntropy(GraphPass):
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield one site per head with a loss-like consumer, and a Decline per loss without a
-        head."""
+        """Yield one site for each head with a loss, and a Decline for each loss without a head."""
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
@@ -158,7 +158,7 @@ class FuseLinearCrossEntropy(GraphPass):
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
         """Return the formula for the logits' bytes, before and after.
 
-        Return None for PyTorch's own op, which has only chunks of logits.
+        Return None for PyTorch's own fused op, which never builds more than a chunk of logits.
         """
         head = match.head
         if is_chunked(match.tails[0]):
@@ -229,9 +229,8 @@ class FuseLinearCrossEntropy(GraphPass):
         return [match.head.node, *(t.node for t in match.tails)]
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Insert one op call per set of tails with the same rows and targets.
-
-        Then replace the outputs.
+        """Insert one op call for each set of losses with the same rows and targets, then replace
+        the outputs.
         """
         spellings: list[str] = []
         chains = [*(t.chain for t in match.tails), *(o.chain for o in match.outputs)]
@@ -282,7 +281,8 @@ class FuseLinearCrossEntropy(GraphPass):
         return [*match.covered, *match.aside, *match.head.casts]
 
     def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
-        """Return whether the rewrite gathers over ranks; then all ranks have to apply it."""
+        """Return whether the new op communicates between ranks, so that all ranks must insert
+        it."""
         return compat.is_dtensor(info.value(match.head.node))
 
 
@@ -319,7 +319,8 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return the engine's name, its measured speed, and the effect of a gradient filter."""
+    """Return in words the engine's name, its measured speed, and the effect of a gradient
+    filter."""
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)
     name, speed = _engine_name(info, match), speed_note(hidden.device)

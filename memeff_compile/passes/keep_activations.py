@@ -1,18 +1,17 @@
-"""Lets activation checkpoints save results that are expensive to recompute, within
-memeff.recompute.
+"""Let activation checkpoints save results that are expensive to recompute, within memeff.recompute.
 
     before: checkpoint(block): the whole block is computed again for the backward
     after:  checkpoint(block), which keeps results of attention (and of linears, up to some bytes)
 
-Neither numbers nor nodes change: the body of a checkpoint gets a policy, as `context_fn` of
-`torch.utils.checkpoint` would set it. Results of fused attention, log-sum-exps included, and of
-linears are kept; the rest is recomputed as before. If the backward pass reads a linear's result
-only after further linear steps, such as the rotation of queries and keys, the result of those steps
-is kept instead: it has the same size and saves more work.
+The pass changes no numbers and no nodes: it gives the body of a checkpoint a policy, as
+`context_fn` of `torch.utils.checkpoint` would. Results of fused attention, log-sum-exps included,
+and of linears are kept; the rest is recomputed as before. If the backward pass reads a linear's
+result only after further linear steps, such as the rotation of queries and keys, the result of
+those steps is kept instead: it has the same size and saves more work.
 
 With a limit in bytes, the results that save the most time per byte are kept, later blocks first. A
-linear whose result the backward does not read (it is added to the residual and leaves the block) is
-not kept, nor is one that `memeff::gated_linear` overwrites.
+linear's result is not kept if the backward pass does not read it (it is added to the residual and
+leaves the block), or if `memeff::gated_linear` overwrites it.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ _MOVED = 3e12
 
 @dataclass(frozen=True)
 class Product:
-    """Holds a result that could be kept, its bytes, and roughly the seconds that this saves."""
+    """A result that could be kept, its bytes, and an estimate of the seconds that this saves."""
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
@@ -91,12 +90,12 @@ Products = tuple[Product, ...]  # of one body
 
 
 class KeepActivations(GraphPass):
-    """The pass. It has one match for each checkpoint."""
+    """Chooses the results that checkpoints keep, with one match per checkpoint."""
 
     name = "keep_activations"
 
     def find(self, info: GraphInfo) -> Iterable[Products | Decline]:
-        """Yield the results of this body that are kept."""
+        """Yield the results in this checkpoint body that are kept."""
         if info.called_by is None or not info.region.grad:
             return
         every = [_product(info, node) for node in info.visit(info.gm.graph.nodes)]
@@ -138,7 +137,7 @@ class KeepActivations(GraphPass):
         return [node for product in match for node in product.nodes]
 
     def rewrite(self, info: GraphInfo, match: Products, editor: Editor) -> Done:
-        """Give the body its policy."""
+        """Give the checkpoint a policy that saves the chosen results."""
         editor.keep({node: _mark(product, node) for product in match for node in product.nodes})
         kept = sum(product.bytes for product in match)
         kinds = [product.kind for product in match]
@@ -193,7 +192,8 @@ def _unserved(info: GraphInfo) -> Decline | None:
 
 
 def _readable(info: GraphInfo) -> Iterator[Product]:
-    """Yield the products of a level; errors are reported in the search of that level."""
+    """Yield the products of a level, without nodes that raise an error; that level's own search
+    reports it."""
     for node in info.gm.graph.nodes:
         with suppress(Exception):
             product = _product(info, node)
@@ -217,10 +217,7 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
-    """Read a node as a result that could be kept.
-
-    Return why it cannot be kept, or None for other nodes.
-    """
+    """Read a node as a result that could be kept; return why it cannot, or None for others."""
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None
@@ -260,7 +257,8 @@ def _linear(info: GraphInfo, node: Node, call: Call) -> Product | None:
 
 
 def _readers(linear: Node) -> list[Node]:
-    """Return the nodes that the backward pass reads: the linear, or results of linear steps on it.
+    """Return the nodes of a linear's result that the backward pass reads: the linear, or linear
+    steps on it.
 
     The backward does not read a result that is only added and returned. The list is empty if
     `memeff::gated_linear` reads one of these nodes, because that op overwrites it.
@@ -278,7 +276,7 @@ def _readers(linear: Node) -> list[Node]:
 
 
 def _is_step(node: Node, made: Collection[Node]) -> bool:
-    """Return whether a call is linear in the values that come from one node.
+    """Return whether a call is linear in the values that come from a node.
 
     The backward pass of such a call does not read these values.
     """
@@ -292,8 +290,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the ops that read a call's result after moves, or the call's op if it is not a
-    move."""
+    """Return the first ops after a node that do more than move data, or the node's op if it does
+    more."""
     found: list[Any] = []
     ways, seen = [node], {node}
     while ways:
@@ -308,7 +306,7 @@ def _ends(node: Node) -> list[Any]:
 
 
 def _without_moves(node: Node, linear: Node) -> Node:
-    """Return the node without later moves and casts to its original dtype."""
+    """Return the earlier node whose values this one has, moved, or cast and cast back."""
     while node is not linear:
         calls, source = read(node), node.all_input_nodes[0]
         is_move = calls is not None and all(call.op in _MOVES for call in calls)
@@ -321,10 +319,10 @@ def _without_moves(node: Node, linear: Node) -> Node:
 
 
 def _is_made_op_by_op(value: torch.Tensor) -> bool:
-    """Return whether PyTorch chose its unfused attention, which ends in a plain product.
+    """Return whether PyTorch chose its unfused attention, which ends in a plain matrix product.
 
-    PyTorch chose when Dynamo traced the call, for example under `sdpa_kernel`. For a planned GPU
-    the choice is unknown.
+    PyTorch chooses the kernel of a call when Dynamo traces the call, for example under
+    `sdpa_kernel`. For a planned GPU, PyTorch's choice is unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

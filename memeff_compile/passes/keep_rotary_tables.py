@@ -1,12 +1,13 @@
-"""Compute cos and sin of positions once, instead of again in the kernels of every layer.
+"""Compute cos and sin of positions once, instead of once more in the kernels of every layer.
 
     before: c = to(cos(angles)); layer 1: q * c + ..; layer 2: q * c + ..
     after:  c = as_strided(to(cos(angles)), ..); layer 1: q * c + ..; layer 2: q * c + ..
 
-The numbers are the same. A table of cosines is pointwise in the positions, and Inductor recomputes
-pointwise values in every kernel that reads them: each layer, forward and backward, would take the
-cosine of each angle once per head. If a node reads the strides of a tensor, Inductor stores that
-tensor in memory. The view costs no time: it has the table's sizes and strides.
+The pass changes no numbers. A table of cosines is pointwise in the positions, and Inductor
+recomputes pointwise values in every kernel that reads them: each layer, forward and backward, would
+take the cosine of each angle once per head. If a node reads the strides of a tensor, Inductor has
+to store that tensor. The inserted view reads the strides and costs no time: it has the table's
+sizes and strides.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class KeepRotaryTables(GraphPass):
     name = "keep_rotary_tables"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.rotary_tables is on, and the inner compiler is one that would
-        recompute."""
+        """Return whether memeff.rotary_tables is on, and the inner compiler is one that recomputes
+        pointwise values."""
         return super().enabled(info) and info.options.inner == "inductor"
 
     def find(self, info: GraphInfo) -> Iterable[Tables | Decline]:
-        """Yield the tables of the graph together."""
+        """Yield all tables of cosines and sines of the graph as one match."""
         found = dict.fromkeys(
             table
             for node in info.visit(info.gm.graph.nodes)
@@ -82,7 +83,7 @@ class KeepRotaryTables(GraphPass):
 
 
 def _is_wave(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` computes cosines or sines of a value without gradient, on a GPU."""
+    """Return whether ``node`` computes cosines or sines on a GPU, of a value without a gradient."""
     call = read_one(node) if node.op in ("call_function", "call_method") else None
     value = info.tensor(node)
     if call is None or call.op not in _WAVES or value is None or value.requires_grad:
@@ -93,9 +94,9 @@ def _is_wave(info: GraphInfo, node: Node) -> bool:
 
 
 def _table(info: GraphInfo, wave: Node) -> Node | None:
-    """Return the form in which layers read a cosine or sine: plain, scaled or cast.
+    """Return the node of a cosine or sine that layers read: plain, scaled or cast.
 
-    Return None if too few layers read it.
+    Return None if too few layers read the node.
     """
     table = wave
     for _ in range(_MAX_STEPS):
@@ -115,7 +116,7 @@ def _table(info: GraphInfo, wave: Node) -> Node | None:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Return the users of a node except the graph's output, which stays unchanged."""
+    """Return the users of a node, without the graph's output, which stays unchanged."""
     return [user for user in node.users if user.op != "output"]
 
 

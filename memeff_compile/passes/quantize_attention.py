@@ -1,14 +1,15 @@
-"""Rewrites attention without gradients into memeff::quantized_attention, if low bits are requested.
+"""Rewrite attention without gradients into memeff::quantized_attention, if the user asks for low
+bits.
 
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     after:  out = memeff.quantized_attention(q, k, v, ahead=0, level="8b")
 
-The pass runs after recover_attention. It rewrites calls of PyTorch's attention without a mask, and
-calls of memeff::attention, whose conditions the op takes unchanged. Paper: SageAttention2, arXiv
+The pass runs after recover_attention. The pass rewrites calls of PyTorch's attention without a
+mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2, arXiv
 2411.10958.
 
-It is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per module.
-If a gradient is needed, attention stays exact; this is reported.
+The pass is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per
+module. If a gradient is needed, attention stays exact, and the report says so.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ WIDEST = 128  # wider heads were measured to be slower than PyTorch's kernels
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of one attention."""
+    """The arguments of an attention call."""
 
     operands: tuple[Node, Node, Node]  # q, k and v
     tables: tuple[Any, Any, Any] = (None, None, None)  # key_mask, query_ids, key_ids: None or nodes
@@ -71,7 +72,7 @@ class Asked:
 
 @dataclass
 class Site:
-    """Holds one attention: the node with its result, the call that it reads, and its arguments."""
+    """An attention call: the node with its result, the call that it reads, and its arguments."""
 
     node: Node
     call: Node
@@ -82,7 +83,7 @@ class Site:
 
     @property
     def level(self) -> str:
-        """Return the level in words."""
+        """Return the number of bits, in words for the report."""
         if len(self.levels) == 1:
             return self.levels[0]
         return "by call: " + ", ".join(
@@ -103,19 +104,20 @@ class Place:
 
 @dataclass
 class Match:
-    """Sites that get the same rewrite."""
+    """Attention calls that get the same rewrite."""
 
     sites: list[Site] = field(default_factory=list)
     sentence: str = ""
 
 
 class QuantizeAttention(GraphPass):
-    """The pass. It saves time instead of bytes; `find` yields the calls that it can rewrite."""
+    """Replaces attention by attention in 8 or 4 bits. The pass's records name no bytes, because it
+    saves time; `find` yields the calls that it can rewrite."""
 
     name = "quantize_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all sites with the same arguments, then the declines of others."""
+        """Yield one match for all calls with the same arguments, then declines for the others."""
         matches: dict[str, Match] = {}
         declines: list[Decline] = []
         places = {place.node: place for place in _places(info)}
@@ -151,7 +153,7 @@ class QuantizeAttention(GraphPass):
 
 
 def _places(info: GraphInfo) -> list[Place]:
-    """Return all attention of a graph, named as calibration names it."""
+    """Return all attention calls of a graph, with the names that calibration gives them."""
     found: list[Place] = []
     inside: Counter[tuple[str, str]] = Counter()
     calls: Counter[str] = Counter()
@@ -169,7 +171,8 @@ def _places(info: GraphInfo) -> list[Place]:
 
 
 def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
-    """Return the arguments of an attention, why it is not supported, or None for other nodes."""
+    """Return the arguments of an attention call, or why it is not supported, or None for other
+    nodes."""
     if node.target is operator.getitem:
         source = node.args[0]
         if not isinstance(source, Node) or source.target is not exact_folder.attention:
@@ -285,10 +288,10 @@ def _without_gain(
 ) -> Decline | None:
     """Return why low bits would not be faster, or None.
 
-    A length that the user sets takes precedence.
+    A length limit that the user sets takes precedence over the measured one.
 
-    A length that varies is compared with a guard, so lengths on the other side of the limit are
-    compiled again.
+    If the length varies, a guard compares it with the limit, so lengths on the other side of the
+    limit are compiled again.
     """
     queries, keys = query.shape[2], key.shape[2]
     least = info.options.attention_length
@@ -332,7 +335,7 @@ def _not_faster(node: Node, why: str) -> Decline:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
-    """Insert the op's call in the dtype in which the site computes; return its result."""
+    """Insert the op's call in the dtype in which the old call computes; return its result."""
     dtype = info.value(site.node).dtype
     operands = [editor.cast(node, dtype) for node in map(info.current, site.asked.operands)]
     operands += site.asked.tables

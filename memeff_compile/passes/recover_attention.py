@@ -1,16 +1,17 @@
-"""dense masks and expanded keys -> is_causal and enable_gqa, so that attention uses fast kernels.
+"""Replace dense masks and expanded keys by is_causal and enable_gqa, so that attention uses fast
+kernels.
 
     before: mask = le(arange(S)[None, :], arange(S)[:, None]).expand(B, 1, S, S)
             k, v = repeat_kv(k), repeat_kv(v)
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-The nodes that compute the mask are read as a formula over batch, query and key index (mask_reader,
-mask_algebra, mask_forms) instead of matched one by one. A call is changed only if the formula is
-proved equal to the new arguments, for all sizes for which the graph is compiled. PyTorch's call has
-no arguments for padding, packed sequences, windows and softcaps. For these the pass uses
-memeff::attention, if it has a kernel (told_to_op); this op can also read any other mask of a call
-when it runs. All other attention is reported and left unchanged.
+The nodes that compute the mask are not matched one by one: the pass reads them as a formula over
+batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed only if the
+formula is proved equal to the new arguments, for all sizes for which the graph is compiled.
+PyTorch's call has no arguments for padding, packed sequences, windows and softcaps. For these the
+pass uses memeff::attention, if that op has a kernel for the device (told_to_op); the op can also
+read any other mask of a call at run time. All other attention is reported and left unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
 @dataclass(frozen=True)
 class Plan:
-    """The rewrite of one site."""
+    """The rewrite of one attention call."""
 
     causal: bool  # the new call's is_causal
     limit: Any  # keys from this index on are never attended to and are cut off; None keeps all
@@ -55,7 +56,7 @@ class Plan:
 
 @dataclass
 class Match:
-    """Holds sites with the same answer: plans to apply, or one reason against all of them."""
+    """Attention calls with the same result: plans to apply, or one reason against all of them."""
 
     nodes: list[Node] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
@@ -64,12 +65,13 @@ class Match:
 
 
 class RecoverAttention(GraphPass):
-    """The pass. The kernels that PyTorch chooses determine which buffers it saves."""
+    """Replaces attention with a dense mask by calls that PyTorch's fast kernels support. The kernel
+    that PyTorch chooses for attention determines which buffers PyTorch saves."""
 
     name = "recover_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all sites that get the same answer."""
+        """Yield one match for all attention calls with the same result."""
         matches: dict[tuple[str, ...], Match] = {}
         for site in find_sites(info):
             answer = site if isinstance(site, Decline) else plan_for(info, site)
@@ -100,7 +102,7 @@ class RecoverAttention(GraphPass):
         return [] if match.decline else [Match([site.node], [site], [plan]) for site, plan in pairs]
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
-        """Replace each site by one call without a dense mask."""
+        """Replace each attention by one call without a dense mask."""
         for site, plan in zip(match.sites, match.plans, strict=True):
             for number in site.numbers:
                 compat.hold_constant(number)
@@ -110,7 +112,7 @@ class RecoverAttention(GraphPass):
         return Done(match.sites[0].node, match.plans[0].sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
-        """Return the sites, and the nodes that only computed their masks and repeated their
+        """Return the old calls, and the nodes that only computed their masks and repeated their
         keys.
         """
         found: set[Node] = set()
@@ -129,7 +131,8 @@ class RecoverAttention(GraphPass):
 
 
 def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
-    """Return the rewrite of a site, why it is not possible, or None if it would gain nothing."""
+    """Return the rewrite of an attention call, or why it is not possible, or None if it would save
+    nothing."""
     kind = kind_among(site.inputs)
     if kind:
         return subclass(kind, site.node)
@@ -149,8 +152,8 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
 def _as_call(
     info: GraphInfo, site: Site, causal: bool, limit: Any, said: list[str]
 ) -> Plan | Decline | None:
-    """Return the plan of a call without a mask, why it is not possible, or None if it would change
-    nothing."""
+    """Return the plan for a PyTorch call without a mask, or why it is not possible, or None if it
+    equals the old call."""
     slow = why_not_fused(info, site) if site.between else ""
     if slow:
         return Decline("no_fused_kernel", slow, node=site.node)
@@ -174,7 +177,7 @@ def _as_call(
 
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
-    """Return the plan of a call of memeff::attention, or why it is not possible."""
+    """Return the plan for a call of memeff::attention, or why it is not possible."""
     reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(info, site, form, reason)
@@ -188,7 +191,7 @@ def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan |
 
 
 def _as_read(info: GraphInfo, site: Site) -> Plan | Decline:
-    """Return the plan of a call of memeff::attention that reads the mask when it runs."""
+    """Return the plan for a call of memeff::attention that reads the mask at run time."""
     read = told_to_op.Said(reads_mask=True)
     return _told(info, site, read, told_to_op.sentence_of_mask(info, site, _shown(info, site)))
 
@@ -247,7 +250,7 @@ def _shown(info: GraphInfo, site: Site) -> str:
 
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
-    """Return a site's conditions on query and key, and its mask, if it has one."""
+    """Return the conditions on query and key in an attention call, and its mask, if it has one."""
     if site.mask is None:
         return Form(causal=0 if site.causal else None), None
     shape = (*site.query.value.shape[:-1], site.key.value.shape[-2])
@@ -263,7 +266,7 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
 def _read_mask(
     info: GraphInfo, node: Node, shape: tuple[Any, ...], *, is_folded: bool
 ) -> Mask | None:
-    """Return the condition of a mask; for scores with three axes, that of one head."""
+    """Return the condition that a mask expresses; for scores with three axes, that of one head."""
     if not is_folded:
         return reader_of(info).mask(node, shape)
     mask = reader_of(info).mask(node, (shape[0], *shape[2:]))
@@ -272,9 +275,10 @@ def _read_mask(
 
 
 def _chosen_by(info: GraphInfo, form: Form) -> str | None:
-    """Return the name of the node that selects rows of a stored mask, or "" if it has no name.
+    """Return the name of the indices that select rows of a stored mask, or "" if they have none.
 
-    An example is ``mask[None, None, input_pos]``. Return None for any other mask.
+    An example of such a selection is ``mask[None, None, input_pos]``. Return None for any other
+    mask.
     """
     nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}
     for node in nodes:
@@ -299,7 +303,7 @@ def _index_of(node: Node) -> Node | None:
 
 
 def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
-    """Return the reason for leaving the attention unchanged."""
+    """Return the record that says why the attention is unchanged."""
     chosen = _chosen_by(info, form)
     if chosen is not None:
         by = f"`{chosen}`" if chosen else "a tensor of positions"
@@ -329,7 +333,7 @@ def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
 
 
 def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Operand, Operand] | None, Decline | None]:
-    """Return keys and values before their heads were repeated, or why they stay repeated."""
+    """Return keys and values before they were repeated over heads, or why they stay repeated."""
     if site.grouped or not _same_heads(site.query, site.key):
         return None, None
     key, value = _unrepeated(info, site, site.key), _unrepeated(info, site, site.value)
@@ -367,7 +371,7 @@ def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
-    """Insert the new call in the dtype in which the site computes, with or without autocast."""
+    """Insert the new call in the dtype in which the old one computes, with or without autocast."""
     old = info.value(site.node)
     operands = (site.query, *(plan.bases or (site.key, site.value)))
     query, key, value = (operand.written(editor) for operand in operands)
@@ -385,7 +389,7 @@ def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
 
 
 def _is_pure(node: Node) -> bool:
-    """Return whether a node may be erased when it has no user."""
+    """Return whether a node may be erased when it has no users."""
     if node.op not in ("call_function", "call_method") or written_by(node):
         return False
     if not isinstance(compat.example_value(node), torch.Tensor):

@@ -6,11 +6,12 @@
     after:  memeff.kv_cache_append(k_cache, v_cache, k, v, p)
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
-The writes are kept, in place and in order. The read is exact for every boolean mask: ``last`` is
-the last key that a query sees. If the mask compares the indices of the keys with the positions of
-the queries, ``last`` is those positions, read on the device, and the mask is removed. Any other
-boolean mask, such as the one that generate() builds outside of the graph, is passed to the op, and
-``last`` is computed from it once per forward pass.
+The writes to the cache are kept, in place and in order. The result equals that of a read of the
+whole cache for every boolean mask: ``last`` is the last key that a query may attend to. If the mask
+compares the indices of the keys with the positions of the queries, ``last`` is those positions,
+which stay on the device, and the mask is removed. Any other boolean mask, such as the one that
+generate() builds outside of the graph, is passed to the op, and ``last`` is computed from it once
+per forward pass.
 
 The pass deletes only nodes of the match. Graph.eliminate_dead_code would remove the writes, because
 their results are not used.
@@ -46,7 +47,7 @@ _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
 
 @dataclass(frozen=True)
 class Cache:
-    """The operand of attention for keys or values, and the cache that it comes from."""
+    """The node from which attention reads keys or values, and the cache that it is made from."""
 
     node: Node
     repeat: Any
@@ -56,7 +57,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class Visible:
-    """Says which keys queries see: those up to ``bound`` - ``minus``, or those of a mask."""
+    """The keys that queries may attend to: those up to ``bound`` - ``minus``, or those of a
+    mask."""
 
     mask: Node | None
     bound: Node | None = None
@@ -67,7 +69,7 @@ class Visible:
 
 @dataclass
 class Site(cached.CachedSite):
-    """One attention over caches that this graph wrote to, with its caches and mask as read."""
+    """An attention call over caches that this graph wrote to, with its caches and mask."""
 
     storages: frozenset[int]
     caches: tuple[Cache, ...] = ()
@@ -75,7 +77,7 @@ class Site(cached.CachedSite):
 
     @property
     def shown(self) -> Visible:
-        """Return the keys that queries see, if the mask could be read."""
+        """Return the keys that queries may attend to, if the mask could be read."""
         assert self.visible is not None
         return self.visible
 
@@ -84,7 +86,7 @@ class RewriteKVUpdate(cached.CachedPass):
     name = "rewrite_kv_update"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield every attention over inputs of the graph that it wrote to before."""
+        """Yield every attention call over inputs of the graph to which the graph wrote before."""
         writes = [w for w in info.writes if _is_cache_write(w.node)]
         if not writes:
             return
@@ -98,7 +100,7 @@ class RewriteKVUpdate(cached.CachedPass):
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
         """Read the match again, because an earlier rewrite may have changed it.
 
-        Return why it is declined, or None.
+        Return why the pass declines the match, or None.
         """
         match.call = read_one(match.node) or match.call
         read = (_cache(info, match.call.args[name], match.storages) for name in ("key", "value"))
@@ -112,7 +114,8 @@ class RewriteKVUpdate(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula for the copies per query head, if there are any."""
+        """Return the formula for the bytes of keys and values copied for each query head, if there
+        are such copies."""
         query = info.tensor(match.call.args["query"])
         if query is None or not _copies(info, match):
             return None
@@ -130,7 +133,8 @@ class RewriteKVUpdate(cached.CachedPass):
         return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Join the writes if that is safe; let attention read the caches directly."""
+        """Join the two writes into one op if that is safe, and let attention read the caches
+        directly."""
         sentence, (key, value), visible = _sentence(info, match), match.caches, match.shown
         chain = [n for n in (*key.chain, *value.chain) if not _is_cache_write(n)]
         match.owned = [match.node, *chain]
@@ -165,13 +169,13 @@ def _is_cache_write(node: Node) -> bool:
 
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
-    """Return the storages of ``nodes``, or only of those nodes that outlive the graph."""
+    """Return the storages of ``nodes``, or only of those nodes that exist after the graph."""
     held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
     return frozenset(map(compat.storage_key, filter(compat.is_fake, map(info.tensor, held))))
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether ``node`` has one of ``storages``, or is a copy of such a node."""
+    """Return whether ``node`` uses one of ``storages``, or is a copy of a node that does."""
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
         if not compat.is_fake(value):
@@ -187,7 +191,8 @@ def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
 
 
 def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | None:
-    """Follow nodes that repeat the heads back to the cache; return None for any other form."""
+    """Follow nodes that repeat the heads back to the cache; return None if there are other
+    nodes."""
     chain: list[Node] = []
     repeat: Any = 1
     for _ in range(cached.MAX_CHAIN):
@@ -213,9 +218,9 @@ def _copies(info: GraphInfo, match: Site) -> bool:
 
 
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
-    """Read the mask.
+    """Return the keys that the mask of an attention call lets queries attend to.
 
-    Return None if there is no mask, or if it is not boolean and the same for all heads.
+    Return None if there is no mask, if it is not boolean, or if it differs between heads.
     """
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)
@@ -252,7 +257,7 @@ def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
 
 
 def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
-    """Return whether ``node`` has 0, 1 .. N - 1 along its last dimension."""
+    """Return whether ``node`` has the numbers 0 to N - 1 along its last dimension."""
     value = info.tensor(node)
     if value is None or not same_shape(value.shape, (*[1] * (value.dim() - 1), keys)):
         return False
@@ -281,7 +286,7 @@ _KEEPS_COUNT = named("unsqueeze.default view.default reshape.default alias.defau
 
 
 def _is_per_query(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` is (B or 1, 1, M or 1, 1), or the last two dimensions of that."""
+    """Return whether ``node`` has the shape (B or 1, 1, M or 1, 1), or its last two dimensions."""
     value = info.tensor(node)
     if value is None or value.dtype not in _INDICES:
         return False
@@ -291,7 +296,8 @@ def _is_per_query(info: GraphInfo, node: Node) -> bool:
 
 
 def _bound(editor: Editor, visible: Visible) -> Node:
-    """Return (B or 1, M or 1): the last key that each query sees, from the compared positions."""
+    """Return the last key that each query may attend to, (B or 1, M or 1), from the compared
+    positions."""
     positions = visible.bound
     assert positions is not None
     has_heads = compat.example_value(positions).dim() == 4
@@ -313,7 +319,8 @@ def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
 
 
 def _unserved(info: GraphInfo, match: Site) -> Decline | None:
-    """Return which property of caches, mask or shapes the op does not support, or None."""
+    """Return which property of caches, mask or shapes the op does not support, or None if it
+    supports all."""
     args = match.call.args
     if len(match.caches) < 2:
         return Decline(
@@ -394,8 +401,8 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return both writes and the op's operands, if one op can do both at the position of the later
-    write."""
+    """Return both writes and the op's operands, if one op can do both writes where the later one
+    is."""
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:
@@ -422,9 +429,7 @@ def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
 
 
 def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node] | None:
-    """Return the last write to a cache before attention: the node, the written value, and the
-    index.
-    """
+    """Return the last write to a cache before attention, as node, written value, and index."""
     held, last = compat.storage_key(info.value(cache.node)), None
     for write in info.writes:
         if write.position >= info.positions[match.node]:
@@ -436,7 +441,8 @@ def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node
 
 
 def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
-    """Read ``cache.index_copy_(2, positions, new)`` or ``cache[:, :, positions] = new``."""
+    """Read ``cache.index_copy_(2, positions, new)`` or ``cache[:, :, positions] = new`` as a
+    write."""
     call = call_of(node, aten.index_copy_.default)
     if call is not None:
         is_along_keys = call.args["dim"] in (2, -2)

@@ -8,10 +8,11 @@
             packed = memeff.ternary_linear_pack(w, a)
             (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
-The codes equal those of the model's chain. Their products are summed exactly; a dense linear rounds
-both operands first. In training, the backward pass multiplies the same values as the model's,
-decoded from the codes: two bits per weight and eight per input are kept instead of two full
-tensors. Linears with the same input share its codes. Without gradients, a single op is enough.
+The codes equal those of the model's chain. The op sums the products of codes exactly; a dense
+linear rounds both operands first. In training, the backward pass multiplies the same values as the
+model would, decoded from the codes: it keeps two bits per weight and eight per input instead of two
+full tensors. Linears with the same input share its codes. Without gradients, the pass inserts a
+single op.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from .ternary.products import Product, read_product
 
 @dataclass(frozen=True)
 class Site:
-    """A linear with both operands read, or why one of them could not be read."""
+    """A linear with both operands recognised, or the reason why one of them could not be."""
 
     linear: Node
     bias: Node | None
@@ -56,7 +57,7 @@ class Site:
 
     @property
     def both(self) -> tuple[Quantized, Quantized]:
-        """Return weight and tokens, both of which were read."""
+        """Return the weight and the tokens of a linear for which both were recognised."""
         assert isinstance(self.weight, Quantized)
         assert isinstance(self.tokens, Quantized)
         return self.weight, self.tokens
@@ -64,7 +65,7 @@ class Site:
 
 @dataclass
 class Group:
-    """Linears with the same input, which is quantised in the same way for all."""
+    """Linears with the same input, which the model quantises in the same way for all."""
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)
@@ -73,7 +74,8 @@ class Group:
 
 @dataclass
 class Calls:
-    """Calls of `memeff::ternary_linear` with the same input, as packed modules make them."""
+    """Calls of `memeff::ternary_linear` with the same input, as modules with packed weights make
+    them."""
 
     nodes: list[Node]  # the calls
     entering: Entering  # the ops before them that can be part of one call
@@ -107,7 +109,8 @@ class TernarizeLinear(GraphPass):
         yield from self._mergeable(info)
 
     def _products(self, info: GraphInfo) -> Iterable[Group]:
-        """Yield products of single weights with the same input, if they can be one product."""
+        """Yield calls on single packed weights with the same input, if one call can compute all of
+        them."""
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes):
             product = read_product(info, node)
@@ -123,7 +126,8 @@ class TernarizeLinear(GraphPass):
         yield from (group for group in groups.values() if len(group.sites) > 1)
 
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
-        """Yield calls on packed weights that can be merged, or that have neighbours to fuse."""
+        """Yield calls on packed weights that can become one call, or into which neighbouring
+        operations can be fused."""
         found: dict[Any, list[Node]] = {}
         for node in info.visit(info.gm.graph.nodes):
             if node.target is op_folder.ternary_linear and not node.kwargs:
@@ -176,7 +180,7 @@ class TernarizeLinear(GraphPass):
         return [site.linear for site in match.sites]
 
     def parts(self, match: Group | Calls) -> Sequence[Group]:
-        """Return one match per linear; existing calls can stay unchanged."""
+        """Return the linears one by one, each as a match; existing calls can stay unchanged."""
         if isinstance(match, Calls) or match.products:
             return []
         return [Group([site]) for site in match.sites]
@@ -202,15 +206,15 @@ class TernarizeLinear(GraphPass):
         return Done(match.sites[0].linear, sentence, sites=len(match.sites))
 
     def dead(self, match: Group | Calls) -> Sequence[Node]:
-        """Return the nodes that lose their last reader, including unused second results of
-        reductions.
+        """Return the nodes that have no reader after the rewrite, including unused second results
+        of reductions.
         """
         items = [user for node in match.owned for user in node.users if not user.users]
         return [*match.owned, *(user for user in items if user.op == "call_function")]
 
 
 def _site(node: Node) -> Site | None:
-    """Read a linear with a quantised operand, or return None."""
+    """Recognise a linear with a quantised operand, or return None."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     tokens, weight = call.args["input"], call.args["weight"]
@@ -251,7 +255,7 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
 
 
 def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
-    """Return tokens, rows and columns, with the sizes of the first call."""
+    """Return the numbers of tokens, rows and columns, with the sizes of the first call."""
     weight, _ = site.both
     tokens = math.prod(map(compat.size_hint, info.value(site.linear).shape[:-1]))
     rows, columns = map(compat.size_hint, info.value(weight.source).shape)
@@ -304,9 +308,9 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _unserved(info: GraphInfo, site: Site) -> Decline | None:
-    """Return why the op does not support a linear, would be wrong or would gain nothing.
+    """Return why the op does not support a linear, would change its result or would save nothing.
 
-    Return None if it supports the linear.
+    Return None if the op supports the linear.
     """
     kind = kind_among((*(found.source for found in site.both), site.bias))
     if kind:
@@ -348,8 +352,8 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
 def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
     """Insert one op for all linears of the group, before the first of them.
 
-    In training, insert one quantisation, a packed weight per linear, and one product with
-    gradients.
+    In training, insert one quantisation of the input, one packed weight per linear, and one product
+    with gradients.
     """
     first, weights = match.sites[0], [site.both[0] for site in match.sites]
     first_weight, tokens = first.both
@@ -382,7 +386,7 @@ def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) ->
 
 
 def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
-    """Return the nodes that make gate and up if the backward pass recomputes them, as in
+    """Return the nodes that compute gate and up, if the backward pass recomputes them, as in
     checkpoints.
     """
     if info.options.ternary_gate != "recompute" or info.parent is not None:
@@ -391,9 +395,9 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
 
 
 def _with_neighbours(info: GraphInfo, x: Node, nodes: list[Node]) -> Calls:
-    """Read the neighbours of calls that have a kernel, and can include these.
+    """Read the operations next to these calls that their kernel can include.
 
-    Other calls would gain nothing.
+    Calls without such a kernel are left out, because they would save nothing.
     """
     value = info.tensor(x)
     has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)
@@ -413,7 +417,7 @@ FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
 
 
 def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
-    """Return the sum after the single result of a call, if the added node exists before the
+    """Return the addition after the single result of a call, if the added node exists before the
     call."""
     items, (first, *others) = list(nodes[0].users), nodes
     packed: Any = first.args[1]

@@ -1,4 +1,4 @@
-"""Computes the longest context and the largest batch that fit next to a model's weights, by cache
+"""Compute the longest context and the largest batch that fit next to a model's weights, by cache
 bits.
 """
 
@@ -28,7 +28,7 @@ libraries."""
 
 @dataclass(frozen=True)
 class CacheMode:
-    """The size of a cache with a number of bits, and the context and batch that fit."""
+    """The size of a cache with a number of bits, and the context and batch that fit with it."""
 
     bits: int  # bits of a code; 16 stores keys and values unchanged
     # bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes are taken as
@@ -44,7 +44,7 @@ class CacheMode:
 
 @dataclass(frozen=True)
 class CachePlan(VerbReport):
-    """The modes of a cache next to one model's weights."""
+    """The sizes of one model's cache for each number of bits."""
 
     name: str  # of the model
     weights: int  # bytes of its parameters
@@ -105,8 +105,8 @@ def explain_cache(
     """Return the longest context and the largest batch that fit, for each number of bits of a
     `KVCache`.
 
-    No memory is allocated. Layers with a sliding window keep the same number of tokens in every
-    mode.
+    The function allocates no memory. A layer with a sliding window keeps the same number of tokens
+    for every number of bits.
 
     Args:
         model: a model of transformers, on any device, "meta" included.
@@ -141,10 +141,10 @@ def explain_cache(
 
 
 def weight_bytes(model: nn.Module, codec: str) -> int:
-    """Return the bytes of a model's parameters, with its linear layers' weights in a codec.
+    """Return the bytes of a model's parameters, with the weights of its linear layers in a codec.
 
-    A layer that runs with many tokens decodes its weight, so the result includes the largest
-    decoded weight.
+    A layer with a compressed weight decodes it if there are many tokens, so the result includes the
+    largest decoded weight.
     """
     every = sum(parameter.nbytes for parameter in model.parameters())
     if codec not in BITS_PER_WEIGHT:
@@ -161,7 +161,7 @@ def weight_bytes(model: nn.Module, codec: str) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The sizes of the tensors that a model caches for each token."""
+    """The sizes of the keys and values that a model caches for each token."""
 
     layers: int  # that see all tokens
     pairs: int  # of layers that share directions two and two, which are not among `layers`
@@ -175,7 +175,7 @@ class _Shape:
 
     @property
     def row(self) -> int:
-        """Return the bytes of one token's keys and values in one layer, without codes."""
+        """Return the bytes of one token's keys and values in one layer, not quantised."""
         return 2 * self.heads * self.depth * self.itemsize
 
 
@@ -218,7 +218,7 @@ _INSTEAD = "with a short prompt and read its nbytes instead."
 
 
 def _heads_of(text: Any, query_heads: int) -> int:
-    """Return the heads of keys and values that a cache keeps."""
+    """Return the number of key-value heads that a model's cache stores."""
     if hasattr(text, "num_key_value_heads"):
         return int(text.num_key_value_heads or query_heads)
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
@@ -243,7 +243,7 @@ _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_k
 
 
 def _depth_of(text: Any, query_heads: int) -> int:
-    """Return the head dimension of keys and values, which must be the same for both."""
+    """Return the head dimension of keys and values; both must have the same."""
     found = [name for name in _OWN_SIZES if getattr(text, name, None) is not None]
     if found:
         raise ExplainError(
@@ -325,8 +325,8 @@ def _mode(
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes that one more token takes in two layers that share directions, and the bytes
-    of all tokens."""
+    """Return the bytes per further token of two layers that share directions, and the bytes of all
+    their tokens."""
     codes = op_folder.bytes_of_token(layout, shape.heads, shape.itemsize)
     merged = codes + 4 * shape.heads * shape.itemsize  # and the lengths of both
     retained = sympy.Rational(shape.retained).limit_denominator(10**9)

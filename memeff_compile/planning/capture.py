@@ -1,4 +1,4 @@
-"""Captures a model as the backend would compile it, on tensors that have sizes but no memory.
+"""Capture a model as the backend would compile it, on tensors that have sizes but no memory.
 
 The model is copied; weights, buffers and inputs become fake tensors on the CPU that stand for
 tensors on the planned device. Batch and length are numbers, as in the planned call. So Python code
@@ -36,7 +36,7 @@ LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 
 @dataclass
 class Graphs:
-    """The graphs that Inductor would compile for one captured graph.
+    """The forward and backward graphs that Inductor would compile for one captured graph.
 
     Without training there is no backward graph.
     """
@@ -55,7 +55,7 @@ class GraphCall(NamedTuple):
 
 @dataclass
 class Capture:
-    """A model without and with the passes."""
+    """The captured graphs of a model, without and with the passes."""
 
     at: Told  # the batch and the length
     # what makes the graphs of each graph that Dynamo captured, without the passes or with them
@@ -76,7 +76,7 @@ class Capture:
         return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
-        """Return the sizes of `other`, plus the extra tokens that this model has in addition to a
+        """Return the lengths in `other`'s sizes, plus the tokens that this model adds to each
         sequence.
         """
         told = other.at
@@ -93,7 +93,8 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" if these sizes equal those of `other`, otherwise the reason why they do not."""
+        """Return "" if these sizes equal those of `other`, otherwise a sentence that says which
+        differ."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
@@ -110,7 +111,7 @@ class Capture:
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Return batch and length, from input_ids, otherwise from the first integer tensor, or any
+    """Return batch and length, from input_ids, or else from the first integer tensor, or from any
     tensor."""
     tensors = [x for x in tensors_of((kwargs.get("input_ids"), args, kwargs)) if x.dim()]
     if not tensors:
@@ -221,10 +222,11 @@ def _graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
 
 
 def _attend_as_a_gpu_does(gm: GraphModule) -> None:
-    """Remove dropout from fused attention.
+    """Remove dropout from fused attention, because the memory of fused attention on a GPU does not
+    depend on dropout.
 
-    A GPU applies dropout inside its kernel and keeps a seed, no mask; on a CPU dropout would select
-    the unfused form.
+    A GPU's kernel applies dropout and keeps a seed, no mask; on a CPU dropout would select the
+    unfused form.
     """
     for module in levels_of(gm):
         for node in module.graph.nodes:
@@ -241,7 +243,7 @@ def _name(model: object) -> str:
 
 
 def _fake_copy(model: Any, mode: Any) -> Any:
-    """Return the model with fake parameters and buffers; the original is not touched."""
+    """Return a copy of the model with fake parameters and buffers; the original is not changed."""
     if not isinstance(model, nn.Module):
         return model
     model = getattr(model, "_orig_mod", model)
@@ -275,9 +277,10 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
-    """Return a tree of inputs as fake tensors of another batch and length.
+    """Return all inputs as fake tensors of another batch and length.
 
-    Values are kept: the same sequences are repeated, shortened, or extended by their last token.
+    The values of the inputs are kept: the same sequences are repeated, shortened, or extended by
+    their last token.
     """
 
     def fake(given: object) -> object:
@@ -303,9 +306,9 @@ def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Value
 def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
     """Return the shape of an input at another batch and length.
 
-    The batch is the first dimension, or the second one (positions of three kinds); there may be
-    several rows for each sequence, as for images. Channels of images, and a width that is equal to
-    the length by chance, do not count as lengths.
+    The batch is the first dimension, or the second one (position ids of three kinds); for images,
+    there may be several rows for each sequence. A dimension that equals the length by chance, such
+    as channels or width of images, does not count as the length.
     """
     shape = list(tensor.shape)
     batch, length = told.batch or sizes.batch, told.length or sizes.length
@@ -325,7 +328,7 @@ def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
 
 
 def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
-    """Return a node's op and the sizes of its value; a size that depends on data is 0."""
+    """Return a node's op and the sizes of its value; a size that depends on data becomes 0."""
     called = getattr(node.target, "__name__", None) or str(node.target)
     values = map(compat.local_part, tensors_in(compat.example_value(node)))
     sizes = [size for tensor in values for size in tensor.shape]
@@ -335,8 +338,8 @@ def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
 def _parameters(
     inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
 ) -> tuple[list[str], str]:
-    """Return the parameters' paths in the model, and the path of the module whose forward the graph
-    belongs to; after a graph break Dynamo calls that module `self`.
+    """Return the parameters' paths in the model, and the path of the module to whose forward the
+    graph belongs; after a graph break Dynamo calls that module `self`.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):
@@ -352,7 +355,7 @@ def _parameters(
 
 
 def _classes(gm: GraphModule) -> set[int]:
-    """Return the sizes of the class dimension of the losses' inputs."""
+    """Return the sizes of the class dimension of every loss in the graph."""
     found: set[int] = set()
     for node in (node for module in levels_of(gm) for node in module.graph.nodes):
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")

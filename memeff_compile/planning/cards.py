@@ -1,9 +1,9 @@
-"""GPUs by name: the memory that limits a plan, and the kernels that the plan can use.
+"""List GPUs by name: the memory that limits a plan, and the kernels that a plan can use.
 
-Memory approximates the size that PyTorch reports (`torch.cuda.mem_get_info`), which is slightly
-less than the advertised size. Rates are the makers' figures for dense bf16 products that are summed
-in fp32. They are printed, and give a lower bound of the time for reading the weights. No size
-depends on them.
+The memory is about what PyTorch reports (`torch.cuda.mem_get_info`), slightly less than the
+advertised size. Rates are the makers' figures for dense bf16 products that are summed in fp32.
+Commands print these rates, and use them for a lower bound of the time of a step. No predicted size
+depends on these rates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Card(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the name for the command line."""
+        """Return the name of the card for the command line."""
         return _plain(self.name)
 
     @property
@@ -50,7 +50,7 @@ class Card(NamedTuple):
 
     @property
     def gpu(self) -> Gpu:
-        """Return the features of this kind of GPU."""
+        """Return the features of this GPU that decide which kernels can run."""
         return gpu_of(self.capability)
 
     def __str__(self) -> str:
@@ -102,14 +102,14 @@ _SHORT = {"a100": "a10080gb", "h100sxm": "h100", "h100nvl": "h100", "rtx4060ti":
 
 
 class Target(NamedTuple):
-    """The device of a plan."""
+    """The device for which a plan is made."""
 
     device: str = "cuda"  # or "cpu"
     card: Card | None = None  # without a card, a GPU is a Hopper GPU
 
     @property
     def library(self) -> int:
-        """Return the bytes that the matrix library keeps after its first call."""
+        """Return the bytes that the GPU's matrix library keeps after its first call."""
         return 0 if self.device == "cpu" else LIBRARY_THREADS * self.gpu.library_workspace
 
     @property
@@ -118,7 +118,7 @@ class Target(NamedTuple):
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
-        """Return a context in which engines are chosen for this device."""
+        """Return a context in which engines are chosen as for the planned device."""
         return planned_for(torch.device(self.device, 0), self.gpu)
 
 
@@ -149,7 +149,7 @@ def card_of(name: str) -> Card:
 
 
 def given_memory(memory: str | int | None, gpu: str | None) -> tuple[Card | None, int]:
-    """Return the card of the plan, or None, and the memory."""
+    """Return the card of the plan, or None, and the memory of the device."""
     card = None if gpu is None else card_of(gpu)
     if memory is not None:
         return card, read_memory(memory)

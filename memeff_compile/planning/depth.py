@@ -1,7 +1,8 @@
-"""Repeated blocks: a deep model is captured with a few blocks, which show the memory of each kind.
+"""Capture a deep model with only some of its repeated blocks, which show the memory of every kind
+of block.
 
-Of every list of blocks, the first and the last block are captured, and one of each kind between
-them. This one represents all blocks of its kind, which keep and produce the same sizes.
+Of every list of blocks, the first and the last one are captured, and one of each kind between them.
+This one stands for all blocks of its kind, whose tensors have the same sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ INDEX_NAMES = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx", "i
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of blocks."""
+    """A list of blocks in a model, such as its layers."""
 
     path: str  # as in `named_modules()`
     kinds: tuple[int, ...]  # of each block, numbered as they first appear
@@ -38,7 +39,7 @@ class Stack:
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the blocks that a captured block represents, itself included."""
+        """Return the blocks for which a captured block stands, itself included."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)
@@ -51,7 +52,7 @@ class Stack:
 
 
 def stacks_of(model: object) -> list[Stack]:
-    """Return the outermost lists of blocks, with the blocks to capture."""
+    """Return the outermost lists of blocks in a model, with the blocks to capture."""
     if not isinstance(model, nn.Module):
         return []
     found: list[Stack] = []
@@ -78,7 +79,7 @@ def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
 def _kind(block: nn.Module) -> tuple[object, ...]:
     """Return the properties that equal blocks share: classes, parameters and plain settings.
 
-    Indices of blocks are not included.
+    The index of a block does not count.
     """
     parts: list[object] = []
     for path, module in block.named_modules():
@@ -97,14 +98,14 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def config_of(module: object) -> Any:
-    """Return a module's config, or None if it has no config or its property raises."""
+    """Return a module's config, or None if it has none or reading it raises an error."""
     with contextlib.suppress(Exception):
         return getattr(module, "config", None)
     return None
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the configs of a model's modules, and the configs nested in them, each once."""
+    """Yield the configs of a model's modules, and configs nested in these, each once."""
     seen: set[int] = set()
     queue = [config_of(module) for module in model.modules()]
     while queue:
@@ -116,7 +117,7 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
 
 
 def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """Return a copy of a model with tensors replaced, by their ids."""
+    """Return a copy of a model in which some tensors, given by their ids, are replaced."""
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -150,7 +151,8 @@ def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
 
 
 def _shorten(config: object, stack: Stack) -> None:
-    """Set the number of blocks in a config, and keep its entries for the remaining blocks."""
+    """Set the number of blocks in a config, and keep its per-block entries for the remaining
+    blocks."""
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == stack.depth:
             vars(config)[name] = type(value)([value[index] for index in stack.kept])

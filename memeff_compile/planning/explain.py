@@ -1,10 +1,11 @@
-"""Shows the passes' rewrites of a model, and the memory of its training step, without running it.
+"""Show how the passes would rewrite a model, and the memory of its training step, without running
+it.
 
     print(memeff_compile.explain(model, input_ids=ids, labels=ids))
 
 The model is traced on tensors that have sizes but no memory, and the passes run on the captured
-graphs. Then the buffers of the graphs that Inductor would compile are replayed with and without the
-passes.
+graphs. After that, the memory of a step is computed from the buffers of the graphs that Inductor
+would compile, with and without the passes.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ def explain(
 ) -> Explanation:
     """Report the backend's rewrites of a call of ``model``, and the memory that a step needs.
 
-    It neither allocates memory nor compiles. The model may be on any device, "meta" included; it is
-    copied, not changed. If gradients are enabled, the plan is for training.
+    The function neither allocates memory nor compiles. The model may be on any device, "meta"
+    included; it is copied, not changed. If gradients are enabled, the plan is for training.
 
     Args:
         model: a module, or any function of tensors.
         *args: arguments of the model; tensors may be on "meta".
-        options: options of the backend, as in `torch.compile(options=...)`. With a codec as
-            "memeff.weights", plans are for weights that `compress_` compressed.
+        options: options of the backend, as in `torch.compile(options=...)`. If "memeff.weights" is
+            a codec, plans are for weights that `compress_` compressed.
         device: the device of the plan: "cuda" or "cpu".
         gpu: a card such as "rtx4090", whose kernels and memory the plan uses; by default the
             kernels of an H100 or H200.
@@ -129,8 +130,8 @@ def honoured(options: Options) -> tuple[Options, str]:
 
 
 def _require_callable(model: object) -> None:
-    """Raise for objects that cannot be called, and for a class, which torch.compile would change
-    permanently.
+    """Raise an error for objects that cannot be called, and for a class, which torch.compile would
+    change permanently.
     """
     if isinstance(model, type):
         raise ExplainError(
@@ -154,7 +155,8 @@ why the batch or the length is fixed.
 
 
 def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
-    """Capture a model with a few of its blocks, or with all if it does not run with fewer."""
+    """Capture a model with a few of its blocks, or with all of them if it does not run with
+    fewer."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
     asked += [] if isinstance(options.attention, str) else list(options.attention)
@@ -173,8 +175,9 @@ def _captured(
 ) -> _Captured:
     """Capture a model at the call's sizes, and at other sizes that show how buffers grow.
 
-    If sizes are not proportional to the length (for example lengths in whole chunks), length and
-    batch are fixed. The plan then holds for the call's sizes.
+    If sizes are not proportional to the length (for example if lengths are rounded up to whole
+    chunks), length and batch are fixed. In that case, the plan holds only for the sizes of the
+    call.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
@@ -205,7 +208,8 @@ def _captured(
 
 
 def constants_of(model: object) -> set[int]:
-    """Return the sizes that are constants of a model: those of its parameters and its config."""
+    """Return the sizes that are constants of a model: sizes of its parameters, and numbers in its
+    config."""
     if not isinstance(model, nn.Module):
         return set()
     every = [*model.parameters(), *model.buffers()]
@@ -216,10 +220,10 @@ def constants_of(model: object) -> set[int]:
 
 
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
-    """Return the report with the modules of all blocks; only some were captured."""
+    """Return the report with the modules of all blocks, of which only some were captured."""
 
     def all_like(path: str) -> list[str]:
-        """Return the paths in the whole model that a path in the captured model represents."""
+        """Return the paths in the whole model for which a path in the shortened model stands."""
         for stack in stacks:
             found = re.fullmatch(rf"{re.escape(stack.path)}\.(\d+)(|\..*)", path)
             if found:
@@ -267,7 +271,7 @@ class Explanation(VerbReport):
         memory: str | int | None = None,
         **given: Any,
     ) -> Plan:
-        """Return the memory of a step under a setting.
+        """Return the memory of a training step under a setting.
 
         Args:
             batch: sequences per GPU; by default those of the call.

@@ -2,8 +2,8 @@
 
     memeff fit examples/configs/llama3.1-8b.json --gpu rtx4090 --length 2048
 
-The model is captured a few times: unchanged, with checkpointing, and with adapters. Optimizers,
-the time of their updates, and compressed weights are computed from these captures.
+The model is captured a few times: unchanged, with checkpointing, and with adapters. The effects of
+optimizers, of when they update, and of compressed weights are computed from these captures.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LINES = {
 
 
 class Kind(NamedTuple):
-    """One row of the table, independent of the model."""
+    """A setting to tabulate, for any model."""
 
     name: str
     captured: str  # "as is", "checkpointing", "keeping attention", "adapters"
@@ -71,9 +71,9 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield the rows of a setting with compressed weights.
+    """Yield the settings that a setting becomes with compressed weights.
 
-    `write` has `{}` for the codec's letter.
+    `write` contains `{}` in place of the codec's letter.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -107,7 +107,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One setting, and whether it fits."""
+    """A row of the table: one setting, and whether it fits."""
 
     kind: Kind
     peak: int | None  # bytes at the requested batch and length, or None: see `why`
@@ -129,13 +129,13 @@ class Row:
 
 
 def lines_of(write: str, rank: int = RANK) -> list[str]:
-    """Return the lines of code of a row."""
+    """Return the lines of code with which a user gets the setting of a row."""
     return [LINES[key].replace("RANK", str(rank)) for key in write.split()]
 
 
 @dataclass(frozen=True)
 class Fit(VerbReport):
-    """The table of `fit`."""
+    """The table that `fit` returns."""
 
     name: str  # of the model
     parameters: int
@@ -147,17 +147,18 @@ class Fit(VerbReport):
 
     @property
     def room(self) -> int:
-        """Return the bytes that a step may take, so that 5 % of the memory stays free."""
+        """Return the bytes that a step may use if 5 % of the memory stays free."""
         return int(self.memory * (1 - LEFT_FREE))
 
     @property
     def first(self) -> Row | None:
-        """Return the first row with memeff that fits; it changes training the least."""
+        """Return the first row with memeff that fits, which is the one that changes training the
+        least."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property
     def nearest(self) -> Row:
-        """Return the row that takes the least memory."""
+        """Return the row that needs the least memory."""
         return min(
             (row for row in self.rows if row.peak is not None), key=lambda row: row.peak or 0
         )
@@ -234,16 +235,15 @@ class Adapted(nn.Module):
         self.up = nn.Linear(rank, base.out_features, **how)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the layer's and the adapter's results."""
+        """Return the result of the layer plus that of the adapter."""
         result: Tensor = self.base(x)
         added: Tensor = self.up(self.down(x.float()))
         return (result + 2.0 * added).to(result.dtype)
 
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:
-    """Return a checkpointed copy of a model with adapters at every linear layer of its blocks.
-
-    All other parameters are frozen. The copy has its own parameter objects, so that the model's
+    """Return a checkpointed copy of a model with adapters at every linear layer of its blocks; all
+    other parameters are frozen. The copy has its own parameter objects, so that the model's
     parameters are not frozen.
     """
     memo: dict[int, object] = {id(p): p.detach() for p in model.buffers()}
@@ -268,7 +268,7 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _shared(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters and buffers."""
+    """Return a copy of a model that has the same parameters and buffers."""
     return copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
 
 
@@ -292,7 +292,7 @@ def fit(
 ) -> Fit:
     """Return a table of the settings with which a model trains on one GPU.
 
-    This allocates no tensors and compiles no code.
+    The function allocates no tensors and compiles no code.
 
     Args:
         model: a config.json, a folder with one, ``module:function``, or a model of transformers

@@ -48,7 +48,7 @@ class Block:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Return the blocks that this block represents."""
+        """Return the blocks for which this block stands."""
         return self.stack.alike(self.place)
 
 
@@ -64,7 +64,7 @@ _PartOf = Callable[[Node], _Part]
 
 
 def facts_of(model: object, stacks: Sequence[Stack], library: int) -> Facts:
-    """Count the bytes of a model's parameters and buffers; count blocks separately."""
+    """Count the bytes of a model's parameters and buffers, separately for each block."""
     if not isinstance(model, nn.Module):
         return Facts(0, 0, 0, 0, 0, 0, 0, library)
     every = list(model.parameters())
@@ -106,7 +106,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def vocabularies(captured: Capture) -> frozenset[int]:
-    """Return the vocabulary sizes of the losses, rewritten or not."""
+    """Return the vocabulary sizes of the losses in a capture, rewritten or not."""
     seen = (r.sizes["V"] for g in captured.reports for r in g.records if "V" in r.sizes)
     return frozenset({*seen, *captured.classes})
 
@@ -121,7 +121,7 @@ def footprint(
     *,
     is_cut: bool,  # whether graphs are split between blocks if weights are updated in backward
 ) -> Footprint:
-    """Return the moments of a step at the model's full depth."""
+    """Return the moments of a step for the model with all of its blocks."""
     called = [graphs[call.graph] for call in captured.calls]
     parts = (captured, scale, stacks, vocabularies(captured), transient)
     replay = _Replay(*parts)
@@ -136,9 +136,9 @@ def footprint(
 
 
 def _largest(replay: _Replay) -> tuple[Moment, ...]:
-    """Return the moments that are the largest for at least one of the points.
+    """Return the moments at which memory is largest for at least one batch and length.
 
-    Moments are compared only with moments in which the same number of bytes is decoded.
+    Only moments with the same number of decoded bytes are compared.
     """
     scale = replay.scale
     every = [
@@ -155,9 +155,9 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 
 
 def _outside(found: Owned) -> Parts:
-    """Return the bytes, by kind, of tensors outside blocks at a moment of the step.
+    """Return the bytes of tensors outside blocks at a moment of the step, by kind of tensor.
 
-    Each captured block counts for all blocks of its kind.
+    The memory of a captured block counts once for each block of its kind.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
@@ -172,7 +172,8 @@ def _expanded(parts: Parts) -> Parts:
 
 @dataclass
 class _Replay:
-    """Replays the graphs of one capture: forward in order, backward in reverse."""
+    """Computes a step's memory from the graphs of one capture: forward in order, backward in
+    reverse."""
 
     captured: Capture
     scale: Scale
@@ -292,7 +293,8 @@ class _Replay:
                 line.last_read[buffer] = ends[last[buffer]]
 
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
-        """Yield a moment's parts in the whole model: for a middle block, those of both ends."""
+        """Yield a moment's parts in the whole model; a moment in a middle block yields those of the
+        first and the last block for which it stands."""
         phase, block, is_outside = place
         if block is None:
             where = "outside the blocks" if self.stacks else "the whole model"
@@ -308,7 +310,8 @@ class _Replay:
                 yield Moment(f"{phase}, {block.stack.path}.{index}", parts, "block")
 
     def _inside(self, phase: str, block: Block, index: int, found: Owned) -> Parts:
-        """Return the parts of a moment in the block at an index of the whole model."""
+        """Return the parts of a moment in a block, which is given by its index in the whole
+        model."""
         parts: dict[str, sympy.Expr] = defaultdict(int)
         for (part, owner), size in found.items():
             is_apart = owner is not None and owner.stack != block.stack and part in PER_BLOCK
@@ -336,9 +339,9 @@ class _Replay:
         return parts
 
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
-        """Return nodes that depend on a parameter or on random numbers.
+        """Return the nodes that depend on a parameter or on random numbers.
 
-        All blocks share the others.
+        The results of all other nodes are shared by the blocks.
         """
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}
@@ -373,7 +376,8 @@ class _Replay:
         return ("other gradients" if block is None else "block gradients"), block
 
     def _gradients(self, line: Timeline, number: int) -> dict[Node, _Part]:
-        """Return the buffers of the backward that are gradients of parameters, or become them."""
+        """Return the buffers of the backward graph that are gradients of parameters, or become such
+        gradients."""
         found: dict[Node, _Part] = {}
         paths = self.captured.calls[number].parameters
         for output, path in zip(line.outputs(), paths, strict=False):
@@ -404,7 +408,8 @@ class _Replay:
         before: Owned,
         part_of: _PartOf,
     ) -> None:
-        """Replay a graph, and record the parts of the largest moments of each kind."""
+        """Follow a graph kernel by kernel, and record the parts of the largest moments of each
+        kind."""
         found: dict[_Place, list[Owned]] = defaultdict(list)
         best: dict[_Place, list[tuple[int, int]]] = {}
         block: Block | None = None
@@ -429,9 +434,8 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block that runs.
-
-        If the op is outside of blocks, return the last block and True.
+        """Return the block of the op that runs; for an op outside of blocks, the last block and
+        True.
         """
         for node in nodes:
             seen = self._block_of(node)
@@ -442,8 +446,8 @@ class _Replay:
         return block, False
 
     def _owners(self, nodes: Iterable[Node]) -> dict[Node, Block | None]:
-        """Return the block of each node: that of the previous node if the node has no module
-        path.
+        """Return the block of each node; a node without a module path belongs to the block of the
+        node before it.
         """
         found: dict[Node, Block | None] = {}
         last: Block | None = None
@@ -469,7 +473,8 @@ def _placeholders(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _may_hold_a_part(node: Node) -> bool:
-    """Return whether a gradient is another gradient, rounded, added to or written to."""
+    """Return whether a gradient is made from another one by rounding, adding or writing in
+    place."""
     if op_name(node) in ("add", "convert_element_type", "_to_copy"):
         return True
     maker = node.args[0] if node.args else None

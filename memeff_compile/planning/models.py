@@ -1,4 +1,4 @@
-"""Models for the command line: from a Hugging Face config, or from a function of the user's."""
+"""Build models for the command line: from a Hugging Face config, or from a user's function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build(
 ) -> Call:
     """Build a model on device "meta", and inputs for it.
 
-    Raise ExplainError if that is not possible.
+    Raise ExplainError if the model cannot be built.
     """
     if batch < 1 or length < 1:
         raise ExplainError(f"batch is {batch} and length {length}; both have to be at least 1.")

@@ -1,4 +1,5 @@
-"""A plan: the memory of a step under one setting, as text, as plain values and as a figure."""
+"""Print a plan: the memory of a step under one setting, as text, as plain values and as a
+figure."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two columns of a plan: without the passes, or with them."""
+    """A column of a plan: without the passes, or with them."""
 
     peak: int  # bytes on one GPU at the largest moment
     groups: Mapping[str, int]  # the same, as weights + optimizer, activations and logits
@@ -132,7 +133,7 @@ class Plan:
 
 
 def _formula(moment: Moment) -> str:
-    """Return a moment's bytes as a formula, group by group."""
+    """Return a moment's bytes as a formula, summed by group of tensors."""
     texts = []
     for group, names in GROUPS.items():
         parts = [moment.parts[name] for name in names if name in moment.parts]

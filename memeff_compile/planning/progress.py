@@ -1,4 +1,4 @@
-"""Progress on stderr: one line that is overwritten, if stderr is a terminal."""
+"""Show progress on stderr: one line that is overwritten, if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WIDTH = 24
 
 
 class Progress:
-    """Shows the current step, if `is_shown`: by default if stderr is a terminal."""
+    """Shows the current step if `is_shown`, by default if stderr is a terminal."""
 
     # `steps`: how many there will be, if no step has to be repeated
     def __init__(self, steps: int, is_shown: bool | None = None) -> None:

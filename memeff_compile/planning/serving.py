@@ -31,12 +31,12 @@ class ServingRow:
 
     @property
     def numbers(self) -> str:
-        """Return whether the results equal the dense model's."""
+        """Return in words whether the results equal the dense model's."""
         return "exact" if self.mode.bits == 16 else "lossy: cache"
 
     @property
     def line(self) -> str:
-        """Return the line of code, without the name of the package."""
+        """Return the line of code that gives this setting, without the name of the package."""
         options = [] if self.codec == "dense" else [f'weights="{self.codec}"']
         options += [] if self.mode.bits == 16 else [f"kv_cache={self.mode.bits}"]
         return f"compile({', '.join(['model', *options])})"
@@ -136,7 +136,7 @@ def fit_serving(
 ) -> ServingFit:
     """Return a table of the settings with which one GPU can serve a model.
 
-    This allocates no tensors and traces no code.
+    The function allocates no tensors and traces no code.
 
     Args:
         model: a config.json, a folder with one, or a model of transformers, "meta" included.
@@ -181,7 +181,7 @@ def fit_serving(
 def _weights_not_read(model: nn.Module) -> int:
     """Return the bytes of weights that a decoding step does not read.
 
-    They belong to an embedding table that no other module shares.
+    Such weights belong to an embedding table that no other module shares.
     """
     inputs = getattr(model, "get_input_embeddings", lambda: None)()
     outputs = getattr(model, "get_output_embeddings", lambda: None)()

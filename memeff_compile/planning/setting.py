@@ -78,7 +78,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Moment:
-    """Describes a moment that can be the peak: its name, and the memory in use besides weights."""
+    """A moment at which memory can be largest: its name, and the memory in use besides weights."""
 
     place: str
     parts: Parts
@@ -87,7 +87,7 @@ class Moment:
 
     @property
     def total(self) -> sympy.Expr:
-        """Return the sum of all parts."""
+        """Return the sum of all parts of the moment."""
         return sum(self.parts.values(), sympy.Integer(0))
 
 
@@ -145,7 +145,7 @@ class Setting:
             )
 
     def require_served(self, facts: Facts) -> None:
-        """Raise ExplainError if compressed weights would be trained like dense ones."""
+        """Raise ExplainError if the setting trains compressed weights as if they were dense."""
         if self.weights == "dense":
             return
         if not facts.linear:
@@ -190,7 +190,8 @@ def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
 
 
 def moments(footprint: Footprint, setting: Setting, *, after: bool, vocab: int) -> list[Moment]:
-    """Return the moments of a step on one GPU, each with all tensors that exist then."""
+    """Return the moments of a step on one GPU, each with the bytes of all tensors that exist at
+    that time."""
     facts = footprint.facts
     setting.require_served(facts)
     always = resident(facts, setting)
@@ -213,7 +214,8 @@ def moments(footprint: Footprint, setting: Setting, *, after: bool, vocab: int) 
 
 
 def _decoded(largest: int, setting: Setting) -> Parts:
-    """Return the bytes of the decoded weight while a linear layer with a compressed weight runs."""
+    """Return the bytes of the decoded weight that exists while a linear with a compressed weight
+    runs."""
     return {"decoded weight": sympy.Integer(largest)} if setting.weights != "dense" else {}
 
 
@@ -231,10 +233,10 @@ def _as_in_the_paper(
 
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
-    """Return a moment's parts on one GPU of several.
+    """Return a moment's parts on one of several GPUs.
 
-    FSDP reduces a block's gradients after the block's backward pass, so the gradients of two blocks
-    are unsharded at a time. Other gradients are unsharded until the end.
+    FSDP reduces a block's gradients after the block's backward pass, so the whole gradients of two
+    blocks exist at a time. Other gradients exist whole until the end of the backward pass.
     """
     if setting.shards == 1:
         return parts
@@ -252,13 +254,13 @@ def value_of(formula: sympy.Expr, batch: int, length: int) -> int:
 
 
 def peak(candidates: Sequence[Moment], batch: int, length: int) -> tuple[Moment, int]:
-    """Return the largest of the moments, and its bytes."""
+    """Return the moment with the largest total, and its bytes."""
     sized = [(moment, value_of(moment.total, batch, length)) for moment in candidates]
     return max(sized, key=lambda pair: pair[1])
 
 
 def grouped(moment: Moment, batch: int, length: int) -> dict[str, int]:
-    """Return the bytes of the three bars of a moment."""
+    """Return a moment's bytes in the three groups that the figure draws."""
     return {
         group: sum(value_of(moment.parts.get(name, 0), batch, length) for name in names)
         for group, names in GROUPS.items()
@@ -294,9 +296,9 @@ LEAST_MEMORY = 1 << 20
 
 
 def read_memory(memory: str | int) -> int:
-    """Return bytes: 80GB is 80e9, 80GiB is 80 * 2**30.
+    """Return a memory size in bytes: 80GB is 80e9, 80GiB is 80 * 2**30.
 
-    Raise ExplainError if size or unit is missing.
+    Raise ExplainError if the number or the unit is missing.
     """
     if isinstance(memory, int) and memory >= LEAST_MEMORY:
         return memory

@@ -1,7 +1,8 @@
-"""Sizes of buffers as formulas in batch and length, with their values at a few points.
+"""Describe sizes of buffers as formulas in batch and length, with their values at a few batches and
+lengths.
 
-A graph has thousands of buffers, so sums are computed as numbers at those points; a sum's formula
-is built only for the moments that can be the peak.
+A graph has thousands of buffers, so sums are computed from those values; a sum's formula is built
+only for the moments at which memory can be largest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LEAST_BATCH, LEAST_LENGTH = 11, 13
 
 @dataclass(frozen=True)
 class Sizes:
-    """Holds batch (per GPU) and length of a call; length is 1 if inputs have one dimension."""
+    """Batch (per GPU) and length of a call; the length is 1 if inputs have one dimension."""
 
     batch: int
     length: int
@@ -38,9 +39,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """A batch and a length of which no other size of a model is a multiple.
+    """A batch and a length that are easy to recognise in products, because no other size of a model
+    is a multiple of them.
 
-    So each size shows how it grows: 11 x 2039 can only be batch x length.
+    So each size shows on what it depends: 11 x 2039 can only be batch x length.
     """
 
     batch: int | None = None  # None: sizes do not show how they grow with it
@@ -49,8 +51,9 @@ class Told:
 
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
-        """Return sizes that differ from the model's constants, with three quarters of the call's
-        length. So sizes that grow in steps differ, and tables of positions are long enough.
+        """Return sizes that differ from the model's constants, with a length of three quarters of
+        the call's. With this shorter length, sizes that grow in steps differ, and tables of
+        positions are long enough.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))
@@ -84,7 +87,7 @@ class Told:
 
 
 def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
-    """Return a prime of which no other size, plus or minus a little, is a multiple.
+    """Return a prime such that no other size, nor one near it, is a multiple of it.
 
     If possible, the prime is not larger than `near`.
     """
@@ -104,9 +107,8 @@ def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """Holds a size in bytes: its formula, and the formula's value at each point of a `Scale`.
-
-    A point is a batch and a length.
+    """A size in bytes: its formula, and the formula's value at each point (a batch and a length) of
+    a `Scale`.
     """
 
     formula: sympy.Expr
@@ -115,7 +117,8 @@ class Size:
 
 @dataclass
 class Scale:
-    """Reads sizes as formulas, with their values at the points at which sizes are compared."""
+    """Reads sizes as formulas, and computes their values at the batches and lengths that are
+    compared."""
 
     told: Told  # the batch and the length in the graphs
     # where to look for the largest moment; the first one is the user's own sizes
@@ -124,7 +127,7 @@ class Scale:
     _read: dict[int, sympy.Expr] = field(default_factory=dict)
 
     def of(self, formula: sympy.Expr | int) -> Size:
-        """Return a size with its values."""
+        """Return a size with its formula and its values."""
         expression = sympy.sympify(formula)
         if expression not in self._known:
             values = tuple(int(expression.xreplace(dict(p))) for p in self.points)
@@ -156,7 +159,7 @@ class Scale:
         return self.told.batch or own[BATCH], self.told.length or own[LENGTH]
 
     def is_per_token(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has a row for each token, or one row less per sequence."""
+        """Return whether a tensor has one row for each token, or one row fewer per sequence."""
         rows = self.rows(tensor)
         if rows.free_symbols or self.told != Told():
             return bool(rows.free_symbols)
@@ -170,12 +173,12 @@ class Scale:
 
     @property
     def zero(self) -> Values:
-        """Return zero bytes, at every point."""
+        """Return a size of zero bytes, at every batch and length."""
         return (0,) * len(self.points)
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """Return the tensors that a node's value consists of."""
+    """Return the tensors of which a node's value consists."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -194,9 +197,9 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 
 
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
-    """Return points around the user's batch and length; the user's own point comes first.
+    """Return batches and lengths around the user's; the user's own come first.
 
-    A size that `told` does not distinguish is the user's at every point.
+    A batch or length that `told` does not set apart from other sizes is the user's at every point.
     """
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}

@@ -1,14 +1,14 @@
 """Predict which buffers exist, kernel by kernel, while a captured graph runs under Inductor.
 
-Inductor writes a value to memory only if its reader needs it there: a matrix product, another op,
-an output, or a kernel of another shape. These rules are a simplified form of Inductor's:
+Inductor writes a value to memory only if a reader needs it there: a matrix product, another op, an
+output, or a kernel of another shape. These rules are a simplified form of Inductor's:
 
 - views have no memory; pointwise values are computed inside the kernels that read them, unless a
-  product reads them, they leave the graph, or several readers would recompute a long chain;
-- kernels that read the same large buffer over the same elements are one kernel, if no product is
-  between them, so all their results exist at once;
-- kernels run in graph order, each as early as its first member; a buffer is free after its last
-  reader; a kernel may write over a buffer that only it reads;
+  matrix product reads them, they leave the graph, or several readers would recompute a long chain;
+- kernels that read the same large buffer over the same elements are one kernel, if no matrix
+  product comes between them, so all their results exist at once;
+- kernels run in graph order, each as early as its first node allows; a buffer is free after its
+  last reader; a kernel may write over a buffer that only it reads;
 - `a @ b + c` is one library call, at the position of the sum.
 """
 
@@ -76,13 +76,13 @@ def kind_of(node: Node) -> str:
 def writes_to_an_input(node: Node) -> bool:
     """Return whether an op writes to an argument.
 
-    Its result is then the argument's memory, if the argument has no later reader.
+    The op's result then has the argument's memory, if no later node reads the argument.
     """
     return getattr(node.target, "__name__", "").startswith("auto_functionalized")
 
 
 def called_op(node: Node) -> object:
-    """Return the op that a node calls, also if torch wrapped the op because it writes."""
+    """Return the op that a node calls, even if PyTorch wrapped it because it writes in place."""
     return node.args[0] if writes_to_an_input(node) else node.target
 
 
@@ -99,7 +99,7 @@ def _is_view(node: Node) -> bool:
 
 @dataclass
 class Kernel:
-    """Holds the kernel of one step: its nodes, and the buffers that it reads."""
+    """A kernel: its nodes, and the buffers that it reads."""
 
     nodes: list[Node]
     reads: set[Node]
@@ -107,7 +107,7 @@ class Kernel:
 
 @dataclass
 class Step:
-    """The time while a kernel runs."""
+    """The time during which one kernel runs, with the buffers that exist then."""
 
     kernel: Kernel  # the running kernel
     live: Mapping[Node, Size]  # the buffers that exist, its results included
@@ -117,7 +117,7 @@ class Step:
 
 class Timeline:
     """The kernels of a forward or backward graph, as Inductor gets it, in the order in which they
-    run. `same` has placeholders that share memory with another placeholder.
+    run. `same` contains placeholders that share memory with another placeholder.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Timeline:
         return node in self.stored and self.kind[node] in (*FUSIBLE, "library")
 
     def _readers(self) -> dict[Node, list[Node]]:
-        """Return the nodes of kernels, and the output, that read each buffer."""
+        """Return, for each buffer, the kernels' nodes and outputs that read it."""
         readers: dict[Node, list[Node]] = defaultdict(list)
         for node in self.nodes:
             read = self.reads[node] if self._has_kernel(node) else set()
@@ -252,10 +252,11 @@ class Timeline:
         owned: Mapping[Node, Size] = MappingProxyType({}),
         transient: Transient = lambda _: sympy.Integer(0),
     ) -> Iterator[Step]:
-        """Yield the moments of a run; `transient` gives bytes that exist only while a node runs.
+        """Yield the moments of a run; `transient` returns the bytes that exist only while a node
+        runs.
 
-        `owned` has placeholders that are freed after their last reader, and their bytes; the others
-        belong to the caller and are not counted.
+        `owned` contains the placeholders that are freed after their last reader, with their bytes;
+        other placeholders belong to the caller and are not counted.
         """
         ends: dict[int, list[Node]] = defaultdict(list)
         for buffer, step in self.last_read.items():
@@ -283,7 +284,8 @@ class Timeline:
                     total = taken(total, live.pop(buffer).values)
 
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield the writes of a kernel: the node, and the node that represents the buffer."""
+        """Yield, for each buffer that a kernel writes, the node that computes it and the node that
+        stands for the buffer."""
         for node in kernel.nodes:
             if node in self.fused.inside:
                 continue
@@ -305,7 +307,7 @@ class Timeline:
 
 
 class _Fusion:
-    """Decides which stored pointwise and reduction nodes share a kernel."""
+    """Decides which of the stored pointwise and reduction nodes run in one kernel."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._line = timeline
@@ -316,13 +318,14 @@ class _Fusion:
         self.inside = self._read_only_inside()
 
     def leader(self, node: Node) -> Node:
-        """Return the node that represents the kernel of ``node``."""
+        """Return the node that stands for the kernel of ``node``."""
         while self._parent.get(node, node) is not node:
             node = self._parent[node]
         return node
 
     def _ancestors_behind_a_library_call(self) -> dict[Node, int]:
-        """Return, per node, the ancestors (as bits) that a library call separates from it."""
+        """Return, for each node, those earlier nodes (as bits) that a library call separates from
+        it."""
         line = self._line
         every: dict[Node, int] = {}
         behind: dict[Node, int] = {}
@@ -350,8 +353,8 @@ class _Fusion:
             readers[node].append(node)
 
     def _is_large(self, node: Node, buffer: Node) -> bool:
-        """Return whether fusing for a shared buffer is worthwhile: it is as large as the kernel's
-        range.
+        """Return whether fusing kernels that read the same buffer is worthwhile, because it is as
+        large as the kernels' range.
         """
         line = self._line
         shared = tensors_in(buffer.meta.get("val"))
@@ -388,7 +391,7 @@ class _Fusion:
         )
 
     def _read_only_inside(self) -> set[Node]:
-        """Return the pointwise nodes whose value never leaves their kernel."""
+        """Return the pointwise nodes whose value is read only in their own kernel."""
         line = self._line
 
         def stays(node: Node) -> bool:
@@ -402,7 +405,7 @@ class _Fusion:
 
 
 def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
-    """Move each product that is used only in an addition directly before that addition."""
+    """Move each matrix product that is used only in an addition directly before that addition."""
     for node in list(nodes):
         if op_name(node) != "add" or not tensors_in(node.meta.get("val")):
             continue
@@ -418,9 +421,9 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 
 
 def _product_behind(operand: object) -> list[Node]:
-    """Return the mm from which ``operand`` comes, and transposes that cancel out.
+    """Return the mm of which ``operand`` is the result, and transposes that cancel out.
 
-    Return an empty list if it comes from no mm.
+    Return an empty list if there is no such mm.
     """
     chain: list[Node] = []
     while isinstance(operand, Node) and len(operand.users) == 1:

@@ -1,8 +1,10 @@
-"""The values of tensors without memory, if they are known and may affect a model's control flow.
+"""Track the values of tensors without memory, if these are known and may affect a model's control
+flow.
 
-A vision-language model reads the sizes of its images from a tensor, splits by lengths, and numbers
-positions by the images' positions. If results depend only on inputs with known values, they are
-computed from these. If results depend on parameters, only their sizes are known.
+A vision-language model, for example, reads the sizes of its images from a tensor, splits by
+lengths, and numbers positions by the images' positions. Results that depend only on inputs with
+known values are computed from these. Of results that depend on parameters, only the sizes are
+known.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Values:
         self.are_read = False  # whether an op depended on any of them
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Store the values of a fake tensor; values of tensors that share memory stay equal."""
+        """Store the values of a fake tensor, also for tensors that share its memory."""
         vars(fake)["memeff_value"] = value
         return fake
 
@@ -73,7 +75,7 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Return a fake tensor whose values are known now, or the value itself if it is a
+            """Return a fake tensor for a tensor with known values, or the value itself if it is a
             number.
             """
             value = next(made)
@@ -105,7 +107,7 @@ class Values:
 
 
 def tensors_of(values: object) -> list[torch.Tensor]:
-    """Return the tensors in a tree."""
+    """Return the tensors in nested lists, tuples and dictionaries."""
     return [x for x in compat.pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 

@@ -1,1 +1,1 @@
-"""Compares the first call of a rewritten graph with the original graph."""
+"""Compare the first call of a rewritten graph with the original graph."""

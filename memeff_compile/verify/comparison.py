@@ -1,4 +1,4 @@
-"""Runs two graphs on the arguments of one call, and measures the differences.
+"""Run two graphs on the arguments of one call, and measure how much their results differ.
 
 The caller's state does not change: tensors that a graph may write to are copied, parameters are
 read through detached aliases, gradients are computed from generated output gradients, and the
@@ -43,11 +43,11 @@ _GRADIENT_ROWS = 64  # rows of deferred logits that get a cotangent
 
 
 class NotRunError(Exception):
-    """Raised if the comparison is not possible; the text says why."""
+    """The comparison is not possible; the text says why."""
 
 
 class PostponedError(Exception):
-    """Raised if this call cannot be compared; a later call may be."""
+    """This call cannot be compared, but a later call may be."""
 
 
 @dataclass
@@ -65,23 +65,25 @@ class Verdict:
 
     @property
     def mismatches(self) -> list[Gap]:
-        """The gaps larger than allowed, worst first, those of the more precise comparison first."""
+        """Return the gaps larger than allowed, those of the more precise comparison first, and the
+        worst first."""
         return [*_too_far(self.exact), *_too_far(self.as_run)]
 
     @property
     def is_of_the_compiler(self) -> bool:
-        """Return whether the rewritten graph agrees if it is not compiled."""
+        """Return whether the rewritten graph agrees with the original if the inner compiler does
+        not compile it."""
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:
-        """Return the difference in words, from the more precise comparison that shows it."""
+        """Return in words the difference that the more precise comparison found."""
         exact = _too_far(self.exact)
         gaps, where = (exact, "in float64") if exact else (_too_far(self.as_run), "as run")
         more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
         return f"{where}, {'; '.join(map(str, gaps[:3]))}{more}."
 
     def agreement(self) -> str:
-        """Return sentences with the number of compared values and their agreement."""
+        """Return sentences that say how many values were compared, and how well they agree."""
         kinds = {gap.what for gap in (*self.exact, *self.as_run)}
         gradients = sum(what.startswith("gradient") for what in kinds)
         more = f" and {gradients} gradients" if self.has_gradients else ""
@@ -103,7 +105,8 @@ class Verdict:
 
 
 def _too_far(gaps: Sequence[Gap]) -> list[Gap]:
-    """Return the gaps that are too large, values before gradients, and the worst first."""
+    """Return the gaps that are too large: of values before those of gradients, and the worst
+    first."""
     far = (gap for gap in gaps if gap.share > 1)
     return sorted(far, key=lambda gap: (gap.what.startswith("gradient"), -gap.share))
 
@@ -124,7 +127,7 @@ class _Trial:
     drew: bool
 
     def named(self, inputs: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return outputs, and the inputs' values after the call, with names for a reader."""
+        """Return the outputs, and the inputs' values after the call, with names for a report."""
         outputs = [(f"output {place}", value) for place, value in enumerate(self.values)]
         return outputs + [(f"{inputs[p]} after the call", value) for p, value in self.after.items()]
 
@@ -142,17 +145,17 @@ class Comparison:
 
     @cached_property
     def dropped(self) -> set[int]:
-        """Outputs that the rewritten graph omits, as ``memeff.logits=none`` requests."""
+        """Return the outputs that the rewritten graph omits, as ``memeff.logits=none`` requests."""
         if self.options.logits != "none":
             return set()
         values: Any = self.rewritten.module.graph.output_node().args[0]
         return {place for place, value in enumerate(values) if value is None}
 
     def make(self, args: Sequence[Any]) -> Verdict:
-        """Compare without changing the caller's state.
+        """Compare both graphs, without changing the caller's state.
 
         Raise NotRunError if the graph or too little memory prevents the comparison, PostponedError
-        if the original graph itself raises.
+        if the original graph itself raises an error.
         """
         reason = self._obstacle(args)
         if reason:
@@ -201,7 +204,8 @@ class Comparison:
     def _compare_group(
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
-        """Make all runs for one group of outputs; return the groups that exist."""
+        """Run both graphs for one group of outputs, in every arithmetic; return the groups that
+        exist."""
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)
         try:
@@ -261,7 +265,8 @@ class Comparison:
         return plain.groups
 
     def _op_by_op(self, plan: Sequence[DeferredOutput], *, wide: bool = False) -> Compiled:
-        """Return the rewritten graph as a function that no compiler has changed."""
+        """Return the rewritten graph as a function that runs op by op, without the inner
+        compiler."""
         return attach(partial(_run, self.rewritten, wide=wide), plan, clone_hidden=False)
 
     @staticmethod
@@ -304,7 +309,8 @@ class Comparison:
         return _Trial(values, groups, asks, gradients, after, drew)
 
     def _inputs(self, args: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
-        """Return arguments that a graph may change freely, and those that need a gradient."""
+        """Return copies of the arguments that a graph may change, and the ones that need a
+        gradient."""
         made: list[tuple[Any, Tensor | None]] = []
         known: dict[int, int] = {}
         for place, arg in enumerate(args):
@@ -327,7 +333,7 @@ class Comparison:
         return (_copy(leaf, dtype) if self.is_written(place) else leaf), leaf
 
     def _kinds(self, ours: _Trial, plain: _Trial) -> list[Gap]:
-        """Compare properties other than values: missing outputs, dtypes, whether gradients flow."""
+        """Compare what is not a value: missing outputs, dtypes, and whether gradients flow."""
         words: dict[int, str] = {}
         for place, (mine, theirs) in enumerate(zip(ours.values, plain.values, strict=True)):
             if isinstance(mine, Tensor) != isinstance(theirs, Tensor):
@@ -349,8 +355,8 @@ class Comparison:
         *,
         with_integers: bool = False,
     ) -> list[Gap]:
-        """Measure the differences between two trials, or to the truth, relative to the other
-        trial's error.
+        """Measure how far one run is from another, or from the float64 result, relative to the
+        other run's error.
         """
         names = self.original.names
         goal, own = (plain, None) if truth is None else (truth, plain)
@@ -377,7 +383,8 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
-    """Run a graph op by op instead of compiled, as the caller's call, with its gradients."""
+    """Run a graph op by op instead of compiled, with its gradients, in place of the caller's
+    call."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 
@@ -387,7 +394,7 @@ def _kind(value: Any) -> str:
 
 
 def _seen(output: Any) -> Any:
-    """Return the values of an output; for a large one, only evenly spaced rows."""
+    """Return the values of an output to compare; of a large one, only evenly spaced rows."""
     if not isinstance(output, Tensor):
         return output
     rows = _rows(output, _MOST_ENTRIES // max(output.shape[-1] if output.dim() else 1, 1))
@@ -397,7 +404,7 @@ def _seen(output: Any) -> Any:
 
 def _rows(output: Tensor, most: int) -> Tensor | None:
     """Return the positions of evenly spaced rows, or None if there are so few rows that all are
-    used."""
+    compared."""
     count = output.numel() // max(output.shape[-1], 1) if output.dim() > 1 else output.numel()
     most = max(most, 1)
     if count <= most or (output.dim() <= 1 and count <= _MOST_ENTRIES):
@@ -412,7 +419,7 @@ def _by_rows(output: Tensor) -> Tensor:
 def _gradients(
     outputs: Mapping[int, Tensor], leaves: Sequence[Tensor | None], group: str
 ) -> list[Tensor | None] | None:
-    """Return the gradient of each leaf, for output gradients that are the same in every run."""
+    """Return the gradient of each input, for output gradients that are the same in every run."""
     asked = [leaf for leaf in leaves if leaf is not None]
     if not outputs or not asked:
         return None
@@ -448,9 +455,9 @@ def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
-    """Restore the current random state at the end.
+    """Restore the current state of random numbers when the context ends.
 
-    Yield a function that says whether it was used.
+    Yield a function that tells whether random numbers were drawn.
     """
     places = {arg.device for arg in args if isinstance(arg, Tensor)} - {torch.device("cpu")}
     kinds = {device.type for device in places} or {"cuda"}
@@ -469,8 +476,8 @@ def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _autocast_restored(args: Sequence[Any], *, off: bool = False) -> Iterator[None]:
-    """Restore autocast, even if a graph raises inside an autocast region, and cache no casts: casts
-    of copies would stay in memory until the outermost region ends.
+    """Restore autocast, even if a graph raises an error inside an autocast region, and cache no
+    casts: casts of copies would stay in memory until the outermost region ends.
     """
     kinds = sorted({"cpu"} | {arg.device.type for arg in args if isinstance(arg, Tensor)})
     kinds = [kind for kind in kinds if kind != "meta"]
@@ -509,7 +516,7 @@ def _why_not(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error as one line."""
+    """Return the text of an error as one line."""
     first = str(error).strip().split("\n")[0]
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return text.rstrip(".") if len(text) <= 300 else f"{text[:297]} (and so on)"

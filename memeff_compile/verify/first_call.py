@@ -1,8 +1,8 @@
-"""`memeff.verify`: the first call of every rewritten graph also runs the original graph.
+"""Run the original graph too in the first call of every rewritten graph (`memeff.verify`).
 
-`comparison` runs both and measures, `gaps` sets the tolerance. If a difference exceeds it, the
-original graph runs in this call and all later calls, op by op. A warning, the report and a
-reproducer show the difference.
+`comparison` runs both graphs and measures the differences; `tolerance` sets how large they may be.
+If a difference is too large, the original graph runs in this call and all later calls, op by op. A
+warning, the report and a reproducer then show the difference.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def verified(
 
 
 class _Verifier:
-    """Makes the comparison once, and stores which callable runs from then on."""
+    """Compares the graphs once, and stores which of them runs from then on."""
 
     def __init__(
         self, comparison: Comparison, plain: Compiled, options: Options, graph_report: GraphReport
@@ -75,7 +75,7 @@ class _Verifier:
         self.attempts = 0
 
     def callable_for(self, args: Sequence[Any]) -> Compiled:
-        """Return the callable for this call: at the first one, after comparing."""
+        """Return the callable for this call; in the first call, compare the graphs before."""
         if self.chosen is not None:
             return self.chosen
         with self.lock:
@@ -98,7 +98,7 @@ class _Verifier:
             self._judge(comparison, verdict, args)
 
     def _leave(self, reason: str) -> None:
-        """Continue with the rewritten graph, and report that it was not compared."""
+        """Keep the rewritten graph, and report that it was not compared."""
         sentence = f"The rewritten graph runs and was not compared with the original: {reason}."
         hint = "Verify with a smaller batch or model." if "memory" in reason else ""
         self._record(Record("backend", "unverified", "verify_not_run", sentence, hint))
@@ -154,7 +154,7 @@ class _Verifier:
 
 
 def _to_whom(names: set[str]) -> str:
-    """Return who should investigate a wrong rewrite of these passes."""
+    """Return whom the user should ask about a wrong rewrite of these passes."""
     ours, theirs = names & set(PASS_NAMES), " and ".join(sorted(names - set(PASS_NAMES)))
     if not theirs:
         return "Please report it with the reproducer."
@@ -168,7 +168,7 @@ def _to_whom(names: set[str]) -> str:
 
 @contextlib.contextmanager
 def _uncounted(use: LogitsUse | None) -> Iterator[None]:
-    """Keep computations in this block out of the counts of a graph's logits."""
+    """Do not count, in this context, computations of a graph's logits."""
     before = None if use is None else use.copy()
     try:
         yield
@@ -178,6 +178,7 @@ def _uncounted(use: LogitsUse | None) -> Iterator[None]:
 
 
 def _is_rehearsal(args: Sequence[Any]) -> bool:
-    """Return whether this is no real call: it has fake tensors, or a CUDA graph records it."""
+    """Return whether this is no real call, because its tensors are fake or a CUDA graph records
+    it."""
     is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return is_captured or any(compat.is_fake(arg) for arg in args)

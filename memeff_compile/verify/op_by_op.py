@@ -1,10 +1,10 @@
-"""Copies of captured graphs that run op by op, unchanged or with float64 instead of narrower
+"""Copy captured graphs so that they run op by op, unchanged or with float64 instead of narrower
 dtypes.
 
-`memeff.verify` compares the rewritten graph with the original one. Both are copied before the inner
-compiler gets them. Here they run with PyTorch's operations: in the model's arithmetic, or with
-every floating value in float64, in which rounding is negligible and two equivalent graphs agree to
-many digits.
+`memeff.verify` compares the rewritten graph with the original one. Both graphs are copied before
+the inner compiler gets them. The copies run with PyTorch's operations: in the model's arithmetic,
+or with every floating value in float64, in which rounding is negligible and two equivalent graphs
+agree to many digits.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtens
 
 
 class CannotWidenError(Exception):
-    """Raised if an operation returns a narrower dtype than its operands have."""
+    """An operation returns a narrower dtype than its operands have."""
 
 
 @dataclass(frozen=True)
 class KeptGraph:
-    """A copy of a captured graph that outlives its compilation."""
+    """A copy of a captured graph that can be used after its compilation."""
 
     module: GraphModule  # the copy, with its own copies of the graphs inside it
     names: tuple[str, ...]  # readable name of each input ("lm_head.weight", "input_ids")
@@ -95,7 +95,7 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
 
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
-    """Copy a graph and the graphs inside it; widen the dtypes to which they cast."""
+    """Copy a graph and its nested graphs, with wider dtypes in their casts."""
     graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):
@@ -114,7 +114,7 @@ def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
 
 
 def _widen_node(node: Node) -> None:
-    """Replace narrower floating dtypes in casts and factories by float64."""
+    """Replace narrower floating dtypes by float64 in casts and in calls that create tensors."""
     if node.op not in ("call_function", "call_method"):
         return
     if node.op == "call_method" and node.target in _CASTS:
@@ -131,15 +131,15 @@ def _wider(value: Any) -> Any:
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
     """Run a kept graph with PyTorch's operations.
 
-    ``wide``: all in float64, ignoring casts and autocast, from float64 arguments. Raise
-    CannotWidenError if a result is narrower.
+    With ``wide``, the run is in float64, from float64 arguments, and ignores casts and autocast.
+    Raise CannotWidenError if a result is narrower.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module
     return tuple(_OpByOp(module, wide=wide).run(*args))
 
 
 def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
-    """Return the plan of a graph's deferred outputs for its run in float64."""
+    """Return the plan of a graph's deferred outputs for a run in float64."""
     found = []
     for entry in plan:
         steps = tuple((name, _wider(value)) for name, value in entry.recipe.steps)
@@ -150,7 +150,7 @@ def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
 
 
 class _OpByOp(Interpreter):
-    """Interprets one level of a graph."""
+    """An interpreter of one graph level."""
 
     def __init__(self, module: GraphModule, *, wide: bool) -> None:
         super().__init__(module)
@@ -175,7 +175,7 @@ class _OpByOp(Interpreter):
         return pytree.tree_map_only(Tensor, widen, result)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call; the body of a checkpoint is checkpointed here as well."""
+        """Run a call; if it is a checkpoint, checkpoint its body as well."""
         name = target.name() if isinstance(target, HigherOrderOperator) else ""
         if name == "tag_activation_checkpoint":
             body, *given = args

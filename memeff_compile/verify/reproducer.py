@@ -1,4 +1,4 @@
-"""Writes a mismatch as a program: the source of both graphs, and the inputs that show it."""
+"""Write a mismatch as a program: the source of both graphs, and the inputs that show it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tolerance import Gap, slack_of
 
 
 class Compared(Protocol):
-    """The parts of a comparison that a reproducer needs: both graphs, and options for files."""
+    """The parts of a comparison that a reproducer needs: both graphs, and where to write files."""
 
     original: KeptGraph
     rewritten: KeptGraph
@@ -48,7 +48,7 @@ def write(compared: Compared, mismatches: Sequence[Gap], graph: str, args: Seque
 
 @dataclass
 class _Inputs:
-    """The saved arguments, and descriptions of the others."""
+    """The arguments that are saved, and descriptions of the others."""
 
     saved: dict[int, Tensor]
     drawn: dict[int, tuple[Any, ...]]
@@ -77,7 +77,7 @@ class _Inputs:
 
 
 def _constants(module: GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a graph's constants."""
+    """Yield the constant tensors of a graph, with their names."""
     for node in module.graph.nodes:
         held = getattr(module, str(node.target), None)
         if node.op == "get_attr" and isinstance(held, Tensor):
@@ -85,7 +85,7 @@ def _constants(module: GraphModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def _description(tensor: Tensor) -> tuple[Any, ...]:
-    """Return shape, dtype and range (of integers) or mean and spread of a tensor."""
+    """Return the shape, dtype and range (of integers) or mean and spread of a tensor."""
     if tensor.is_floating_point():
         spread = tensor.double().std().item() if tensor.numel() > 1 else 1.0
         return tuple(tensor.shape), tensor.dtype, tensor.double().mean().item(), spread
@@ -123,7 +123,7 @@ def _program(compared: Compared, mismatches: Sequence[Gap], graph: str, inputs: 
 
 
 def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
-    """Return a graph as the source of a class, with one class for each graph inside it."""
+    """Return a graph as the source of a class, with another class for each nested graph."""
     parts, made = [], []
     for child, body in module.named_children():
         if isinstance(body, GraphModule):
@@ -158,7 +158,7 @@ _ADJUSTMENTS = (
 
 
 def _adjustable(source: str) -> str:
-    """Replace dtypes by names that the program can set to wider dtypes."""
+    """Replace dtypes by names that the reproducer can set to wider dtypes."""
     for pattern, spelling in _ADJUSTMENTS:
         source = re.sub(pattern, spelling, source)
     return source

@@ -1,14 +1,14 @@
-"""Measures how much two runs of a graph differ, and sets how much they may: the rule of
+"""Measure how much two runs of a graph differ, and set how much they may: the rule of
 `memeff.verify`.
 
-Two comparisons, each by the Frobenius norm of a whole tensor:
+The module makes two comparisons, each by the Frobenius norm of a whole tensor:
 
-* In float64, the rewritten graph is compared with the original one. Rounding affects only the
-  sixteenth digit there, so any larger difference comes from the formula: `EXACT`.
-* In the model's arithmetic, both graphs are compared with the truth, the original graph in float64.
+* In float64, the rewritten graph is compared with the original one. In float64, rounding affects
+only the sixteenth digit, so any larger difference (`EXACT`) comes from the formula.
+* In the model's arithmetic, both graphs are compared with the original graph in float64, the truth.
   The rewritten graph's error may be `OWN` times that of the original graph, plus the slack of the
-  coarsest dtype in the graph (`SLACK`). If there is no truth, the two are compared with each other,
-  and only the slack is allowed.
+  coarsest dtype in the graph (`SLACK`). If float64 is not possible, the two are compared with each
+  other, and only the slack is allowed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Gap:
 
     @property
     def share(self) -> float:
-        """Return the share of the allowed gap that was used; more than 1 is a mismatch."""
+        """Return the ratio of the gap to the allowed gap; more than 1 is a mismatch."""
         if self.words:
             return float("inf")
         return self.error / self.allowed if self.allowed > 0 else float(self.error > 0) * 1e300
@@ -69,9 +69,8 @@ class Gap:
 
 
 def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
-    """Return the slack of a graph's coarsest floating dtype.
-
-    For coarse products, that of TF32 or bf16.
+    """Return the slack of a graph's coarsest floating dtype, or of TF32 or bf16 if products use
+    these.
     """
     known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
     if coarse_products:
@@ -84,7 +83,8 @@ def value_gap(
 ) -> Gap:
     """Compare one output, or an input to which the graph wrote, with that of the original graph.
 
-    If ``truth`` is wider, ``own`` is the original's value in the arithmetic of ``found``.
+    If ``truth`` is wider than ``found``, ``own`` is the original's value in the arithmetic of
+    ``found``.
     """
     words = _different_kind(found, truth)
     if words:
@@ -109,8 +109,8 @@ def gradient_gaps(
 ) -> list[Gap]:
     """Compare the gradients of one backward pass, one per input, as in `value_gap`.
 
-    Differences are relative to the gradient's size; for a gradient far smaller than others, to a
-    thousandth of the typical size. A missing gradient counts as zero.
+    Differences are relative to the gradient's size; if a gradient is far smaller than the others,
+    they are relative to a thousandth of the typical size. A missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []
@@ -146,8 +146,8 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
 
 @dataclass
 class _Norms:
-    """Norms of a difference, of the original's error, and of the truth, over elements with a finite
-    truth.
+    """Norms of a difference, of the original graph's error, and of the truth, over elements whose
+    truth is finite.
     """
 
     error: float = 0.0
@@ -169,9 +169,10 @@ class _Norms:
         return norms
 
     def _add(self, found: Tensor, truth: Tensor, own: Tensor | None) -> list[Tensor]:
-        """Return sums of squares over a chunk: of the error, of `truth`, and of `own`'s error.
+        """Return sums of squares over a chunk of elements: of the error, of `truth`, and of `own`'s
+        error.
 
-        Each is added to the square of its norm.
+        The caller adds each sum to the square of a norm over all chunks.
         """
         wide = torch.complex128 if truth.is_complex() else torch.float64
         found, truth = found.to(wide), truth.to(wide)
@@ -186,7 +187,7 @@ class _Norms:
         return [torch.where(fair, part, zero).abs().square().sum().double() for part in parts]
 
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
-        """Return the gap of these norms, measured by `scale`."""
+        """Return the gap that follows from these norms, relative to `scale`."""
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale
         return Gap(what, self.error / scale, allowed / scale, own)

@@ -32,8 +32,8 @@ memeff.logits
   takes     deferred, eager, none
   default   deferred
   does      The logits that a model called with labels returns. deferred: computed on first use;
-            reading them after the weights changed raises. eager: computed in every step, as
-            without the backend. none: the output is None.
+            reading them after the weights changed raises an error. eager: computed in every
+            step, as without the backend. none: the output is None.
   example   memeff_compile.compile(model, logits='eager')
             model.compile(backend="memeff", options={'memeff.logits': 'eager'})""",
     )

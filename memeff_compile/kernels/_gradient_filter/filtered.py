@@ -1,17 +1,18 @@
-"""Walks under a gradient filter: no logit is stored before it is known which classes count.
+"""Compute gradients under a gradient filter: no logit is stored before it is known which classes
+count.
 
-Rows are ranked by an estimate of their mass in unlikely classes, from the logits of a sample of
-classes, and processed 128 at a time: a group. One pass over all classes computes statistics of the
-rows. The same pass scores each class in each group, by the sum (`mass`) or the largest (`block`) of
-the probabilities of its rows, and sums for each row the mass below each of 31 levels. `mass` takes
-the highest level at which every row loses at most tau; `block` has one level, eps. A target always
-counts.
+Rows are ranked by an estimate of their probability mass in unlikely classes, from the logits of a
+sample of classes, and processed 128 at a time: a group. One pass over all classes computes
+statistics of the rows. The same pass scores each class in each group, by the sum (`mass`) or the
+largest (`block`) of the probabilities of its rows, and sums for each row the mass below each of 31
+levels. `mass` uses the highest level at which every row loses at most tau; `block` has only one
+level, eps. The class that is a row's target always counts in the row's group.
 
 Classes are then ordered by the groups in which they count, so that most tiles of 128 x 128 are
-either full or empty, whatever the token ids. The logits of these tiles are computed again, a
-workspace of tiles at a time, and multiplied. That takes 1 + 3a products, where a is the share of
-tiles that count. The order takes V numbers; rows of the weight and its gradient are read and
-written in place.
+either full or empty, whatever the token ids. The logits of the tiles that count are then computed
+again, as many tiles at a time as fit the workspace, and multiplied. In total this takes 1 + 3a
+matrix products, where a is the share of tiles that count. The order of classes is a list of V
+numbers; rows of the weight and its gradient are read and written in place.
 
 The lost mass is redistributed over the kept classes in proportion, so each row's sum (target
 excluded) is unchanged. Otherwise the logits of dropped classes would rise, because no step pushes
@@ -19,9 +20,10 @@ them down: each by little, but enough together to raise the loss after a hundred
 
 `published` is the filter of the Cut Cross-Entropy paper: rows stay in their order, classes are
 ordered by their mean logits, a tile is dropped if every |p - 1(target)| in it is below eps, and
-nothing is redistributed. It has to know the log-sum-exps before.
+nothing is redistributed. This filter needs the log-sum-exps before it can choose tiles.
 
-The kernels use no feature of one GPU alone. Losses and bias gradients are exact.
+The kernels use no feature that only one kind of GPU has. Losses and bias gradients are exact under
+every filter.
 """
 
 from __future__ import annotations
@@ -142,9 +144,10 @@ class Filtered(RowWalk):
         return self.hidden.new_empty(sizes, dtype=torch.int32)
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
-        """Return the rows that count in the order of their estimated mass in unlikely classes.
+        """Return the rows that count, in the order of their estimated probability mass in unlikely
+        classes.
 
-        Write their bases in this order too.
+        Write the rows' bases in this order too.
         """
         rows, vocab, depth = self.extent, self.vocab, self.depth
         as_given = torch.arange(rows, device=target.device) if self.is_published else None
@@ -186,7 +189,7 @@ class Filtered(RowWalk):
     def _selected(
         self, compact: Selection, rank: Tensor, base: Tensor, values: Tensor | None
     ) -> Selection:
-        """Return the rows in an order, and write their bases in it."""
+        """Return rows in a given order, and write their bases in that order."""
         rows, kept = self.extent, compact.kept
         if kept is None:
             kept = compact.target.new_full((1,), rows)
@@ -204,7 +207,8 @@ class Filtered(RowWalk):
         return Selection(compact.target[rank], order, None, kept)
 
     def choose(self, block: Block) -> None:
-        """Compute statistics of a block of rows, and which classes count in each of its groups."""
+        """Compute statistics of a block of rows, and find which classes count in each of its
+        groups."""
         first, here = block.first, block.stop - block.first
         self.copy(self.hidden, self.rows, self.selection.order, first=first)
         again = self.counters[block.number, self.passes]
@@ -363,7 +367,8 @@ class Filtered(RowWalk):
 
 
 class FilteredTotal(Filtered, Statistics):
-    """Walks for a loss that is one number; estimates each row's log-sum-exp, then computes it."""
+    """A walk for a loss that is one number: it estimates each row's log-sum-exp, then computes
+    it."""
 
     def __init__(self, given: ScalarLoss) -> None:
         super().__init__(Operands(*given[:4]), given.settings, given.output_mask)
@@ -379,7 +384,7 @@ class FilteredTotal(Filtered, Statistics):
 
 
 class FilteredBackward(Filtered):
-    """The backward pass of rows whose log-sum-exps are known."""
+    """The walk of a backward pass in which the rows' log-sum-exps are known."""
 
     def __init__(
         self,
@@ -402,9 +407,8 @@ class FilteredBackward(Filtered):
 
 
 class Both(Differentiating):
-    """Runs two walks, one after the other, because a filter may apply to one gradient alone.
-
-    Each walk computes one gradient.
+    """Runs two walks one after the other, each for one gradient, because a filter may apply to only
+    one of them.
     """
 
     def __init__(self, *walks: Any) -> None:
@@ -425,7 +429,7 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The walks of an engine under a filter, as a module of an engine has them."""
+    """The walks of an engine under a filter, with the functions that an engine's module has."""
 
     exact: Any  # the engine's module
 
@@ -447,7 +451,8 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the walk of the gradients; a filter may drop parts of one gradient or of both."""
+        """Return the walk that computes the gradients; a filter may drop classes for one gradient
+        or for both."""
         parts, rest = settings.filter_parts, list(output_mask[:3])
         if parts == "both":
             return FilteredBackward(grads, given, saved, settings, output_mask)

@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `filtered`: find the classes that count for 128 rows, and multiply only those.
+"""The kernels of `filtered`: they find the classes that count for 128 rows, and multiply only
+those.
 
-Rows are ranked by an estimate of their mass in unlikely classes, and TILE of them at a time form
-one of up to 16 groups of a block. One pass over all classes computes the rows' statistics, a score
-for each class and group, and the mass that each row loses at each of LEVELS scores; it stores no
-logit. Each class then has a word of 16 bits, one for each group in which the class counts. Sorted
-by their words, classes form tiles of which nearly all count completely or not at all. The logits of
-tiles that count are computed again, CAPACITY tiles at a time, as gradients up to a factor per row.
+Rows are ranked by an estimate of their probability mass in unlikely classes, and each TILE of them
+form one of up to 16 groups of a block. One pass over all classes computes the rows' statistics, a
+score for each class and group, and the probability mass that each row loses at each of LEVELS
+scores; it stores no logits. Each class then has a word of 16 bits, one for each group in which the
+class counts. Classes are sorted by their words, so that in nearly every tile either all classes
+count or none. The logits of tiles that count are computed again, CAPACITY tiles at a time, as
+gradients up to a factor per row.
 
-UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+With UPCAST, operands are widened to fp32, because the interpreter cannot multiply bf16.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def _gradient_filter_estimate_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Estimate a row's log-sum-exp, and its mass in unlikely classes, by a sample of classes."""
+    """Estimate a row's log-sum-exp, and its probability mass in unlikely classes, from a sample of
+    classes."""
     local = tl.program_id(0)
     row = first_row + local
     compact = tl.load(place_ptr + row)
@@ -141,9 +144,9 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the levels of these indices.
+    """Return the scores of the levels with these indices.
 
-    The last level is above all scores, so it drops every column.
+    The last level is higher than all scores, so it drops every class.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -178,8 +181,8 @@ def _gradient_filter_score_kernel(
 ):
     """Score classes by a group's rows, and sum the probabilities that each level drops.
 
-    A program has one group and some tiles of classes. A tile has all rows of the group, so the
-    scores of its classes are known while its logits are in registers. Targets are always kept.
+    A program processes one group and some tiles of classes. A tile has all rows of the group, so
+    the scores of its classes are known while its logits are in registers. The targets always count.
     """
     group = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -278,7 +281,8 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Record whether a row's largest logit is far from its base, and make that logit the base."""
+    """Record whether a row's largest logit is far from its base, and use that logit as the new
+    base."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
     base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
@@ -321,11 +325,13 @@ def _gradient_filter_level_kernel(
     softcap,
     C: tl.constexpr,  # HAS_LSE: the base is the log-sum-exp; RESTORE: put lost mass on what stays
 ):
-    """Choose a group's level, and finish its rows: losses, and the factors of their elements.
+    """Choose a group's level, and finish its rows: compute losses, and the factors of their
+    elements.
 
-    The level is the highest one at which no row loses more than the limit. A row's lost mass is put
-    on its kept classes (target excluded) in proportion, so that its gradients sum to the same value
-    as without a filter. Otherwise classes that are never pushed down would rise over many steps.
+    The level is the highest one at which no row loses more than the limit. A row's lost mass is
+    distributed over its kept classes (target excluded) in proportion, so that its gradients have
+    the same sum as without a filter. Otherwise the logits of classes that no step lowers would rise
+    over many steps.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -394,7 +400,7 @@ def _gradient_filter_level_kernel(
 
 @triton.jit
 def _larger(of_p, of_target):
-    """Return the number that is larger in magnitude, with the sign of the first."""
+    """Return the number with the larger magnitude, with the sign of the first."""
     size = tl.maximum(tl.abs(of_p), tl.abs(of_target))
     return tl.where(of_p < 0.0, -size, size)
 
@@ -410,7 +416,7 @@ def _gradient_filter_share_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Rank the numbers from which gradients of rows are computed."""
+    """Rank the numbers from which the gradients of rows are computed."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = offs < tl.load(kept_ptr)
     source = tl.load(rank_ptr + offs, mask=is_row, other=0)
@@ -436,8 +442,9 @@ def _gradient_filter_word_kernel(
 ):
     """Write one word for each class, which has a bit for each group in which the class counts.
 
-    The first group has the highest bit. If classes are sorted by their words, classes that count in
-    rarely used groups are adjacent. That fills more tiles than the reverse order of bits.
+    The first group has the highest bit. If classes are sorted by these words, classes that count in
+    rarely used groups are adjacent. This order fills more tiles completely than the reverse order
+    of bits.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -465,7 +472,7 @@ def _gradient_filter_tile_kernel(
 ):
     """Write one word for each tile of classes.
 
-    It has a bit for each group in which at least one class of the tile counts.
+    The word has a bit for each group in which at least one class of the tile counts.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
@@ -496,9 +503,10 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that count, in the order of either product; each group and pass has a program.
+    """List the tiles that count, in the order of either product; there is one program for each
+    group and pass.
 
-    A pass has consecutive tiles of classes, all groups of each.
+    A pass covers consecutive tiles of classes, for all groups.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)
@@ -574,9 +582,11 @@ def _gradient_filter_fill_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the logits of this pass's tiles again, and store their gradients up to row factors.
+    """Compute the logits of this pass's tiles again, and store their gradients up to a factor per
+    row.
 
-    Elements of classes that do not count in their group are zero, unless tiles are kept WHOLE.
+    Elements of classes that do not count in their group are zero, unless WHOLE keeps all elements
+    of a tile.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
@@ -656,11 +666,12 @@ def _gradient_filter_products_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Sum packed tiles times gathered rows of the weight, and add packed tiles times rows to dC.
+    """Multiply packed tiles by gathered rows of the weight and sum these products, and add packed
+    tiles times rows to dC.
 
-    Tiles of dE come first, because they take longest. Those of neighbouring groups run together and
-    share rows of the weight, which stay in the L2 cache. One program computes each tile, so the
-    order in which programs take tiles changes no bit.
+    The tiles of dE come first, because they take longest. The tiles of dE for neighbouring groups
+    run at the same time and use the same rows of the weight, which stay in the L2 cache. Each tile
+    is computed by one program, so the order in which programs take tiles changes no bit.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0
@@ -750,7 +761,8 @@ def _gradient_filter_rows_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Add the shares of dE in a fixed order, times the row's scale, at the rows' positions."""
+    """Add the partial sums of dE in a fixed order, times the row's scale, at the rows'
+    positions."""
     place = tl.program_id(0)
     if place < count_rows(kept_ptr, first_row, piece_rows, C):
         scale = tl.load(scale_ptr + place)

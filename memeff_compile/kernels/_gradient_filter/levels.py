@@ -1,6 +1,7 @@
-"""Gradient filters: their levels, the calls in which they drop classes, and the bytes they take.
+"""Gradient filters: their levels, the calls in which they drop classes, and the bytes that they
+need.
 
-`filtered` runs them.
+The module `filtered` runs the filters.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def leaves_out(gradient_filter: str, depth: int) -> bool:
 def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) -> bool:
     """Return whether a filter has to know each row's log-sum-exp before it chooses classes.
 
-    `published` compares probabilities; a bias has an exact gradient.
+    The filter `published` needs the log-sum-exp, because it compares probabilities. A bias always
+    gets an exact gradient.
     """
     is_filtered = leaves_out(gradient_filter, depth)
     return is_filtered and (gradient_filter == "published" or of_bias)

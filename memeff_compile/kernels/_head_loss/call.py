@@ -1,8 +1,8 @@
-"""The request that every engine takes, and the results that it returns.
+"""The request that every engine takes, and the results that every engine returns.
 
 For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward`
 also takes `RowGradients` and `Saved`, and returns `Gradients`. For a loss that is one number, the
-request is a `ScalarLoss` and the result a `LossAndGradients`. Axis letters as in `shapes`.
+request is a `ScalarLoss` and the result a `LossAndGradients`. Names of axes are those of `shapes`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
-        """Return the settings, without the gradient filter if a requested result rules it out.
+        """Return the settings, without the gradient filter if a requested result forbids it.
 
         Label smoothing, for example, gives every class a gradient, so no class can be dropped.
         """
@@ -54,7 +54,7 @@ class Settings(NamedTuple):
 
     @property
     def keeps_ignored_rows(self) -> bool:
-        """Return whether the caller gets the lse of ignored rows, which may then have a
+        """Return whether the caller gets the log-sum-exp of ignored rows, which may then have a
         gradient."""
         return self.with_lse or self.with_entropy
 
@@ -65,7 +65,7 @@ class Settings(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call. An op takes any leading dimensions instead of N."""
+    """The tensors of a call of the op. An op takes any leading dimensions instead of N."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -90,7 +90,7 @@ class Operands(NamedTuple):
         return self.hidden, self.weight, self.bias, self.low, self.up
 
     def flags(self, settings: Settings) -> dict[str, bool]:
-        """Return the compile-time constants that say which terms a kernel computes."""
+        """Return the compile-time constants that tell a kernel which terms to compute."""
         return {
             "HAS_BIAS": self.bias is not None,
             "HAS_COLUMN_WEIGHT": self.column_weight is not None,
@@ -101,9 +101,10 @@ class Operands(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """The results of a forward: each has one element per row, or shape (0,) if not requested.
+    """The results of a forward pass: each has one element per row, or shape (0,) if it was not
+    requested.
 
-    No two of them share memory.
+    The result tensors share no memory.
     """
 
     nll: Tensor  # fp32 or fp64; 0 in ignored rows
@@ -135,14 +136,14 @@ class RowGradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results of a forward that its backward reads."""
+    """The results of a forward pass that its backward pass reads."""
 
     lse: Tensor  # (N,)
     entropy: Tensor  # (N,), or (0,) if it was not requested
 
 
 class Gradients(NamedTuple):
-    """Holds the gradients of the operands; those that were not requested are None."""
+    """The gradients of the operands; those that were not requested are None."""
 
     hidden: Tensor | None  # (N, D)
     weight: Tensor | None  # (V, D), laid out like the weight
@@ -182,7 +183,7 @@ class ScalarLoss(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype of the total."""
+        """Return the dtype in which the total is computed."""
         return wide(self.hidden.dtype)
 
     @property
@@ -194,9 +195,9 @@ class ScalarLoss(NamedTuple):
         )
 
     def flat(self) -> ScalarLoss:
-        """Return the request with all leading dimensions flattened.
+        """Return the request with all leading dimensions of its tensors flattened into one.
 
-        Its mask has no entry for None operands.
+        The flattened request's mask has no entry for operands that are None.
         """
         operands, row_weight = self.operands.flat(), self.row_weight
         asked = zip(self.output_mask, operands.trained, strict=False)
@@ -211,7 +212,8 @@ class ScalarLoss(NamedTuple):
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return the factor of each row's loss in the total: its weight divided by the norm, or 0.
 
-        An ignored row has 0 for any norm; the norm is 0 if all rows are ignored.
+        The factor of an ignored row is 0 for any norm, even for the norm 0, which occurs if all
+        rows are ignored.
         """
         target, weight = self.target, self.row_weight
         factors = torch.ones_like(target, dtype=dtype) if weight is None else weight.to(dtype)
@@ -239,12 +241,12 @@ class LossAndGradients(NamedTuple):
 
 
 def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a vector over the vocabulary in the form that kernels read."""
+    """Return a vector over the vocabulary as kernels read it."""
     return None if values is None else values.to(dtype or values.dtype).contiguous()
 
 
 def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
-    """Raise an error for targets outside the vocabulary: on CUDA, by a device assertion."""
+    """Raise an error for targets outside the vocabulary; on CUDA, by an assertion on the device."""
     is_valid = (target >= 0) & (target < vocab)
     if ignore_index is not None:
         is_valid |= target == ignore_index
@@ -276,8 +278,8 @@ def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
 
 
 def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
-    """Return gradients as an op returns them: in the operands' shapes, with an empty tensor for
-    None."""
+    """Return gradients as an op returns them: in the operands' shapes, with an empty tensor in
+    place of None."""
     found: list[Tensor] = []
     for part, of in zip(gradients, given.trained, strict=True):
         if part is None or of is None:

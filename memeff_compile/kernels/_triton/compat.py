@@ -1,6 +1,6 @@
-"""The only module that uses Triton's private names, so a new release needs changes in one file.
+"""Wrap Triton's private names, so that a new release of Triton needs changes in one file only.
 
-Functions import triton when they are called. Gluon's names are in `gluon`.
+The functions import triton when they are called. The names of Gluon are in the module `gluon`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_watched(kernel: Any) -> bool:
 
 
 def takes(kernel: Any, name: str) -> bool:
-    """Return whether a kernel has an argument of this name."""
+    """Return whether a kernel has an argument with this name."""
     return name in kernel.arg_names
 
 
@@ -43,7 +43,7 @@ def constant(value: Any) -> Any:
 
 
 def is_compiled(kernel: Any) -> bool:
-    """Return whether a kernel is compiled for a GPU; the interpreter runs the others."""
+    """Return whether a kernel is compiled for a GPU; otherwise the interpreter runs it."""
     return hasattr(kernel, "device_caches")
 
 
@@ -52,7 +52,7 @@ def launcher(
 ) -> Callable[[tuple[int, ...], int, Sequence[Any]], None]:
     """Return a function that launches a compiled kernel on a grid.
 
-    The caller of that function passes the first `count` arguments; `constants` gives the others.
+    The caller of that function passes the first `count` arguments; `constants` has the others.
     """
     from triton.runtime import driver
 
@@ -68,7 +68,7 @@ def launcher(
 
 
 def compile_only(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
-    """Compile a kernel for the current GPU, and the code that launches it, without running it."""
+    """Compile a kernel and its launch code for the current GPU, without running it."""
     from triton.runtime import driver
 
     compiled = kernel.warmup(*arguments, grid=(1,), **constants)
@@ -87,18 +87,19 @@ def described(tensor: Tensor, block: Sequence[int]) -> Any:
 
 
 def is_described(argument: Any) -> bool:
-    """Return whether an argument is a descriptor from `described`."""
+    """Return whether an argument is a descriptor that `described` made."""
     return hasattr(argument, "block_shape")
 
 
 def tiles_in(descriptor: Any) -> tuple[Any, ...]:
-    """Return the compile-time properties of a descriptor, apart from its layout."""
+    """Return the compile-time properties of a descriptor, without its layout."""
     return (*descriptor.block_shape, descriptor.base.dtype)
 
 
 @lru_cache(maxsize=1)
 def has_gluon() -> bool:
-    """Return whether this Triton has the version of the experimental Gluon API that kernels use."""
+    """Return whether this Triton has that version of the experimental Gluon API which the kernels
+    use."""
     try:
         from . import gluon
     except (ImportError, AttributeError):

@@ -1,4 +1,4 @@
-"""The conditions under which a key counts for a query, in the form that attention engines take."""
+"""The conditions under which a query attends to a key, in the form that attention engines take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions under which a key counts for a query, and how the scores are made."""
+    """The conditions under which a query attends to a key, and how the scores are computed."""
 
     key_mask: Tensor | None  # bool (B or 1, N): keys that count at all, or None
     # (B or 1, M) and (B or 1, N): a key counts if both are equal; or both None
@@ -36,8 +36,7 @@ class Conditions:
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether every query has a key under `ahead` and `behind`, as with ahead=0
-        alone."""
+        """Return whether `ahead` and `behind` leave every query a key, as ahead=0 alone does."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead
@@ -45,7 +44,7 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Return whether a query may get the mean of all values, so that it needs every key."""
+        """Return whether some query may get the mean of all values, so that it reads every key."""
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
@@ -57,7 +56,7 @@ class Conditions:
         return low, max(low, high)  # ahead=0, behind=2: queries 8 to 11 of many need keys 6 to 11
 
     def counts(self, first: int, stop: int, low: int, high: int, device: torch.device) -> Tensor:
-        """Return which keys count for which queries, as bool (B or 1, stop - first, high - low)."""
+        """Return which keys each query attends to, as bool (B or 1, stop - first, high - low)."""
         query = torch.arange(first, stop, device=device)[:, None]
         key = torch.arange(low, high, device=device)[None, :]
         found = torch.ones(1, stop - first, high - low, dtype=torch.bool, device=device)

@@ -1,4 +1,5 @@
-"""The names of Gluon in this version of Triton. Gluon is experimental: importing this may fail."""
+"""Import the names of Gluon from this version of Triton. Gluon is experimental, so importing this
+module may fail."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One table of GPUs: the features of each kind, and the ops that were measured there.
+"""The table of GPUs: the features of each kind, and the ops that were measured on it.
 
-A GPU is known by its vendor and its compute capability together: PyTorch gives AMD's GPUs numbers
-of the same form (9.4 for an MI300), which have another meaning. To add a GPU, add its row; without
-a row, a GPU is treated as the least capable one of its vendor.
+A kind of GPU is identified by its vendor together with its compute capability, because PyTorch
+gives AMD's GPUs numbers of the same form (9.4 for an MI300) with another meaning. To add a GPU, add
+a row; a GPU without a row is treated as the least capable one of its vendor.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Gpu(NamedTuple):
 
     @property
     def runs_kernels(self) -> bool:
-        """Return whether the Triton kernels run here.
+        """Return whether this package's Triton kernels run on the GPU.
 
-        They are compiled and tested for NVIDIA only.
+        The kernels are compiled and tested for NVIDIA GPUs only.
         """
         return self.is_nvidia and self.capability >= (8, 0)
 
     @property
     def is_hopper(self) -> bool:
-        """Return whether warp groups multiply operands from shared memory, as on Hopper."""
+        """Return whether warp groups multiply operands in shared memory, as on Hopper."""
         return self.kind == "hopper"
 
     @property
@@ -55,12 +55,13 @@ class Gpu(NamedTuple):
 
     @property
     def has_descriptors(self) -> bool:
-        """Return whether the GPU loads tiles through descriptors."""
+        """Return whether the GPU can load tiles through tensor descriptors."""
         return self.is_nvidia and self.capability >= (9, 0)
 
     @property
     def starts_early(self) -> bool:
-        """Return whether a kernel may start before the kernels that it depends on end."""
+        """Return whether the GPU can start a kernel before the kernels on which it depends have
+        ended."""
         return self.is_nvidia and self.capability >= (9, 0)
 
 

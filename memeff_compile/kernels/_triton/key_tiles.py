@@ -1,4 +1,5 @@
-"""Shared by all attention engines: pass conditions to kernels, and find the tiles to visit."""
+"""Pass masking conditions to the kernels of all attention engines, and find the tiles that they
+visit."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from .launch import start
 
 
 class Rows(NamedTuple):
-    """A (B, H, rows, D) tensor and its strides, in the form that kernels take.
+    """A (B, H, rows, D) tensor and its strides, as kernels take them.
 
-    The last stride is 1.
+    The last dimension has stride 1.
     """
 
     ptr: Any
@@ -25,10 +26,9 @@ class Rows(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The mask of keys and the ids in the form that kernels take, each with its stride over the
-    batch.
+    """The mask of keys and the ids as kernels take them, each with its stride over the batch.
 
-    The mask of keys is (B or 1, N) bytes, ids are (B or 1, M) and (B or 1, N).
+    The mask of keys is (B or 1, N) bytes; ids are (B or 1, M) for queries and (B or 1, N) for keys.
     """
 
     key_mask: Any
@@ -40,7 +40,7 @@ class Tables(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """A (B, H, rows, D) tensor of any strides in the form that kernels take."""
+    """A (B, H, rows, D) tensor with any strides, as kernels take it."""
 
     ptr: Any
     batch: Any
@@ -50,7 +50,7 @@ class Cells(NamedTuple):
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """Return a tensor in the form that kernels take."""
+    """Return a tensor and its strides, as kernels take them."""
     return Rows(tensor, *tensor.stride()[:3])
 
 
@@ -71,7 +71,8 @@ def tiles_of(length: int, size: int) -> int:
 
 
 def within(given: Conditions, queries: int, keys: int) -> Conditions:
-    """Drop bounds that hide no key, clamp the other bounds, and give tables unit stride."""
+    """Simplify the conditions: remove bounds that hide no key, clamp the remaining bounds, and give
+    tables unit stride."""
 
     def bound(number: int | None, most: int, least: int) -> int | None:
         return None if number is None or number >= most - 1 else max(number, -least)
@@ -91,7 +92,7 @@ def _unit_stride(table: Tensor | None) -> Tensor | None:
 
 
 def flags_of(given: Conditions) -> dict[str, bool]:
-    """Return the compile-time flags that tell a kernel which conditions are set."""
+    """Return the compile-time flags that tell a kernel which conditions a call has."""
     return {
         "HAS_AHEAD": given.ahead is not None,
         "HAS_BEHIND": given.behind is not None,
@@ -101,18 +102,19 @@ def flags_of(given: Conditions) -> dict[str, bool]:
 
 
 def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
-    """Return the mask of keys as bytes and its stride over the batch; without a mask, `like`."""
+    """Return the mask of keys as bytes, and its stride over the batch; without a mask, return
+    `like`."""
     mask = _unit_stride(given.key_mask)
     return (like, 0) if mask is None else (mask.view(torch.uint8), _over_batch(mask))
 
 
 def cells_of(tensor: Tensor) -> Cells:
-    """Return a tensor of any strides in the form that kernels take."""
+    """Return a tensor of any strides, as kernels take it."""
     return Cells(tensor, *tensor.stride())
 
 
 def tables_of(given: Conditions, like: Tensor) -> Tables:
-    """Return the key mask and the ids for a kernel; `like` replaces a missing one."""
+    """Return the key mask and the ids, as kernels take them; `like` replaces a missing one."""
     found: list[Any] = [*mask_and_stride(given, like)]
     for table in map(_unit_stride, (given.query_ids, given.key_ids)):
         found += [like, 0] if table is None else [table, _over_batch(table)]
@@ -124,7 +126,7 @@ def _over_batch(table: Tensor) -> int:
 
 
 def positions_of(given: Conditions) -> tuple[int, int]:
-    """Return ahead and behind, 0 for no bound."""
+    """Return the numbers `ahead` and `behind`; 0 stands for no bound."""
     return given.ahead or 0, given.behind or 0
 
 
@@ -138,9 +140,9 @@ def find_bounds(
     mean: bool = False,  # a query may have no key and get the mean of all
     lse: Tensor | None = None,  # (B, H, M) fp32: minus infinity tells such queries
 ) -> Tensor:
-    """Return the range of tiles that each program tile visits, (B, tiles, 4) int32.
+    """Return the range of tiles that each program's tile visits, (B, tiles, 4) int32.
 
-    If positions alone decide which keys count, the result is `like`, which kernels do not read.
+    If positions alone decide which keys count, the result is `like`, and kernels do not read it.
     """
     if not (given.has_tables() or mean):
         return like

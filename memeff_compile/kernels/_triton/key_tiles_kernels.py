@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device code that decides which tiles of keys and queries are combined, and which keys count.
+"""Device code that decides which pairs of a query tile and a key tile are computed, and which keys
+count.
 
-Four numbers say which tiles one tile visits: first and stop of the visited tiles, and first and
-stop of the complete ones among these. A tile is complete if every key counts for every query. If
-positions alone decide, a kernel computes these numbers; if there are masks or ids, a small kernel
-that runs before it writes them to a table.
+For a program's tile, four numbers name the tiles that it visits: first and stop of all of them, and
+first and stop of the complete ones among these. A visited tile is complete if every key counts for
+every query. If positions alone decide which keys count, a kernel computes these numbers itself; if
+there are masks or ids, a small kernel that runs before it writes them to a table.
 
-Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" the tiles
-that it visits.
+In names, `rows` and `ours` belong to a program's tile of queries or keys, and `keys` and `others`
+to the tiles that the program visits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FAR = tl.constexpr(2**62)
 
 @triton.jit
 def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
-    """Return which keys of a tile count for which queries; `AXIS` is the axis of the queries.
+    """Return which keys of a tile each query attends to; `AXIS` is the axis of the queries.
 
     `queries` and `keys` are pairs of positions and ids; `span` is ``(ahead, behind)``.
     """
@@ -40,13 +41,13 @@ def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def keys_shown(mask_ptr, key, is_inside):
-    """Return which keys lie inside the tensor and are not hidden by the mask."""
+    """Return which keys are inside the tensor and not hidden by the mask of keys."""
     return is_inside & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
 
 
 @triton.jit
 def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
-    """Return the ids at these positions, or the positions if there are no ids."""
+    """Return the ids at these positions, or the positions themselves if there are no ids."""
     found = place
     if C.HAS_IDS:
         found = tl.load(ids_ptr + place, mask=is_inside, other=0)
@@ -55,11 +56,12 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 
 @triton.jit
 def _visited(tile, lengths, span, SIZES, IS_BOUND):
-    """Return the tiles that a program tile visits if positions alone decide.
+    """Return the tiles that a program's tile visits, if positions alone decide.
 
-    A position p of the program tile sees the other positions from p - down to p + up. In each pair
-    of lengths and of tile sizes, the first element is the program tile's; `span` and `IS_BOUND` are
-    pairs (up, down). The result is first, full first, full stop and stop.
+    A position p of the program's tile is combined with the other positions from p - down to p + up.
+    In each pair of lengths and of tile sizes, the first element is that of the program's tile;
+    `span` and `IS_BOUND` are pairs (up, down). The result is four numbers: the first tile, the
+    first complete one, the stop of the complete ones, and the stop.
     """
     ours, others = lengths
     up, down = span
@@ -82,14 +84,16 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
 
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
-    """Return number `index` of the incomplete tiles: first the lower edge, then the upper."""
+    """Return the incomplete tile with this `index`, counted first along the lower edge, then along
+    the upper."""
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)
 
 
 @triton.jit
 def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Return for each tile whether some and all positions are shown, and the range of their ids."""
+    """Return, for each tile, whether some and all of its positions count, and the range of their
+    ids."""
     shown = place < length
     inside = tl.minimum(place, length - 1)
     if HAS_MASK:
@@ -212,7 +216,8 @@ def _attention_key_tiles_bounds_kernel(
 
 @triton.jit
 def bounds_of(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return the range of tiles that a tile visits, from the table or computed by `_visited`."""
+    """Return the range of tiles that a program's tile visits, from the table or computed by
+    `_visited`."""
     if C.HAS_BOUNDS:
         found_ptr = bounds_ptr + (batch * tiles + tile) * 4
         first = tl.load(found_ptr)

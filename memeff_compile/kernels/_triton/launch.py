@@ -1,13 +1,14 @@
-"""Launches of Triton kernels: constants passed as one argument, and compiled kernels looked up.
+"""Launch Triton kernels with little host time: constants are one argument, compiled kernels are
+looked up.
 
-A kernel of many constants takes them as one argument, C, and device functions pass it on. Their
-names are in capitals on both sides: `start(kernel, grid, x, ROWS=64)` is C.ROWS == 64 in the
-kernel.
+A kernel with many constants takes them as one argument, C, and device functions pass C on. Names of
+constants are in capitals for the caller and in the kernel: `start(kernel, grid, x, ROWS=64)` is
+C.ROWS == 64 in the kernel.
 
-At each launch, Triton binds arguments by name, computes the specialisation of each and writes all
-of this into a key. For a kernel with thirty arguments that takes longer than many kernels run, so a
-training step of small kernels waits for the host. Here the key has only the few properties that a
-specialisation depends on, and the compiled kernel is called directly.
+At each launch, Triton binds arguments by name, computes the specialisation of each, and builds a
+key from all of this. For a kernel with thirty arguments this takes longer than many kernels run, so
+a training step with small kernels waits for the CPU. In this module, the key has only the few
+properties on which a specialisation depends, and the compiled kernel is called directly.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MOST = 4096
 
 
 class Constants:
-    """Compile-time constants as one kernel argument; equal constants share one object."""
+    """Compile-time constants as one kernel argument; equal constants are the same object."""
 
     def __init__(self, given: Mapping[str, Any], *, is_compiled: bool) -> None:
         for name, value in given.items():
@@ -49,7 +50,8 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
 
 
 def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments, with capitalised names packed as C if the kernel has a C."""
+    """Return keyword arguments in which the capitalised ones are packed as C, if the kernel has an
+    argument C."""
     if not compat.takes(kernel, "C"):
         return dict(given)
     constants = tuple(item for item in given.items() if item[0].isupper())
@@ -58,19 +60,20 @@ def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Launch(NamedTuple):
-    """A launch that was noted instead of run."""
+    """A launch that was recorded instead of run."""
 
     kernel: Any
     arguments: tuple[Any, ...]  # with the dtypes and alignments of tensors in place of tensors
     constants: Mapping[str, Any]
 
     def key(self) -> Hashable:
-        """Return a key that only launches of one compiled kernel share."""
+        """Return a key that is equal only for launches of the same compiled kernel."""
         constants = tuple(f"{name}={value}" for name, value in self.constants.items())
         return (id(self.kernel), constants, *map(_kind, self.arguments))
 
     def compile(self) -> None:
-        """Compile the kernel for the current GPU; a later launch finds it in Triton's cache."""
+        """Compile the kernel for the current GPU, so that a later launch finds it in Triton's
+        cache."""
         compat.compile_only(self.kernel, self.arguments, self.constants)
 
 
@@ -79,7 +82,7 @@ _notes: ContextVar[list[Launch] | None] = ContextVar("launches to note", default
 
 @contextmanager
 def noted(launches: list[Launch]) -> Iterator[None]:
-    """Add the launches of this thread to a list instead of running them."""
+    """Record the launches of this thread in a list instead of running them."""
     token = _notes.set(launches)
     try:
         yield
@@ -88,7 +91,7 @@ def noted(launches: list[Launch]) -> Iterator[None]:
 
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
-    """Run a kernel as `kernel[grid](*arguments, **given)` does, with its constants packed."""
+    """Run a kernel like `kernel[grid](*arguments, **given)`, with its constants packed."""
     notes = _notes.get()
     if notes is not None:
         notes.append(Launch(kernel, _typed(arguments), packed(kernel, given)))
@@ -97,7 +100,8 @@ def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> 
 
 
 def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return arguments with the properties that Triton reads in place of tensors."""
+    """Return arguments with stand-ins, which have the properties that Triton reads, in place of
+    tensors."""
     return tuple(
         typed(each)
         if isinstance(each, Tensor)
@@ -109,7 +113,7 @@ def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return the properties of a noted argument that the compiler specialises on."""
+    """Return the properties of a recorded argument on which the compiler specialises."""
     if isinstance(argument, tuple):
         return tuple(map(_kind, argument))
     if isinstance(argument, int) and not isinstance(argument, bool):
@@ -135,7 +139,7 @@ def launch(
     # the values that determine `constants`; equal names have equal constants
     name: tuple[Any, ...],
 ) -> None:
-    """Run a kernel as `start(kernel, grid, *arguments, **constants)` does."""
+    """Run a kernel like `start(kernel, grid, *arguments, **constants)`."""
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *arguments, **constants)
         return
@@ -152,13 +156,13 @@ def launch(
 
 
 class Launches:
-    """Runs the launches of a call, in order, and knows the kernels of an earlier call.
+    """Runs the launches of a call in order, with the kernels of an earlier call that had equal
+    `sizes`. An earlier compiled kernel is used for a launch if kernel, constants, numbers and
+    dtypes are the same, and if all memory is aligned to 16 bytes. All tensors of a launch must be
+    on the current GPU.
 
-    The earlier call had equal `sizes`. Its compiled kernel is used for a launch if kernel,
-    constants, numbers and dtypes are the same, and if all memory is aligned to 16 bytes. Tensors
-    are on the current GPU.
-
-    A launch takes a quarter of the host time of `run_kernel`, for which small calls would wait.
+    Such a launch takes a quarter of the host time of `run_kernel`, for which small calls would
+    wait.
     """
 
     def __init__(self, *sizes: Hashable) -> None:
@@ -204,10 +208,10 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the properties that distinguish arguments, the arguments as a GPU takes them, and
-    bits.
+    """Return the properties that tell arguments apart, the arguments as a GPU takes them, and
+    address bits.
 
-    The bits are those that are set in any address.
+    The address bits are those that are set in any address.
     """
     seen: list[Any] = []
     given: list[Any] = []
@@ -229,7 +233,7 @@ def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a kernel as `start` does, looked up by all of its constants."""
+    """Run a kernel like `start`, and look it up by all of its constants."""
     launch(kernel, grid, arguments, constants, tuple(constants.items()))
 
 
@@ -241,7 +245,7 @@ def launch_plain(
     constants: Mapping[str, Any],
     name: tuple[Any, ...],  # the values that determine `constants`, and the dtype of each tensor
 ) -> None:
-    """Run a kernel as `launch` does, and check only the alignment of its tensors."""
+    """Run a kernel like `launch`, but check only the alignment of its tensors."""
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *tensors, *numbers, **constants)
         return
@@ -269,7 +273,7 @@ def launch_aligned(
     constants: Mapping[str, Any],
     name: Hashable,  # as for `launch_plain`
 ) -> None:
-    """Run a kernel as `launch_plain` does, for tensors that are known to be aligned."""
+    """Run a kernel like `launch_plain`, for tensors that are known to be aligned."""
     runs_compiled = compat.is_compiled(kernel) and _notes.get() is None
     if runs_compiled:
         device = current_gpu()
@@ -294,7 +298,7 @@ def _compile(
     constants: Mapping[str, Any],
     key: tuple[Hashable, ...],
 ) -> None:
-    """Run a kernel through Triton's own launch, and store the compiled kernel under `key`."""
+    """Run a kernel through Triton's own launch, and store the compiled kernel for `key`."""
     constants = packed(kernel, constants)
     compiled = kernel[grid](*arguments, **constants)
     if len(_compiled) >= _MOST:
@@ -305,11 +309,11 @@ def _compile(
 def _read(
     arguments: Sequence[Argument], device: int, key: list[Any], numbers: list[int]
 ) -> list[Any]:
-    """Return arguments in the form that a GPU takes.
+    """Return arguments as a GPU takes them.
 
-    Add their specialised properties to `key` and `numbers`.
+    Add the properties on which the compiler specialises to `key` and `numbers`.
 
-    Tensors of the GPU become addresses: for all others Triton checks whether a kernel can read
+    Tensors on the GPU become addresses; for other tensors, Triton checks whether a kernel can read
     them.
     """
     given: list[Any] = []
@@ -335,5 +339,5 @@ def _read(
 
 @lru_cache(maxsize=1 << 14)
 def _kinds(numbers: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the properties of numbers that the compiler may have specialised on."""
+    """Return the properties of numbers on which the compiler may have specialised."""
     return tuple((n % 16 == 0, n == 1, -(1 << 31) <= n < 1 << 31) for n in numbers)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device code for kernels of several ops: products of tiles, and loads of a head's rows.
+"""Device code that several ops use: products of tiles, and loads of the rows of a head.
 
-UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+With UPCAST, operands are widened to fp32, because the interpreter cannot multiply bf16.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
-    """Return acc + a b, without rounding operands in fp32."""
+    """Return acc + a b; fp32 operands are not rounded to TF32."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -20,13 +20,14 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def of_head(x, batch, head):
-    """Return the pointer to the rows of one head of a `key_tiles.Rows`."""
+    """Return the pointer to the rows that one head has in a `key_tiles.Rows`."""
     return x.ptr + batch * x.batch + head * x.head
 
 
 @triton.jit
 def load_rows(ptrs, is_row, depth, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load (rows, DEPTH_BLOCK), with zeros beyond DEPTH and, if MASKED, where is_row is false."""
+    """Load (rows, DEPTH_BLOCK), with zeros in columns beyond DEPTH and, if MASKED, in rows where
+    is_row is false."""
     if MASKED:
         mask = is_row[:, None]
         if C.DEPTH != C.DEPTH_BLOCK:

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Two products of one matrix X, in Gluon: one warp loads, eight multiply.
+"""Two products of one matrix X, written in Gluon: one warp loads, and eight multiply.
 
-A tile of dC sums over few rows, so loading and writing the tile takes as long as its sum. The
-loading warp runs whole stages ahead, into the next tile, and loads the old dC while the sum runs;
-the new dC is written from the same shared memory.
+A tile of dC is a sum over few rows, so loading and writing the tile takes as long as computing it.
+The loading warp runs whole pipeline stages ahead, into the next tile, and loads the old dC during
+the sum; the new dC is written from the same shared memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST: gl.constexpr = gl.constexpr(238)
 
 @gluon.jit
 def _halves(tile):
-    """Split the columns of a tile in two without moving them between threads."""
+    """Split the columns of a tile into two halves without moving data between threads."""
     rows: gl.constexpr = tile.shape[0]
     columns: gl.constexpr = tile.shape[1]
     return tile.reshape([rows, 2, columns // 2]).permute((0, 2, 1)).split()
@@ -56,7 +56,8 @@ def _part(tile, index: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
-    """Load a tile of dC as soon as the previous one is no longer in its shared memory."""
+    """Load the old values of a tile of dC as soon as the previous tile has left its shared
+    memory."""
     _, _, held_full, held_empty, _, _ = bars
     mbarrier.wait(held_empty, (kept & 1) ^ 1)
     mbarrier.expect(held_full, 2 * C.BM * C.BN)
@@ -67,8 +68,8 @@ def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
 
 @gluon.jit
 def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
-    """Take tiles one by one, announce them to the other warps, and load the operands of their
-    sums."""
+    """Take tiles one by one, tell the other warps which tile is next, and load the operands of its
+    sum."""
     x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
     full, empty, _, _, slot_full, slot_empty = bars
     left, right, held, slots = buffers
@@ -138,7 +139,7 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return a tile's sum.
+    """Return the sum for a tile.
 
     Meanwhile release the shared memory from which the previous tile was written.
     """
@@ -176,9 +177,9 @@ def _sum(
 
 @gluon.jit
 def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
-    """Store some columns of a tile of dE as a partial sum.
+    """Store some columns of a tile of dE as a partial sum, which the last program completes.
 
-    The last program adds up all partial sums, multiplies by the scale and writes the result.
+    The last program adds up all partial sums, multiplies them by the scale and writes the result.
     """
     grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs
     block, first = at
@@ -207,10 +208,10 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return pointers to the scales of a tile's slice, one for each class, and a mask of the
-    classes that exist.
+    """Return pointers to the scales of a tile's slice, one per class, and a mask of the classes
+    that exist.
 
-    `column` is the first of the slice.
+    `column` is the first column of the slice.
     """
     scales_ptr, width = scales
     rows = block + gl.arange(0, C.BM, layout=gl.SliceLayout(1, layout))
@@ -241,12 +242,12 @@ def _old_scales(scales, block, column, C: gl.constexpr):
 
 @gluon.jit
 def _add_to(part, held, old, scales, at, C: gl.constexpr):
-    """Write a part of dC to shared memory, added to the old part that is there.
+    """Write a part of dC to shared memory, added to the old values there.
 
-    Between the blocks of a walk dC is in fp16. For each class and slice of columns there is a power
-    of two, by which the slice's largest number is just in the range of fp16. Numbers below 2^-28 of
-    the largest one have fewer than the eleven bits of fp16; this error is below the rounding error
-    of the largest number.
+    While dC is summed over several blocks of rows, dC is stored in fp16. Each class and slice of
+    columns has a power of two as its scale, by which the slice's largest number is just in the
+    range of fp16. Numbers below 2^-28 of the largest one keep fewer than the eleven significant
+    bits of fp16; this error is smaller than the rounding error of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:
@@ -269,7 +270,7 @@ def _add_to(part, held, old, scales, at, C: gl.constexpr):
 
 @gluon.jit
 def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.constexpr):
-    """Sum the products of the loaded tiles, and write the result."""
+    """Sum the products of the loaded tiles, and write the results."""
     x_by_column_desc, grad_weight_desc, scales_ptr, width = descs
     splits, _, _, _ = limits
     _, _, held_full, _, slot_full, slot_empty = bars
@@ -358,11 +359,12 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     # ADD: to grad_weight; LAST: no block adds to it; MAY_REST: leave it alone where no rows count
     C: gl.constexpr,
 ):
-    """Write dE of a block of rows, and add the block's contribution to dC, in one launch.
+    """Write dE for a block of rows, and add the block's contribution to dC, in one launch.
 
-    The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
-    rows and fill the multiprocessors that dE leaves idle, during and after it. A program takes the
-    next tile when it has finished one. One program computes each tile, so the order changes no bit.
+    The few tiles of dE, which are sums over the vocabulary, come first; the many tiles of dC, which
+    are sums over the rows, fill the multiprocessors that dE leaves idle, during and after it. A
+    program takes another tile when it has finished one. Each tile is computed by one program, so
+    the order in which programs take tiles changes no bit.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:

@@ -1,4 +1,4 @@
-"""Stand-ins for tensors without memory, for which Triton compiles kernels but runs none."""
+"""Stand-ins for tensors without memory: Triton compiles kernels for them but cannot run these."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _Typed:
-    """The properties of a tensor without memory that Triton reads to compile a kernel for it."""
+    """The properties of a tensor that Triton reads to compile a kernel for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tensor.shape
@@ -26,13 +26,14 @@ class _Typed:
 
 
 def typed(tensor: Tensor) -> Any:
-    """Return what Triton compiles a kernel for in place of a tensor that has no memory.
+    """Return a stand-in for a tensor without memory, for which Triton can compile a kernel.
 
-    The kernel cannot run with it. Memory is assumed to start at a multiple of 16 bytes.
+    The kernel cannot run on the stand-in. Triton treats its memory as starting at a multiple of 16
+    bytes.
     """
     return _Typed(tensor)
 
 
 def is_typed(argument: Any) -> bool:
-    """Return whether an argument is a result of `typed`."""
+    """Return whether an argument is a stand-in from `typed`."""
     return isinstance(argument, _Typed)

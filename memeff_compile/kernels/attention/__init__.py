@@ -1,15 +1,16 @@
-"""Attention with masks given as conditions rather than stored, forward and backward.
+"""Attention, forward and backward, with masks given as conditions instead of a stored tensor.
 
-A dense mask has B x M x N numbers, which every layer reads. A chain of matmul, softcap, mask and
-softmax builds M x N numbers for every head. The masks of nearly all models combine a few
-conditions: a key is at most some distance after its query or before it, is not padding, and belongs
-to the same document as its query. Any other mask is read from memory, tile by tile.
+A dense mask has B x M x N numbers, which every layer reads. Without this op, a chain of matmul,
+softcap, mask and softmax builds M x N numbers for every head. The masks of nearly all models
+combine a few conditions: a key is at most some distance after its query or before it, is not
+padding, and belongs to the same document as its query. The kernels read any other mask from memory,
+tile by tile.
 
     attention            softmax attention over the keys for which all given conditions hold
     attention_backward   the gradients of q, k and v; the scores are computed again, tile by tile
-    attention_mask_tiles   which tiles of a mask are empty and which are full, computed on the GPU
+    attention_mask_tiles   which tiles of a mask are empty and which are full; the GPU computes it
 
-If several query heads share a key head, they read it without a copy.
+If several query heads share a key head, the kernels read that head without a copy.
 """
 
 from __future__ import annotations

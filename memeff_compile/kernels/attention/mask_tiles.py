@@ -1,9 +1,9 @@
-"""Classifies the tiles of a mask that is a tensor, and lists the tiles that a kernel visits.
+"""Classify the tiles of a mask that is a tensor, and list the tiles that a kernel visits.
 
 A tile of `TILE` x `TILE` elements is `EMPTY` if no key counts for any query, `FULL` if every key
 counts for every query and the mask adds 0, else `PARTIAL`. The codes are computed once per mask;
-before each launch they become lists of tiles of the kernel's sizes. The host never waits for the
-GPU.
+before each launch they are turned into lists of tiles, in the tile sizes of that kernel. The CPU
+never waits for the GPU in this module.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 
 
 class Dense(NamedTuple):
-    """Holds a mask in the form that kernels read: its strides, and one list for each program tile.
+    """A mask in the form that kernels read: its strides, and a list of tiles for each program.
 
-    A stride is 0 along a broadcast axis. A list names the full and the partial tiles of the mask
-    that a program tile visits. It has 3 + others int32 numbers, where others is the number of tiles
-    that could be visited: first the number of full tiles, then the number of partial tiles. The
-    full tiles follow from the front, and the partial tiles from the back. The last number is
-    padding, because a kernel reads one tile ahead.
+    The stride along a broadcast axis is 0. A list names the full and the partial tiles of the mask
+    that a program visits. Each list has 3 + others int32 numbers, where others is the number of
+    tiles that could be visited: first the number of full tiles, then the number of partial tiles.
+    After these, the full tiles fill the list from the front, and the partial tiles from the back.
+    The last number is padding, because a kernel reads one tile ahead.
     """
 
     ptr: Any
@@ -62,9 +62,9 @@ def table_shape(mask: Tensor) -> tuple[Any, ...]:
 def classify(
     mask: Tensor,  # bool, true where a key counts, or floating, added to scores; any size may be 1
 ) -> Tensor:
-    """Return for each tile of a mask whether it is empty, full or partial.
+    """Return, for each tile of a mask, whether it is empty, full or partial.
 
-    The codes are (B or 1, H or 1, tiles, tiles) uint8.
+    The result is the codes, (B or 1, H or 1, tiles, tiles) uint8.
     """
     if not (mask.is_cuda and mask.numel() and kernels_serve(mask.device, torch.bfloat16)):
         return _classify_plainly(mask)
@@ -72,7 +72,7 @@ def classify(
 
 
 def classify_in_kernel(mask: Tensor) -> Tensor:
-    """Return the codes of `classify`, computed by a Triton kernel."""
+    """Return the codes of a mask like `classify`, computed by a Triton kernel."""
     from . import mask_tiles_kernels as kernels
 
     shape = table_shape(mask)
@@ -109,7 +109,8 @@ def _classify_plainly(mask: Tensor) -> Tensor:
 
 
 def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
-    """Return bool (batch, heads, tiles, tiles, elements of a tile), padded at the ends."""
+    """Return the mask as bool (batch, heads, tiles, tiles, elements of a tile), padded at the
+    ends."""
     rows, keys = truth.shape[2:]
     padded = F.pad(truth, (0, -keys % TILE, 0, -rows % TILE), value=fill)
     cut: Tensor = padded.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
@@ -124,7 +125,7 @@ def dense_of(
     *,
     ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
 ) -> Dense:
-    """Return a mask for a kernel, with the lists of tiles that each tile visits."""
+    """Return a mask as kernels take it, with the lists of tiles that each program visits."""
     from . import mask_tiles_kernels as kernels
 
     if codes is None:
@@ -149,7 +150,7 @@ def dense_of(
 
 
 def none_of(like: Tensor) -> Dense:
-    """Return the arguments of kernels for a call without a mask."""
+    """Return the mask arguments of kernels for a call without a mask."""
     return Dense(like, 0, 0, 0, 0, like, 0, 0)
 
 
@@ -158,7 +159,7 @@ def _as_bytes(mask: Tensor) -> Tensor:
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of four axes, 0 along axes of one."""
+    """Return the strides of four axes, 0 along axes of size one."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     batch, heads, rows, keys = (stride if size > 1 else 0 for stride, size in pairs)
     return batch, heads, rows, keys

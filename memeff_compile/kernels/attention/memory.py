@@ -1,4 +1,5 @@
-"""Bytes before and after, as formulas in B (sequences), H (query heads), M, N and D.
+"""Return bytes before and after the rewrite, as formulas in B (sequences), H (query heads), M, N
+and D.
 
 M is the number of queries, N that of keys, D the head dimension, as symbols or numbers. The
 formulas leave out q, k, v, the output and the gradients.
@@ -15,7 +16,8 @@ from ..sizes import Size
 def bytes_before(
     batch: Size, heads: Size, queries: Size, keys: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of one buffer of scores or weights, of which a chain builds several."""
+    """Return the bytes of one buffer of scores or weights; attention without this op builds several
+    of them."""
     return dtype.itemsize * sympy.sympify(batch) * heads * queries * keys
 
 
@@ -26,12 +28,13 @@ def mask_bytes(batch: Size, queries: Size, keys: Size, *, dtype: torch.dtype) ->
 
 
 def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
-    """Return the bytes that the forward keeps for the backward pass besides its output: the fp32
-    lse.
+    """Return the bytes that the forward pass keeps for the backward pass besides its output: the
+    log-sum-exp in fp32.
     """
     return 4 * sympy.sympify(batch) * heads * queries
 
 
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
-    """Return the bytes that the backward pass needs besides the gradients: two fp32 per query."""
+    """Return the bytes that the backward pass allocates besides the gradients: two fp32 numbers per
+    query."""
     return 8 * sympy.sympify(batch) * heads * queries

@@ -1,8 +1,8 @@
 """memeff::attention and its backward: schemas, validation, engines, fakes, autograd.
 
-Both ops are opaque to compilers and functional. The forward keeps q, k, v, its output and one
-number per query; the backward computes the scores again. The result `lse`, which only the backward
-reads, has no gradient.
+Both ops of this folder are opaque to compilers and functional. The forward pass keeps q, k, v, its
+output and one number per query; the backward pass computes the scores again. The second result
+`lse`, which only the backward pass reads, has no gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENGINES = {
 
 
 class _Call(NamedTuple):
-    """The arguments of `attention`."""
+    """The arguments of the op `attention`."""
 
     q: Tensor
     k: Tensor
@@ -62,7 +62,7 @@ class _Call(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """The arguments of `attention_backward`."""
+    """The arguments of the op `attention_backward`."""
 
     grad_out: Tensor
     call: _Call
@@ -181,7 +181,7 @@ def _not_alone(given: _Call) -> str | None:
 
 
 def _conditions(name: str, given: _Call) -> Conditions:
-    """Return the conditions of a call, or raise an error if the op does not support it."""
+    """Return the masking conditions of a call, or raise an error if the op does not support it."""
     require(name, _unlike(given))
     factor = given.q.shape[3] ** -0.5 if given.scale is None else given.scale
     bounds, is_mean = (given.ahead, given.behind), given.empty_rows == "mean"
@@ -190,7 +190,8 @@ def _conditions(name: str, given: _Call) -> Conditions:
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
-    """Return a sentence that says why the engine `tiles` does not support q, k and v, or ""."""
+    """Return why the engine `tiles` does not support q, k and v, as a sentence, or "" if it
+    does."""
     if where_it_runs(device).type != "cuda":
         return f"the tile kernels run on CUDA and the tensors are on {device.type}"
     if dtype not in HALF:
@@ -203,7 +204,7 @@ def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, depth: int = MAX_DEPTH) -> str:
-    """Return the name of the engine for tensors of this kind: a key of `ENGINES`."""
+    """Return the name of the engine for tensors of this kind, which is a key of `ENGINES`."""
     return "reference" if served(device, dtype, depth) else "tiles"
 
 

@@ -1,4 +1,5 @@
-"""The reference: the formula in plain PyTorch, a block of queries at a time, on any device.
+"""The reference engine: the formula in plain PyTorch, for one block of queries at a time, on any
+device.
 
 The scores of a block are computed in fp32 (fp64 for fp64 inputs) and freed after its results, so
 the scores of all queries never exist at once. Keys that `ahead` and `behind` exclude for a whole
@@ -24,7 +25,8 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class _Operands:
-    """q, k and v in the dtype of the sums, with query heads grouped by their key head."""
+    """q, k and v in the dtype of the sums, with query heads grouped by the key head that they
+    share."""
 
     q: Tensor  # (B, G, R, M, D) with R query heads to a key head
     k: Tensor  # (B, G, N, D)
@@ -32,17 +34,17 @@ class _Operands:
     given: Conditions  # the conditions
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Return the first query and the stop of each block of queries."""
+        """Return the first query of each block, and the end of the block."""
         batch, groups, repeat, queries, _ = self.q.shape
         size = block_of(batch * groups * repeat, queries, self.k.shape[2])
         return ((first, min(first + size, queries)) for first in range(0, queries, size))
 
     def scores(self, first: int, stop: int) -> tuple[Tensor, Tensor, slice]:
-        """Return a block's scores after the softcap, a mask of those that count, and the slice of
-        its keys.
+        """Return a block's scores after the softcap, a mask of the scores that count, and the slice
+        of its keys.
 
-        The first two are (B, G, R, stop - first, keys) or broadcast to it. Scores that do not count
-        are not masked yet.
+        The scores and the mask are (B, G, R, stop - first, keys), or broadcast to that shape.
+        Scores that do not count are still in the result.
         """
         low, high = self.given.keys_of(first, stop, self.q.shape[3], self.k.shape[2])
         keys = slice(low, high)
@@ -60,7 +62,7 @@ class _Operands:
         return score, counts[:, None, None], keys
 
     def _mask(self, first: int, stop: int) -> Tensor:
-        """Return a block's rows of the mask, (B or 1, G or 1, R or 1, rows, keys)."""
+        """Return the mask for a block of queries, (B or 1, G or 1, R or 1, rows, keys)."""
         mask = self.given.mask
         assert mask is not None
         if mask.shape[2] > 1:
@@ -71,19 +73,20 @@ class _Operands:
 
 
 def block_of(heads: int, queries: int, keys: int) -> int:  # heads of all sequences
-    """Return how many queries a block has: as many as `BLOCK_SCORES` allows, at least 16."""
+    """Return the number of queries in a block: as many as `BLOCK_SCORES` allows, but at least
+    16."""
     return max(1, min(queries, max(16, BLOCK_SCORES // max(1, heads * keys))))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply (B, G, R, m, X) by (B, G, X, Y) for each of the R heads of a group."""
+    """Multiply (B, G, R, m, X) by (B, G, X, Y), which the R heads of a group share."""
     batch, groups, repeat, rows, inner = a.shape
     found = torch.matmul(a.reshape(batch, groups, repeat * rows, inner), b)
     return found.view(batch, groups, repeat, rows, b.shape[3])
 
 
 def _product_over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Sum a^T b of (B, G, R, m, X) and (B, G, R, m, Y) over queries and heads of a group."""
+    """Sum a^T b of (B, G, R, m, X) and (B, G, R, m, Y) over the queries and heads of a group."""
     left, right = (each.flatten(2, 3) for each in (a, b))
     return torch.matmul(left.transpose(2, 3), right)
 
@@ -101,11 +104,12 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, and the logarithm of each query's sum of weights.
+    """Return attention over the keys that count, and the log-sum-exp of each query's scores.
 
-    Results are (B, H, M, D) laid out as (B, M, H, D); logarithms (B, H, M) in fp32 or fp64, minus
-    infinity for a query without keys. If the mask is added to the scores, the second result is
-    (2, B, H, M): the largest score, and the logarithm relative to that score.
+    The first result is (B, H, M, D), laid out in memory as (B, M, H, D); the second is (B, H, M) in
+    fp32 or fp64, with minus infinity for a query that attends to no key. If the mask is added to
+    the scores, the second result is (2, B, H, M): the largest score, and the logarithm relative to
+    that score.
     """
     batch, heads, queries, depth = q.shape
     every = _operands(q, k, v, given)
@@ -133,16 +137,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return the weight of each key for a query for which no key counts."""
+    """Return the weight of each key for a query that attends to no key."""
     return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
 
 
 def gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, given: Conditions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, each with its heads next to its depth in memory.
+    """Return the gradients of q, k and v, in the memory layout (batch, rows, heads, depth).
 
-    `grad_out` is the gradient of out; out and lse are the results of `attend`.
+    `grad_out` is the gradient of the output; out and lse are the results of `attend`.
     """
     every = _operands(q, k, v, given)
     grad = grad_out.to(every.q.dtype).reshape(every.q.shape)

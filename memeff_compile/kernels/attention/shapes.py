@@ -1,6 +1,8 @@
-"""How the engine `tiles` cuts the work: tile sizes, warps and stages per kernel.
+"""Choose how the engine `tiles` divides the work: tile sizes, warps and pipeline stages of each
+kernel.
 
-All sizes depend on the head dimension and the kind of GPU, never on the values in tables.
+All these sizes depend on the head dimension and the kind of GPU, never on the values of masks or
+ids.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ KERNELS = ("forward", "query_gradient", "key_gradient")
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that a kernel is compiled for."""
+    """The sizes for which a kernel is compiled."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile
@@ -30,7 +32,7 @@ class Shape:
 
 
 def _row(*shapes: tuple[Any, ...]) -> dict[int, Shape]:
-    """Return a dictionary of shapes, keyed by padded head dimension."""
+    """Return shapes of kernels as a dictionary, by padded head dimension."""
     return {depth: Shape(*shape) for depth, shape in zip((64, 128, 256), shapes, strict=True)}
 
 
@@ -102,7 +104,7 @@ _SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
 def shape_for(
     kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False, has_mask: bool = False
 ) -> Shape:
-    """Return the tile shape of a kernel.
+    """Return the tile shape for a kernel.
 
     The shape depends on whether only positions restrict keys, or also a key mask, ids or a mask
     tensor.

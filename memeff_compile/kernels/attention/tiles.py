@@ -1,11 +1,13 @@
-"""The engine `tiles`: queries against keys, tile by tile. CUDA, sm_80 or later, bf16 and fp16.
+"""The engine `tiles` of attention: it combines tiles of queries with tiles of keys. The engine
+needs CUDA, sm_80 or later, and bf16 or fp16.
 
-The host never waits for the GPU or reads a value from it, and the grids follow from static sizes,
-so calls can be captured in CUDA graphs. There are no atomics: the same inputs give the same bits.
+The CPU never waits for the GPU or reads a value from it, and the grids follow from static sizes, so
+calls can be captured in CUDA graphs. Kernels use no atomic operations, so the same inputs give the
+same bits.
 
-The shortest possible time is that of the arithmetic: 4 D floating-point operations in the forward
-for each pair of a query and a key that counts, in each head, and 10 D in the backward, which
-computes the scores twice.
+The shortest possible time is that of the arithmetic: in each head, the forward pass needs 4 D
+floating-point operations for each pair of a query and a key that counts, and the backward pass,
+which computes the scores twice, needs 10 D.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ MAX_ROW_STRIDE = 1 << 22
 
 @dataclass(frozen=True)
 class Plan:
-    """The tile of each kernel."""
+    """The tile shape of each kernel."""
 
     forward: Shape
     query_gradient: Shape
@@ -49,7 +51,7 @@ def plan_for(
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments that all launches of one call share."""
+    """The arguments that all kernel launches of one call share."""
 
     q: Tensor  # with the depth at unit stride
     k: Tensor  # likewise
@@ -60,16 +62,17 @@ class _Call:
     sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def has_bounds(self) -> bool:
-        """Return whether a table has the bounds, because positions alone do not decide them."""
+        """Return whether a table contains the bounds, because positions alone do not decide which
+        keys count."""
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:
-        """Return the tiles of each kernel."""
+        """Return the tile shape of each kernel."""
         told = {"has_tables": self.has_bounds(), "has_mask": self.given.mask is not None}
         return plan_for(self.sizes[5], self.q.device, **told)
 
     def constants(self, shape: Shape) -> dict[str, Any]:
-        """Return the constants of an attention kernel."""
+        """Return the compile-time constants of an attention kernel."""
         depth, scale = self.sizes[5], self.given.scale
         return {
             "DEPTH": depth,
@@ -92,7 +95,8 @@ class _Call:
         }
 
     def scales(self) -> tuple[float, float]:
-        """Return the scale of raw scores in base 2, above 0, and the scale inside the softcap.
+        """Return two scales: one turns raw scores into exponents of 2, the other is applied inside
+        the softcap.
 
         If the mask is added to the scores, the second scale turns products into scores, and the
         first only converts scores to base 2.
@@ -107,7 +111,7 @@ class _Call:
     def bounds(
         self, shape: Shape, lse: Tensor | None, *, ours_are_queries: bool = True
     ) -> tuple[Tensor, int]:
-        """Return which tiles each program tile visits, and the number of program tiles."""
+        """Return which tiles each program visits, and the number of programs."""
         _, heads, _, queries, keys, _ = self.sizes
         sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
         ours = (queries, shape.rows) if ours_are_queries else (keys, shape.keys)
@@ -116,7 +120,7 @@ class _Call:
         return found, tiles_of(*ours)
 
     def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
-        """Return the mask tensor, with the tiles that each program tile visits."""
+        """Return the mask tensor as kernels take it, with the tiles that each program visits."""
         if self.given.mask is None:
             return none_of(self.q)
         return dense_of(
@@ -138,7 +142,7 @@ class _Call:
         ours_are_queries: bool = True,
         parts: Sequence[Mapping[str, bool]] = ({},),  # further constants of each launch
     ) -> None:
-        """Run a kernel whose programs each process a tile of queries, or of keys."""
+        """Run a kernel in which each program processes a tile of queries, or a tile of keys."""
         batch, heads, groups, queries, keys, _ = self.sizes
         bounds, tiles = self.bounds(shape, lse, ours_are_queries=ours_are_queries)
         ours = heads if ours_are_queries else groups
@@ -166,7 +170,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last axis has unit stride, and whose row stride is not too large."""
+    """Return a tensor whose last axis has unit stride, and whose row stride a kernel can
+    address."""
     is_plain = tensor.stride(3) == 1 and tensor.stride(2) <= MAX_ROW_STRIDE
     return tensor if is_plain else tensor.contiguous()
 
@@ -174,7 +179,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count, in bf16 or fp16; see `reference.attend`."""
+    """Return attention over the keys that count, in bf16 or fp16, like `reference.attend`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
@@ -200,7 +205,7 @@ def gradients(
     *,
     plan: Plan | None = None,  # likewise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; see `reference.gradients`."""
+    """Return the gradients of q, k and v, like `reference.gradients`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)

@@ -1,24 +1,26 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of the engine `tiles`: attention, and the two kernels of its backward pass.
+"""The kernels of attention's engine `tiles`: one for the forward pass, and two for the backward
+pass.
 
-A program combines a tile of queries with tiles of keys, or the reverse. Pairs of tiles in which no
-key counts are not visited. Pairs in which every key counts are computed without checking the
-conditions. For one tile, four numbers name the pairs: first and stop of the visited tiles, and
-first and stop of the complete ones among these. If positions alone decide, a kernel computes these
-numbers; if there are masks or ids, a small kernel that runs before it writes them to a table.
+Each program of these kernels combines a tile of queries with tiles of keys, or the reverse. A
+program does not visit pairs of tiles in which no key counts. Nor does a program check the
+conditions in pairs of tiles in which every key counts. For each program, four numbers name the
+tiles that it visits: first and stop of all of them, and first and stop of the complete ones among
+these. If positions alone decide which keys count, a kernel computes these numbers itself; if there
+are masks or ids, a small kernel that runs before it writes them to a table.
 
-Softmax runs in base 2 on differences of raw numbers (products, or tanh of them), which are then
-scaled: an exponent above 0 cannot arise however large the numbers are.
+The softmax uses powers of 2, on differences of raw numbers (products, or tanh of them), which are
+scaled afterwards: so no exponent is above 0, however large the numbers are.
 
-With HAS_MASK a mask tensor alone decides, tile by tile (`mask_tiles`): a kernel does not visit
-empty tiles, and does not read the mask of full tiles. If the mask is added to the scores (IS_BIAS),
-raw numbers are the scores, and lse has two planes: the largest score, and the logarithm of the
-weights relative to that score. A single sum of the two would lose the logarithm if the mask holds
-the lowest number of a dtype.
+With HAS_MASK, only a mask tensor decides which keys count, tile by tile (`mask_tiles`): a kernel
+does not visit empty tiles, and does not read the mask of full tiles. If the mask is added to the
+scores (IS_BIAS), the raw numbers are the scores, and lse has two planes: the largest score, and the
+logarithm of the weights relative to that score. A single sum of the two would lose the logarithm if
+the mask holds the lowest number of a dtype.
 
-UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+With UPCAST, operands are widened to fp32, because the interpreter cannot multiply bf16.
 
-Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" the tiles
+Names of axes: rows are queries, keys are keys; "ours" is the tile of a program, "others" the tiles
 that it visits.
 """
 
@@ -38,7 +40,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
-    """Return the number that softmax scales: the product, or its tanh with an error below 2e-7."""
+    """Return the number that the softmax scales: the product, or its tanh with an error below
+    2e-7."""
     if C.IS_BIAS:
         product = product * inner
     elif C.SIGN != 1:
@@ -50,7 +53,7 @@ def _raw(product, inner, C: tl.constexpr):
 
 @triton.jit
 def _weights(raw, sums, scale):
-    """Return the softmax weights of raw scores for the backward; no weight exceeds 1."""
+    """Return the softmax weights from raw scores, for the backward pass; no weight exceeds 1."""
     exponent = raw * scale - sums
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
@@ -65,7 +68,7 @@ def _mask_tile(mask, start, is_ours, is_other, C: tl.constexpr):
 
 @triton.jit
 def _masked(raw, found, is_other, C: tl.constexpr):
-    """Return raw numbers after the mask: plus the bias, or minus infinity for hidden keys."""
+    """Return raw numbers with the bias added, or with minus infinity for hidden keys."""
     if C.IS_BIAS:
         raw = tl.where(is_other[None, :], raw + found.to(tl.float32), float("-inf"))
     else:
@@ -75,10 +78,11 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return tile number `index` of the complete tiles; if MASKED, of the other tiles.
+    """Return the complete tile with this `index`, or, if MASKED, the incomplete one with this
+    index.
 
-    If the tiles come from a list, the result was loaded one step earlier; this call loads tile
-    number `following` and returns it as the second result.
+    If the tiles come from a list, the caller loaded this tile's number one step earlier; this call
+    loads that of tile `following` and returns it as the second result.
     """
     first, full_first, full_stop, list_ptr, others, ahead = visits
     other = index
@@ -92,15 +96,15 @@ def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _tiles_of(x, batch, head, offs, depth):
-    """Return the pointer to a head, the offsets inside a tile, and the stride of rows."""
+    """Return the pointer to a head's rows, the offsets in a tile, and the stride between rows."""
     return of_head(x, batch, head), offs[:, None] * x.row + depth[None, :], x.row
 
 
 @triton.jit
 def _program(rows, tiles, C: tl.constexpr):
-    """Return a program's tile, counted from the front, and its row (sequence and head).
+    """Return a program's tile, counted from the first position, and its row (sequence and head).
 
-    Programs that run at the same time share a head's keys and values, or its queries and their
+    Programs that run at the same time use the same head's keys and values, or its queries and their
     gradients.
     """
     if C.BY_HEAD:
@@ -112,10 +116,10 @@ def _program(rows, tiles, C: tl.constexpr):
 
 @triton.jit
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return which tiles a tile visits; if HAS_MASK, also their list and its maximum length.
+    """Return which tiles a program visits; if HAS_MASK, also their list and its maximum length.
 
-    `tile` is the batch, the first head, the tile's number and the number of tiles. In each pair of
-    lengths, bounds and sizes, the number of the program's tile comes first.
+    `tile` contains the batch index, the first head, the tile's number and the number of tiles. In
+    each pair of lengths, bounds and sizes, the number for the program's tile comes first.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(
@@ -132,10 +136,11 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 
 @triton.jit
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load a tile of keys; return raw scores before and after the mask tensor, the keys, k and v.
+    """Load a tile of keys; return raw scores before and after the mask tensor, three vectors about
+    the keys, k and v.
 
-    The keys are three vectors: their positions, a mask of those inside the tensor, and a mask of
-    those that are not hidden.
+    The three vectors are the keys' positions, a mask of keys inside the tensor, and a mask of keys
+    that are not hidden.
     """
     wide_zero, k, v, mask, scales, keys = seen
     start = wide_zero + tile * C.KEYS
@@ -368,7 +373,8 @@ def _attention_tiles_query_gradient_kernel(
 def _key_gradient_tile(
     grads, ours, tile, shared, seen, mask, told, C: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add a tile of queries to the gradients of keys and values, for one query head."""
+    """Add the contribution of a tile of queries to the gradients of keys and values, for one query
+    head."""
     grad_k, grad_v = grads
     k, v, key, is_key, key_id = ours
     wide_zero, q, grad, scales, queries, keys = seen
@@ -428,7 +434,8 @@ def _key_gradient_tile(
 def _over_queries(
     grads, ours, visits, heads, seen, mask, told, C: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add all visited tiles of queries to the gradients of keys and values, for all query heads.
+    """Add the contributions of all visited tiles of queries to the gradients of keys and values,
+    for all query heads.
 
     One loop runs over the tiles of all heads, so the pipeline stays filled between heads.
     """

@@ -1,8 +1,8 @@
-"""Low-bit KV caches: attention reads the codes and never decodes the full cache.
+"""Attend to low-bit KV caches: kernels read the codes and never decode the full cache.
 
 Old tokens are stored as codes of 8, 4, 3 or 2 bits, in groups; the latest tokens and the first few
-stay exact. Attention multiplies the codes directly, with their scales folded into queries and
-weights.
+stay exact. Attention multiplies the codes directly, with their scales applied to queries and
+weights instead.
 
     coded_kv_cache_append     writes new tokens in place, and encodes the groups that are old enough
     coded_kv_cache_view       returns keys and values as a static cache would have them

@@ -1,12 +1,12 @@
-"""Fits and applies maps that make the rows of two adjacent layers similar.
+"""Fit and apply maps that make the rows of two adjacent layers similar.
 
-Keys and values of adjacent layers differ mostly by a mean and a rotation per head. The maps of a
-pair are: the mean of each layer's rows; for each head of the upper layer, the matching head of the
-lower layer; and an orthogonal matrix per head, which rotates the upper layer's rows towards those
-of the lower layer. An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in
-the upper; the lower layer's head is its *slot* in the shared tensors.
+The keys and values of adjacent layers differ mostly by a mean and a rotation per head. The maps of
+a pair are: the mean of each layer's rows; for each head of the upper layer, the matching head of
+the lower layer; and an orthogonal matrix per head, which rotates the upper layer's rows towards
+those of the lower layer. An aligned row is `row - mean` in the lower layer, and `(row - mean) @
+turn` in the upper; the lower layer's head is its *slot* in the shared tensors.
 
-No function here reads a value on the host, and matrix products are enough.
+The functions read no value on the CPU, and need only matrix products.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def identity(maps: Sequence[Tensor]) -> None:
 
 
 class Sums(NamedTuple):
-    """The two sums over rows that maps are fitted from, in plain PyTorch or by kernels."""
+    """The sums over rows from which maps are fitted, computed in plain PyTorch or by kernels."""
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows that count
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -69,11 +69,11 @@ def fit(
 ) -> None:
     """Write the maps that bring the rows of two layers nearest to each other.
 
-    With `angles`, keys count as if they came up again at all later positions.
+    With `angles`, each key counts as if it appeared again at all later positions.
 
-    Turns that are not the identity were fitted on other rows. Those turns and their slots are kept
-    if the given rows say little: keys of few tokens, after their rotary embedding, do not show how
-    keys at later positions turn.
+    Rotations that are not the identity were fitted to other rows before. These rotations and their
+    slots are kept if the given rows are not enough to fit better ones: keys of few tokens, after
+    their rotary embedding, do not show how keys at later positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
     depth = maps.turns.shape[-1]
@@ -95,7 +95,7 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace the means and products of keys by those over all positions of a span."""
+    """Replace the means and products of keys by their averages over all positions of a span."""
     kind = products.dtype
     lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
     count = count.to(kind)[:, None, None, None]
@@ -111,10 +111,12 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return one slot per head of the upper layer, (H), for all sequences, and sums of products.
+    """Return one slot per head of the upper layer, (H), the same for all sequences, and sums of
+    products.
 
-    The sums are over all sequences, (H, 2, D, D); their polar factors are the turns. `rows` and
-    `counted` are as `fit` takes them. `slots` are those of other rows, if there are any.
+    The products are summed over all sequences, (H, 2, D, D); the orthogonal matrices nearest to
+    these sums are the rotations. `rows` and `counted` have the meaning that they have in `fit`.
+    `slots` are the slots fitted to other rows before, if there are any.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)
@@ -129,7 +131,7 @@ def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tup
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-    """Return the sums of rows as `Sums` has them, in fp32 or fp64."""
+    """Return the sums of rows that `Sums` describes, in fp32 or fp64."""
     kind = wide(rows[0].dtype)
     found = []
     for x in rows:
@@ -141,7 +143,7 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return the sums of products as `Sums` has them, in fp32 or fp64."""
+    """Return the sums of products that `Sums` describes, in fp32 or fp64."""
     products = torch.zeros_like(maps.turns, dtype=wide(rows[0].dtype))
     for at, span in itertools.product((0, 1), _spans(rows[0])):
         x = in_order(centred(rows[at][:, :, span], maps.lower_means[:, :, at]), maps.slots)
@@ -152,7 +154,7 @@ def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor
 
 
 def _exact(x: Tensor) -> torch.autocast:
-    """Return a context in which products are not rounded by autocast."""
+    """Return a context in which autocast does not round products."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -163,19 +165,19 @@ def centred(rows: Tensor, means: Tensor) -> Tensor:
 
 
 def in_order(x: Tensor, heads: Tensor) -> Tensor:
-    """Return `x`, (B, H, ...), with the heads (B, H) in its second dimension."""
+    """Return `x`, (B, H, ...), with its second dimension in the order given by the heads (B, H)."""
     index = heads.long().view(*heads.shape, *(1 for _ in x.shape[2:])).expand_as(x)
     return x.gather(1, index)
 
 
 def upper_heads(maps: Maps) -> Tensor:
-    """Return (B, H): the upper layer's head of each slot."""
+    """Return the head of the upper layer for each slot, (B, H)."""
     heads: Tensor = maps.slots.argsort(1)
     return heads
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
-    """Return aligned rows, slot by slot, in fp32 or fp64. `rows` is as in `fit`."""
+    """Return aligned rows, in the order of the slots, in fp32 or fp64. `rows` is that of `fit`."""
     heads = upper_heads(maps)
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in (0, 1)]
     with _exact(rows[0]):
@@ -186,7 +188,7 @@ def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
 
 
 def cosines(rows: Sequence[Tensor], counted: Tensor) -> list[Tensor]:
-    """Return (B, H, N) for keys and for values: cosines between rows when they are aligned."""
+    """Return cosines between the aligned rows of both layers, (B, H, N) for keys and for values."""
     batch, heads, _, depth = rows[0].shape
     means = rows[0].new_empty((batch, heads, 2, depth), dtype=wide(rows[0].dtype))
     turns = means.new_empty((*means.shape, depth))
@@ -204,7 +206,7 @@ def restored(
     # of the layer, as the ops take them: means (B, H, D), turns (B, H, D, D), slots (B, H)
     maps: Sequence[Tensor | None],
 ) -> Tensor:
-    """Undo `aligned`: return the rows of a layer in the order of the layer's heads."""
+    """Invert `aligned`: return the rows of a layer in the order of the layer's heads."""
     means, turns, slots = maps
     kind = rows.dtype
     rows = rows if slots is None else in_order(rows, slots)
@@ -216,7 +218,7 @@ def restored(
 
 
 def _only(counted: Tensor, x: Tensor) -> Tensor:
-    """Return x, (B, H, N, D), with zeros in the rows that do not count, even where these are
+    """Return x, (B, H, N, D), with zeros in the rows that do not count, even if these contain
     nan."""
     return x.masked_fill(~counted[:, None, :, None], 0.0)
 
@@ -227,11 +229,12 @@ def _spans(x: Tensor) -> list[slice]:
 
 
 def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
-    """Return (B, H, H): how much of a head of the upper layer a head of the lower can explain.
+    """Return (B, H, H): how much of each head of the upper layer each head of the lower layer can
+    explain.
 
-    It is the norm of the product of both heads' rows, divided by the norm of each head's rows. An
-    orthogonal map does not change it. `rows` and their `means`, (B, H, 2, D), are those of the two
-    layers. On a GPU, rows of 16 bits are multiplied in 16 bits.
+    The measure is the norm of the product of both heads' rows, divided by the norm of each head's
+    rows. An orthogonal map of one head's rows does not change the norm. `rows` and their `means`,
+    (B, H, 2, D), belong to the two layers. On a GPU, rows of 16 bits are multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]
@@ -279,11 +282,12 @@ def matched(likeness: Tensor) -> Tensor:
 
 
 def polar(x: Tensor, more: Tensor | None = None) -> Tensor:
-    """Return the orthogonal matrices nearest to x, (..., D, D), by products alone.
+    """Return the orthogonal matrices nearest to x, (..., D, D), computed with matrix products only.
 
-    `more` is added to x as a share of its norm, times the root of D; by default a little of the
-    identity. Newton and Schulz's iteration, scaled as the least singular value allows that is still
-    possible: small ones grow by 2.6 in each of the first steps.
+    The matrix `more` is added to x, scaled to a share of x's norm times the root of D; by default,
+    `more` is a little of the identity. The method is the iteration of Newton and Schulz, scaled for
+    the smallest singular value that is still possible, so that small ones grow by 2.6 in each of
+    the first steps.
     """
     depth = x.shape[-1]
     size = x.norm(dim=(-2, -1), keepdim=True)

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Kernels that fit the maps between two layers' rows, and align a prompt's rows by them.
 
-The maps follow from sums over tokens: of the rows, and of the products of two layers' rows. A
-program takes some tokens of one sequence and head and writes partial sums, which are added in
-order. So rows are read where the model left them, without a copy in fp32. Aligned rows of a few
-groups are written to a scratch in fp32.
+The maps follow from two sums over tokens: of the rows, and of the products of two layers' rows. A
+program sums over some tokens of one sequence and head and writes a partial sum; the partial sums
+are added in a fixed order. So the kernels read rows in the model's tensors, without a copy in fp32.
+The aligned rows of a few groups are written to a temporary buffer in fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .append_codes_kernels import _load_rows
 
 @triton.jit
 def _tile(x, sequence, head, place, is_token, column):
-    """Load some tokens' columns of one head from `key_tiles.Cells`, zeros for other tokens."""
+    """Load some columns of some tokens of one head from a `key_tiles.Cells`, with zeros for missing
+    tokens."""
     x_ptr, stride_batch, stride_head, stride_token, stride_depth = x
     base = x_ptr + sequence * stride_batch + head * stride_head
     offs = place.to(tl.int64)[:, None] * stride_token + column[None, :] * stride_depth
@@ -115,8 +116,8 @@ def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexp
 def _centre_and_turn(rows, slot, row, map_of, made, C: tl.constexpr, SHARE: tl.constexpr):
     """Subtract the mean from a group of rows, multiply by a matrix, and write (tokens, D) fp32.
 
-    A number in fp32 is the sum of two numbers of 16 bits, so that tensor cores multiply it
-    unrounded. Rows of 256 channels are rounded, because there are too few registers.
+    A number in fp32 is represented by the sum of two 16-bit numbers, so that tensor cores multiply
+    it unrounded. Rows of 256 channels are rounded, because there are too few registers.
     """
     mean_ptr, turn_ptr = map_of
     kind: tl.constexpr = turn_ptr.dtype.element_ty

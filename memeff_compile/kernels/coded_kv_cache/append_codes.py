@@ -1,4 +1,5 @@
-"""Launches of the kernels that append to a coded cache. CUDA, sm_80 or later; no host sync."""
+"""Launch the kernels that append to a coded cache. The kernels need CUDA, sm_80 or later; the CPU
+does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PROGRAMS = 8192
 
 
 def cut(bits: int, depth: int) -> tuple[int, int]:
-    """Return how many programs encode one group when one token is appended, and their warps.
+    """Return how many programs encode one group when one token is appended, and their number of
+    warps.
 
     The numbers were measured on an H200: more programs encode a group faster, but cost more time in
     steps that encode no group. Rows wider than 128 do not fit the registers of one warp.
@@ -45,7 +47,7 @@ def append(
     new_groups: tuple[int, int] = NEW_GROUPS,
     programs: int = PROGRAMS,
 ) -> None:
-    """Write tokens and encode the groups that are complete; the op has checked the shapes.
+    """Write new tokens and encode the groups that are complete; the op has checked the shapes.
 
     Beyond `limit` no token is written, and attention returns nan until a reset.
     """

@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append to a coded cache: they write the window and kept tokens, and encode groups.
+"""Kernels that append to a coded cache: they write the window and the kept tokens, and encode
+groups.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
 tokens in order. Whenever the window is full they encode the oldest group. If several tokens are
-appended, as for a prompt, groups of only new tokens skip the window: another launch encodes them
-directly, with more programs. Programs read the number of tokens on the device. The last program to
-finish writes the new counts, when all programs have read the old ones.
+appended, as for a prompt, groups of only new tokens are not written to the window: another launch
+encodes them directly, with more programs. Programs read the number of tokens in GPU memory. The
+last program to finish writes the new number, when all programs have read the old one.
 
-Codes equal the reference's: divisions are rounded to nearest, and halves go up.
+The codes equal those of the reference: divisions are rounded to nearest, and halves up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def parts_of(BITS, SHARES):
-    """Return into how many parts a row of codes is split.
+    """Return the number of parts into which a row of codes is split.
 
     A byte has one code of each part, and all codes of a part share a scale.
     """
@@ -27,7 +28,8 @@ def parts_of(BITS, SHARES):
 
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
-    """Return x / step, rounded to nearest; IS_FAST uses fused products instead of branches."""
+    """Return x / step, rounded to nearest; with IS_FAST, fused products are used instead of
+    branches."""
     if IS_FAST:
         # Scaling by powers of two keeps the following numbers away from the limits of fp32.
         by = tl.where(step < 2.0**-40, 2.0**64, tl.where(step > 2.0**40, 2.0**-64, 1.0))
@@ -61,14 +63,14 @@ def _codes(
 
 @triton.jit
 def _stored(step, ptr):
-    """Return a step rounded to the type of `ptr`, or 1 if the rounded step is 0."""
+    """Return a scale step rounded to the type of `ptr`, or 1 if the rounded step is 0."""
     step = step.to(ptr.dtype.element_ty)
     return tl.where(step.to(tl.float32) == 0.0, 1.0, step.to(tl.float32))
 
 
 @triton.jit
 def _between(x, is_left_out):
-    """Return the smallest and the largest number of each column, or 0 if all rows are left out."""
+    """Return the smallest and the largest number of each column, or 0 if no row counts."""
     low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
     high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
     is_empty = low > high
@@ -77,7 +79,8 @@ def _between(x, is_left_out):
 
 @triton.jit
 def _scaled(low, high, most, scales_base, place):
-    """Store the step and the zero for numbers from `low` to `high`; return both as stored."""
+    """Store the scale step and the zero point for numbers from `low` to `high`; return both as
+    stored."""
     kind: tl.constexpr = scales_base.dtype.element_ty
     step = _stored(tl.div_rn(high - low, most), scales_base)
     zero = low.to(kind).to(tl.float32)
@@ -107,9 +110,8 @@ def _put(
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Add the codes of a part to the bytes and the high bits, and return these.
-
-    Store 8-bit codes.
+    """Add the codes of a part to the bytes and the high bits, and return both; store 8-bit codes at
+    once.
     """
     low, high = made
     token, column = at
@@ -163,7 +165,7 @@ def _store_bytes(
 
 @triton.jit
 def _loaded(rows, token, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return the columns of some tokens, split into parts; a byte has one code of each part."""
+    """Return the columns of some tokens, split into the parts of a row."""
     base, start, row, step = rows
     slot = (start + token) % C.WINDOW
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
@@ -187,7 +189,7 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Encode some tokens and columns of a group with known steps, and store the bytes."""
+    """Encode some tokens and columns of a group with known scale steps, and store the bytes."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     none = tl.zeros(parts[0].shape, dtype=tl.int32)
@@ -215,7 +217,7 @@ def _code_keys(
     piece,
     C: tl.constexpr,
 ):
-    """Encode a group of keys, or some columns of each part, with one scale per channel."""
+    """Encode a group of keys with one scale per channel, or only some columns of each part."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SOME: tl.constexpr = SHARE // C.PIECES
@@ -236,7 +238,7 @@ def _code_keys(
 
 @triton.jit
 def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode a group, or some of its tokens, with one scale per token."""
+    """Encode a group with one scale per token, or only some of its tokens."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS
@@ -278,7 +280,7 @@ def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE
 def _code_group(
     rows, room, pair, coded, first, piece, groups, C: tl.constexpr, IS_VALUE: tl.constexpr
 ):
-    """Encode the group of tokens from `coded` on, or one program's share of the group."""
+    """Encode the group of tokens that starts at `coded`, or one program's part of the group."""
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS if IS_VALUE else 1
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
     SCALES: tl.constexpr = (
@@ -294,7 +296,8 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Copy the kept tokens among some rows to the kept rows of this sequence and head."""
+    """Copy tokens that stay exact from the given rows to the memory for kept tokens of this
+    sequence and head."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]
@@ -309,13 +312,13 @@ def _base(source, pair, kv_heads):
 
 @triton.jit
 def _behind(length, coded, new, C: tl.constexpr):
-    """Return how many tokens are coded after the new ones are appended."""
+    """Return how many tokens will be in codes once the new ones are appended."""
     return coded + tl.maximum(length + new - coded - (C.WINDOW - C.GROUP), 0) // C.GROUP * C.GROUP
 
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or values, of one sequence and head; return the updated counts."""
+    """Write the new keys, or values, of one sequence and head; return the new numbers of tokens."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -362,7 +365,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or values, and write those that are kept tokens."""
+    """Encode some groups of new keys, or values, and copy kept tokens among them."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -385,7 +388,8 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
 
 @triton.jit
 def _begin(pool, C: tl.constexpr):
-    """Return the number of tokens in the cache and in codes, and this sequence's first token."""
+    """Return the number of tokens in the cache, the number in codes, and this sequence's first
+    token."""
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)
     first = length * 0

@@ -1,4 +1,5 @@
-"""Launches of the kernels that append to pairs of layers. CUDA, sm_80 or later; no host sync."""
+"""Launch the kernels that append to pairs of layers. The kernels need CUDA, sm_80 or later; the CPU
+does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def append_lower(
 ) -> None:
     """Write tokens of the lower layer into its window; beyond `limit`, write nan.
 
-    Tokens may have any strides; the layer's tensors are as in `pair_reference.append_lower`.
+    The tokens may have any strides; the layer's tensors are those of `pair_reference.append_lower`.
     """
     from . import append_pairs_kernels as kernels
 
@@ -85,7 +86,7 @@ def append_pair(
 
 
 def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str, Any]:
-    """Return the compile-time constants of kernels that code shared directions."""
+    """Return the compile-time constants of the kernels that encode shared directions."""
     return {
         "DEPTH": depth,
         "BITS": bits,
@@ -100,13 +101,13 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge the first tokens of an empty cache as `pair_reference.merge` does, by kernels."""
+    """Merge the first tokens of an empty cache by kernels, like `pair_reference.merge`."""
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
     spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
 
     def halves(span: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return keys of both layers, and values of both, aligned if there are maps."""
+        """Return the keys of both layers, and the values of both, aligned if there are maps."""
         some = [x[:, :, span] for x in rows]
         keys, values = _alike(some[0], some[2]), _alike(some[1], some[3])
         if maps is None or heads is None:
@@ -141,7 +142,7 @@ def align_prompt(
     heads: Tensor,  # (B, H) int32, the upper layer's head of each slot
     group: int,  # tokens per program
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the rows as `alignment.aligned` does: slot by slot, in fp32."""
+    """Return aligned rows like `alignment.aligned`, in the order of the slots, in fp32."""
     from . import alignment_kernels as kernels
 
     batch, kv_heads, count, depth = keys[0].shape
@@ -161,7 +162,7 @@ def align_prompt(
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-    """Return (B, H, 4, D): for keys and values of both layers, the sum of the rows that count."""
+    """Return the sum of the rows that count, for keys and values of both layers, (B, H, 4, D)."""
     from . import alignment_kernels as kernels
 
     batch, heads, count, depth = rows[0].shape
@@ -180,7 +181,7 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return (B, H, 2, D, D): sums of products of two layers' rows, for keys and for values.
+    """Return sums of products of two layers' rows, for keys and for values, (B, H, 2, D, D).
 
     Each product multiplies a row of the upper layer by the row of the slot's head in the lower
     layer. The means are subtracted from both rows.
@@ -218,7 +219,8 @@ _TILE = 64
 
 
 def _shares(count: int, programs: int, like: Tensor) -> tuple[int, int]:
-    """Return among how many programs the tokens of a head are divided, and the tokens of each."""
+    """Return among how many programs the tokens of a head are divided, and the number of tokens for
+    each."""
     wanted = max(1, 4 * processors(like.device) // programs)
     share = -(-max(1, count) // wanted)
     share = max(_LEAST, -(-share // _TILE) * _TILE)
@@ -235,7 +237,8 @@ def measure_prompt(
     values: tuple[Tensor, Tensor],  # likewise
     group: int,  # tokens per program
 ) -> Tensor:
-    """Return (B, H, n): the larger of the distances between two layers' keys and values."""
+    """Return the larger of the distances between two layers' keys and between their values, (B, H,
+    n)."""
     from . import append_pairs_kernels as kernels
 
     batch, heads, count, depth = keys[0].shape
@@ -262,7 +265,7 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """Store the shared directions of a prompt's keys or values, and both layers' lengths."""
+    """Store the shared directions of a prompt's keys or values, and the lengths for both layers."""
     from . import append_pairs_kernels as kernels
 
     shared, lower, upper, _ = pair
@@ -282,9 +285,9 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors with equal strides.
+    """Return both tensors with the same strides, copied if necessary.
 
-    The stride of tokens is a multiple of the row size.
+    The stride between tokens is a multiple of the row size.
     """
     _, _, step, unit = lower.stride()
     is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()
@@ -292,5 +295,6 @@ def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor) -> tuple[int, int, int]:
-    """Return strides of sequences and heads, and the rows from a token to the next."""
+    """Return the strides of sequences and heads, and the number of rows from one token to the
+    next."""
     return x.stride(0), x.stride(1), x.stride(2) // x.shape[3]

@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append to two layers with shared directions: they write windows and merge groups.
+"""Kernels that append to two layers with shared directions: they write the windows and merge
+groups.
 
 One program per sequence and key-value head processes the keys and values of both layers, because
-all four tensors decide which rows are kept. A shared direction is a weighted sum of the two rows.
-The weights follow from three sums over channels, so rows are read a few channels at a time, and
-read again to be encoded. Programs read the number of tokens on the device; the last program writes
-the new counts.
+all four tensors decide which rows are kept unmerged. A shared direction is a weighted sum of the
+two rows. The weights of this sum follow from three sums over channels, so rows are read a few
+channels at a time, and read again to be encoded. Programs read the number of tokens in GPU memory;
+the last program writes the new number.
 
-Separate kernels merge a prompt's groups. The first measures the distances between rows. The second
-runs when the kept rows are known, and encodes keys or values. Both read the model's tensors.
+Separate kernels merge the groups of a prompt. The first of them measures the distances between
+rows. The second runs when the rows to keep are known, and encodes keys or values. Both of these
+kernels read the tensors that the model passes.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP
 
 @triton.jit
 def _factors(cosine, m, n, t, RULE: tl.constexpr):
-    """Return the weights of the lower and the upper layer's row in the shared direction."""
+    """Return the weights that the lower and the upper layer's row have in the shared direction."""
     per_m = 1.0 / tl.maximum(m, 1e-12)
     per_n = 1.0 / tl.maximum(n, 1e-12)
     if RULE == 2:
@@ -201,7 +203,7 @@ def _code_directions(
 
 @triton.jit
 def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
-    """Copy the kept rows from a window to the tensor of kept rows."""
+    """Copy the rows to keep from a window to the memory for kept rows."""
     for part in tl.static_range(DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
         x = tl.load(window + slot[:, None] * DEPTH + column[None, :])
@@ -228,7 +230,7 @@ def _write(x, window, at, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Write nan for the last token, so that the overflow is visible."""
+    """Write nan for the last token, so that the user notices the overflow."""
     depth = tl.arange(0, DEPTH)
     nothing = tl.full((DEPTH,), float("nan"), tl.float32)
     last = (length + WINDOW - 1) % WINDOW

@@ -1,7 +1,7 @@
-"""Which layers of a low-bit cache stay exact, for reports.
+"""Tell which layers of a low-bit cache stay exact, for reports.
 
-A compiled graph contains tensors, not the settings of their cache. Caches register here; a pass
-asks whether an input of its graph is one of their exact layers.
+A compiled graph contains the cache's tensors, but not its settings. So caches register in this
+module, and a pass asks whether an input of its graph belongs to an exact layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Keeper(Protocol):
-    """A cache that keeps some or all of its layers exact."""
+    """A cache of which some or all layers stay exact."""
 
     kept_exact: str
     """The layers that stay exact, in words."""

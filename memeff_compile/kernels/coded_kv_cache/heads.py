@@ -1,8 +1,10 @@
-"""Quantise heads of queries, keys and values to few bits, for models that train with such heads.
+"""Quantise the heads of queries, keys and values to few bits, for models that train with such
+heads.
 
-There is one scale per token and head, and codes are symmetric around zero, as in `KVCache` with
-"per_head". The gradient passes through unchanged. BitNet a4.8, table 3: 4-bit keys and values;
-4-bit queries too; or 4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
+Each token and head has one scale, and codes are symmetric around zero, as in `KVCache` with
+"per_head". The backward pass treats the rounding as the identity. The settings of BitNet a4.8,
+table 3, are: 4-bit keys and values; 4-bit queries too; or 4-bit queries with 3-bit keys and values,
+where the first token keeps 4 bits.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def quantized_heads(
 
 
 def _rounded(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return code * step; the step is rounded to the dtype in which a cache stores it."""
+    """Return code * step, with the step rounded to the dtype in which a cache stores it."""
     top = 2 ** (bits - 1) - 1
     step = (values.abs().amax(-1, keepdim=True) / values.new_full((1,), top)).to(dtype)
     step = step.masked_fill(step == 0, 1.0).to(values.dtype)

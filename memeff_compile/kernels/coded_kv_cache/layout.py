@@ -1,12 +1,14 @@
-"""The memory layout of a coded cache: sizes of its tensors, and codes packed into bytes.
+"""Describe the memory of a coded cache: the sizes of its tensors, and how codes are packed into
+bytes.
 
-Tokens are coded in groups. A group's codes are one contiguous block of bytes: keys token by token,
-values channel by channel, so that a tensor core reads both without reordering. Within a row of D
-channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of 2
-bits put four channels, D/4 apart, into one byte. Codes of 3 bits are two planes: their low two bits
-as codes of 2 bits, followed by the high bits, two tokens to a byte. For keys these are tokens 2t
-and 2t + 1, for values tokens t and t + group/2. The high bit of the p-th of four channels is bit
-2p + 2 of the byte (bit 0 for the last channel), and that of the second token the next bit.
+Tokens are coded in groups. The codes of a group are one contiguous block of bytes: keys token by
+token, values channel by channel, so that tensor cores read both without reordering. Within a row of
+D channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of
+2 bits put four channels, D/4 apart, into one byte. Codes of 3 bits are stored in two planes: the
+low two bits, like codes of 2 bits, and then the high bits, two tokens to a byte. For keys these two
+tokens are 2t and 2t + 1, for values t and t + group/2. The first token's high bit for the p-th of
+four channels is bit 2p + 2 of the byte (bit 0 for the last channel); the second token's is the bit
+after it.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ launch."""
 
 
 class Pool(NamedTuple):
-    """The tensors of a cache, in the order that ops and kernels take them.
+    """The tensors of a cache, in the order in which ops and kernels take them.
 
-    `Layout.shapes` has their shapes. Codes are bytes, places int32, counts int64.
+    `Layout.shapes` has their shapes. Codes are bytes, positions int32, counts int64.
     """
 
     k_codes: Any
@@ -53,7 +55,7 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The tensors that both layers of a pair share."""
+    """The tensors that the two layers of a pair share."""
 
     # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; PLAIN rows are numbers
     k_codes: Any
@@ -68,9 +70,9 @@ class Shared(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The tensors that each layer of a pair has, as in `Pool`.
+    """The tensors that each layer of a pair has for itself, as in `Pool`.
 
-    `norms`, (B, H, groups * group, 2), holds the norm of each token's key and value; a negative
+    `norms`, (B, H, groups * group, 2), contains the norms of each token's key and value; a negative
     norm of a key marks a kept token.
     """
 
@@ -83,7 +85,7 @@ class Own(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The maps that align two layers; `alignment` says how they are used."""
+    """The maps that align two layers, which `alignment` fits and applies."""
 
     lower_means: Any  # (B, H, 2, D), of keys and of values
     upper_means: Any  # likewise
@@ -126,7 +128,7 @@ class Layout:
         return max(1, (tokens - self.recent) // self.group)
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor of a cache for so many tokens, by name."""
+        """Return the shape of every tensor of a cache for so many tokens, by its name."""
         front, groups = (batch, heads), self.groups(tokens)
         # bytes of a group of tokens; numbers if they are plain
         codes = (*front, groups, self.group * self.depth * min(self.bits, 8) // 8)
@@ -139,7 +141,8 @@ class Layout:
 
 
 def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
-    """Return the dtype of a named tensor in a cache, or pair of caches, of a dtype and bits."""
+    """Return the dtype of a tensor in a cache, or in a pair of layers, given its name, the model's
+    dtype and the bits."""
     if name in ("places", "starts", "kept_count", "left_over", "slots"):
         return torch.int32
     if name in ("bound", "counts"):
@@ -166,7 +169,8 @@ def channel_group(depth: int, scheme: str) -> int:
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return how many tokens a block of codes has, from its bytes: 64 for (4096, 128, 4)."""
+    """Return how many tokens a block of codes contains, from its bytes, such as 64 for (4096, 128,
+    4)."""
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 
@@ -181,7 +185,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Undo `pack`."""
+    """Unpack bytes that `pack` has packed."""
     places = range(0, 8, bits)
     return torch.cat([(packed >> place) & ((1 << bits) - 1) for place in places], -1)
 
@@ -193,7 +197,7 @@ _HIGH_PLACES = (2, 4, 6, 0)
 def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
     """Pack the high bits of a group of codes, (..., group, D) uint8, into (..., group / 2, D / 4).
 
-    For values, tokens half a group apart share a byte; for keys, neighbouring tokens do.
+    Two tokens share a byte: for values, tokens half a group apart; for keys, neighbours.
     """
     tokens = bits.unflatten(-2, (2, -1) if is_value else (-1, 2))
     first, second = tokens.unbind(-3 if is_value else -2)
@@ -205,7 +209,7 @@ def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
 
 
 def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
-    """Undo `_high_plane`."""
+    """Unpack bytes that `_high_plane` has packed."""
     tokens = [
         torch.cat([(packed >> (place + second)) & 1 for place in _HIGH_PLACES], -1)
         for second in range(2)
@@ -216,7 +220,7 @@ def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
 
 
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
-    """Return the bytes of groups of codes in the cache's layout.
+    """Return groups of codes as bytes in the cache's layout.
 
     Codes of 8, 4, 3 or 2 bits, (..., group, D) uint8, become (..., group * D * bits / 8), for
     values channels first.
@@ -229,7 +233,7 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 
 
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Return the codes of a block from `block_of`; a code has D = `depth` channels."""
+    """Return the codes of a block that `block_of` returned; a row has D = `depth` channels."""
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]
     if bits != 3:

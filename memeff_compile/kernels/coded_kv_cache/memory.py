@@ -1,4 +1,5 @@
-"""Bytes of a coded cache, as formulas in B (sequences), H (key-value heads), N (tokens) and D.
+"""Return the bytes of a coded cache, as formulas in B (sequences), H (key-value heads), N (tokens)
+and D.
 
 `bytes_per_token` is the size of a token in codes. `fixed_bytes` is the size of a layer's window and
 kept tokens, which does not depend on the cache's length.
@@ -62,11 +63,11 @@ def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int) -> int:
 
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of two layers that share directions, for `tokens` tokens; without maps.
+    """Return the bytes of two layers that share directions, for `tokens` tokens, without maps.
 
-    The layout's `kept` is the capacity for kept rows, first tokens included. Codes, scales and
-    positions of kept rows are stored once per pair; norms of keys and values, windows and kept rows
-    twice. Lengths are float16 in caches of 16 bits.
+    `kept` of the layout is the number of kept rows for which there is memory, first tokens
+    included. Codes, scales and positions of kept rows are stored once per pair; norms of keys and
+    values, windows and kept rows are stored twice. In caches of 16 bits, norms are float16.
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads

@@ -1,8 +1,8 @@
-"""Merges two adjacent layers' keys or values into one shared direction and two lengths.
+"""Merge the keys, or values, of two adjacent layers into one shared direction and two lengths.
 
 Rows are vectors of one head and token. A pair of rows becomes one shared direction and a length for
-each row; rows that point too far apart are kept unchanged. Rotary embedding does not matter here:
-it rotates both rows of a pair alike.
+each row; rows that point too far apart are kept unchanged. The rotary embedding does not matter for
+merging, because it rotates both rows of a pair alike.
 
 Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
 """
@@ -29,7 +29,7 @@ _NEARLY_PARALLEL = 1e-4
 
 
 def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows normalised to length one, and their lengths, in fp32 or fp64.
+    """Return rows normalised to length one, and their original lengths, in fp32 or fp64.
 
     A row of zeros has length 0 and no direction.
     """
@@ -39,7 +39,7 @@ def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distance(lower: Tensor, upper: Tensor) -> Tensor:
-    """Return the angle between rows of length one, divided by pi: 0 to 1.
+    """Return the angle between rows of length one, divided by pi, which is between 0 and 1.
 
     Rows must be fp32 or fp64: with the rounding of bf16, a row would not be parallel to itself.
     """
@@ -71,11 +71,11 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return (B, H): the distance above which a row is kept unchanged (for ``similar``: below).
+    """Return the distance above which a row is kept unchanged (for ``similar``: below), (B, H).
 
-    Only distances (B, H, N) for which `counted` is true are used; if there are none, the result is
-    nan. `gamma` is the share of the range of distances in which rows are kept. A larger share keeps
-    more rows, and 1 keeps all.
+    Only those of the distances (B, H, N) are used for which `counted` is true; if there are none,
+    the result is nan. `gamma` is the share of the range of distances in which rows are kept. A
+    larger share keeps more rows, and 1 keeps all.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
@@ -93,12 +93,14 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the rows to keep: those beyond the bound, most extreme first, at most `room` of them.
+    """Choose the rows to keep: those beyond the threshold, the most extreme first, at most `room`
+    of them.
 
     Returns:
-        chosen: bool (B, H, N).
-        rank: int64 (B, H, N), 0 for the most extreme row of those beyond the bound.
-        left_over: (B, H) int64, rows beyond the bound that had no room.
+        chosen: bool (B, H, N), whether a row is kept.
+        rank: int64 (B, H, N), the rank of a row among those beyond the threshold; 0 is the most
+            extreme.
+        left_over: (B, H) int64, the number of rows beyond the threshold that exceed `room`.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)
@@ -112,7 +114,7 @@ def kept_rows(
 
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
-    """Return the factor that scales a decoded direction (..., D) to a row.
+    """Return the factor by which a decoded direction (..., D) is multiplied to get a row.
 
     ``norm`` keeps the row's length; ``projection`` makes the error smallest. The result is (...) in
     fp32 or fp64, and 0 where the decoded direction is zero.

@@ -1,9 +1,9 @@
 """memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
 
-A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`
-gives their shapes. `coded_kv_cache_append` writes to all of them except `places` and has no result;
-the other ops read. The ops have no backward pass: they are for generation, and a gradient through
-one raises.
+A cache consists of ten tensors, the *pool*, which every op takes in the same order;
+`layout.Layout.shapes` has their shapes. `coded_kv_cache_append` writes to all of these tensors
+except `places` and has no result; the other ops only read them. The ops have no backward pass,
+because they are for generation: requesting a gradient raises an error.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> 
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: int = 4) -> str:
-    """Return the name of the engine for a dtype and group size on a device: a key of `ENGINES`."""
+    """Return the name of the engine for a dtype and group size on a device, which is a key of
+    `ENGINES`."""
     is_served = dtype in (torch.bfloat16, torch.float16) and group in (32, 64, 128)
     if not is_served or not kernels_serve(device, dtype):
         return "reference"
@@ -162,9 +163,10 @@ def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: 
 
 
 def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
-    """Return a sentence that says why a GPU should read the dense view instead, or None.
+    """Return why a GPU should read the dense view instead, as a sentence, or None if attention
+    should read the codes.
 
-    The op itself works on any GPU; this is advice for passes that choose it.
+    The op works on any GPU: this function advises passes on whether to use it.
     """
     if where_it_runs(q.device).type != "cuda":
         return None
@@ -197,7 +199,8 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether appending reads no value from the GPU; attention may read one."""
+    """Return whether kernels append to this cache, so that the CPU reads no value and need not wait
+    for the GPU."""
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 
@@ -228,13 +231,13 @@ def _fake_append(*args: Any) -> None:
 
 
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the means, rotations and slots of a call, which may omit them."""
+    """Return the means, rotations and slots of a call, or empty ones if the call has no maps."""
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots
 
 
 def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
-    """Return a sentence that says why maps do not fit a cache, or None."""
+    """Return a sentence that says why maps do not fit a cache, or None if they do."""
     batch, heads, _, depth = window.shape
     means, turns, slots = maps
     if (turns is None) != (slots is None) or (turns is not None and means is None):

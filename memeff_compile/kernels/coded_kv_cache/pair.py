@@ -1,9 +1,10 @@
-"""memeff::coded_kv_cache_append_lower and _append_pair: two layers that share directions.
+"""The ops memeff::coded_kv_cache_append_lower and _append_pair, for two layers that share
+directions.
 
-The two layers of a pair share the tensors named in `SHARED`, and each has those named in `OWN`.
-Together these tensors are the pool and the norms of a layer, which the view and attention read. In
-a step, the lower layer writes its token before the upper layer's token exists. So the upper layer's
-append merges groups; until then each layer's tokens are in its window.
+The two layers of a pair share the tensors named in `SHARED`; each layer also has its own tensors,
+named in `OWN`. Together, these tensors contain the pool and the norms of a layer, which the view
+and attention read. In a step, the lower layer writes its token before the upper layer's token
+exists. So the upper layer's append merges groups; before it, each layer's tokens are in its window.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ def shapes_of_maps(layout: Layout, batch: int, heads: int) -> dict[str, tuple[in
 def shapes_of_pair(
     layout: Layout, batch: int, heads: int, tokens: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of a pair's shared tensors, and of those that each layer has.
+    """Return the shapes of the tensors that a pair shares, and of those that each layer has for
+    itself.
 
-    The layout's `kept` is the capacity for kept rows, first tokens included.
+    `kept` of the layout is the number of kept rows for which there is memory, first tokens
+    included.
     """
     every = layout.shapes(batch, heads, tokens)
     front = (batch, heads)
@@ -84,7 +87,7 @@ def _split(args: Sequence[Any]) -> tuple[Pair, Sequence[Any]]:
 
 
 def _angles(args: Sequence[Any]) -> Tensor | None:
-    """Return the angles of the keys' rotary embedding among the arguments of an append."""
+    """Return the angles of the keys' rotary embedding, taken from the arguments of an append."""
     more = args[_COUNT + _SETTINGS + len(MAPS) :]
     return more[0] if more else None
 

@@ -1,8 +1,8 @@
-"""Means of keys, and of products of keys, over positions that they might have had.
+"""Compute means of keys, and of products of keys, over positions that the keys might have had.
 
-A rotary embedding turns the channels i and i + D / 2 of a key, as a point of a plane, by an angle
-in proportion to the position. So a key that comes up again `s` positions later is the same key,
-turned by `s` times the angles; the mean over `s` from 0 to a span has a closed form.
+A rotary embedding rotates the channels i and i + D / 2 of a key, as a point of a plane, by an angle
+in proportion to the position. So a key that appears again `s` positions later is the same key,
+rotated by `s` times the angles; the mean over `s` from 0 to a span has a closed form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def mean_key(
     angles: Tensor,  # (D / 2,), per position
     span: int,  # positions
 ) -> Tensor:
-    """Return the mean of keys over all positions from their own to `span` positions later."""
+    """Return the mean of keys over all positions from their own to `span` positions after it."""
     real, imaginary = _factor(angles.to(x.dtype), span)
     a, b = x.chunk(2, -1)
     return torch.cat([a * real - b * imaginary, b * real + a * imaginary], -1)
@@ -27,7 +27,7 @@ def mean_product(
     angles: Tensor,  # as `mean_key` takes them
     span: int,
 ) -> Tensor:
-    """Return the mean of products of two keys that move together, as `mean_key` does."""
+    """Return the mean of products of two keys that move to the same positions, as in `mean_key`."""
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))
     # A 2 x 2 block is a part that turns by the difference of both angles, and one by their sum.

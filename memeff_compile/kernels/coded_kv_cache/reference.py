@@ -1,9 +1,9 @@
-"""The reference: codes, appending, the dense view and attention in plain PyTorch.
+"""The reference engine: encoding, appending, the dense view and attention in plain PyTorch.
 
-This engine is correct on any device and in any floating dtype. The host reads the number of tokens:
-on a CPU this is free, on other devices the host waits for it. Arithmetic runs in float32, or in
-float64 for float64 caches. Scales are stored in the cache's dtype, and codes are computed with
-stored scales.
+This engine is correct on any device and in any floating dtype. The CPU reads the number of tokens:
+for tensors on a CPU this is free, for other devices it means waiting. Arithmetic runs in float32,
+or in float64 for float64 caches. Scales are stored in the cache's dtype, and codes are computed
+with the stored scales.
 
 Papers: KIVI (per-channel keys, per-token values), BitNet a4.8 (one scale per head).
 """
@@ -23,7 +23,8 @@ from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
 
 
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
-    """Return (2, ...): step and zero that map the extremes of x along `dim` to the end codes."""
+    """Return the scale step and zero point that map the extremes of x along `dim` to the first and
+    last code, (2, ...)."""
     low = high = x
     if left_out is not None:
         low = x.masked_fill(left_out, torch.inf)
@@ -41,7 +42,7 @@ def _codes(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def _stored(step: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a step rounded to the dtype of scales, or 1 if the rounded step is 0."""
+    """Return a scale step rounded to the dtype of scales, or 1 if the rounded step is 0."""
     rounded = step.to(dtype)
     return rounded.masked_fill(rounded == 0, 1.0)
 
@@ -59,7 +60,8 @@ def encode(
 ) -> tuple[Tensor, Tensor]:
     """Encode groups of keys or values; return (B, H, n, G * D * bits / 8) uint8 codes, and scales.
 
-    Scales are in the cache's layout. If bits is PLAIN, codes are (B, H, n, G * D) numbers.
+    The scales are in the layout of the cache. If bits is PLAIN, the result has (B, H, n, G * D)
+    numbers in place of codes.
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:
@@ -90,7 +92,7 @@ def encode(
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
     """Return the decoded numbers, (B, H, n * G, D) float32, or float64 for float64 scales.
 
-    Codes and scales are as `encode` returns them.
+    Codes and scales are those that `encode` returns.
     """
     kind = wide(scales.dtype)
     if bits == PLAIN:
@@ -112,7 +114,7 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
 
 
 def is_per_head(k_or_v_scales: Tensor) -> bool:
-    """Return whether scales are one per token and head."""
+    """Return whether there is one scale per token and head."""
     return k_or_v_scales.shape[-1] == 1
 
 
@@ -122,7 +124,7 @@ def scheme_of(k_or_v_scales: Tensor) -> str:
 
 
 def require_room(length: int, new: int, limit: int) -> None:
-    """Raise an error if a cache has no room for `new` tokens."""
+    """Raise an error if `new` more tokens do not fit into a cache."""
     if length + new > limit:
         raise IndexError(
             f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
@@ -131,16 +133,16 @@ def require_room(length: int, new: int, limit: int) -> None:
 
 
 def groups_due(waiting: int, window: int, group: int) -> int:
-    """Return how many groups of the waiting tokens, which are not in codes, must be encoded."""
+    """Return how many groups must be encoded, of the tokens in the window."""
     return max(0, (waiting - window) // group + 1) if waiting >= window else 0  # (192, 192, 64): 1
 
 
 def append(
     pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
 ) -> None:
-    """Append tokens, (B, H, T, D), and encode groups that are old enough.
+    """Append tokens, (B, H, T, D), and encode groups of tokens that are old enough.
 
-    The last `recent` tokens are never coded; the cache holds at most `limit`.
+    The last `recent` tokens are never encoded; the cache can contain at most `limit` tokens.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     window, new = k_window.shape[2], k.shape[2]
@@ -174,14 +176,14 @@ def append(
 
 
 def kept_until(places: Tensor, positions: Tensor) -> Tensor:
-    """Return (B, H or 1, n): which positions are kept tokens or lie before the first of them."""
+    """Return which positions are kept tokens or lie before the first of them, (B, H or 1, n)."""
     if places.shape[2] == 0:
         return torch.zeros(1, 1, positions.numel(), dtype=torch.bool, device=positions.device)
     return positions < places[:, :, :1] + places.shape[2]
 
 
 def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
-    """Write the kept tokens to the tensor of kept tokens."""
+    """Write the kept tokens to the memory for kept tokens."""
     source = places.long() - length
     is_here = (source >= 0) & (source < x.shape[2])
     if x.shape[2] and places.shape[2]:
@@ -202,7 +204,7 @@ def view(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would have them, with zeros in empty positions.
 
-    Both are (B, H, N, D) in the dtype of the window.
+    Keys and values are (B, H, N, D) in the dtype of the window.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     depth, dtype = k_window.shape[3], k_window.dtype
@@ -243,10 +245,10 @@ def attend(
     bits: int,  # likewise
     maps: Sequence[Tensor | None] = (None, None, None),  # likewise
 ) -> Tensor:
-    """Compute attention of one query per sequence to all tokens of the cache that `mask` does not
+    """Return attention of one query per sequence to all tokens of the cache that `mask` does not
     hide.
 
-    A query that sees no key gets zeros.
+    A query that may attend to no key gets zeros.
     """
     batch, heads, _, depth = q.shape
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])

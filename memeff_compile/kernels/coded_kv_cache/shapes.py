@@ -1,6 +1,6 @@
-"""How the engine `codes` divides the work: programs per sequence and head, warps and stages.
+"""Choose how the engine `codes` divides the work: programs per sequence and head, warps and stages.
 
-All sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
+These sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
 valid as the cache fills up.
 """
 
@@ -18,7 +18,7 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes that a launch of the attention kernel is compiled for."""
+    """The sizes for which a launch of the attention kernel is compiled."""
 
     warps: int  # warps per program
     stages: int  # turns in flight
@@ -27,11 +27,11 @@ class Shapes:
 
 
 def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shapes:
-    """Return the launch for a head dimension, bits, and query heads per key-value head.
+    """Return the sizes of a launch for a head dimension, bits, and query heads per key-value head.
 
-    The launches have one or two warps, or few rows, so that Triton uses the tensor core's
-    instructions for single warps. Its instructions for four warps gave wrong results on 16 rows.
-    The shapes were chosen by `benchmarks/ops/coded_kv.py --part sweep` on an H200.
+    A launch has one or two warps, or few rows, so that Triton uses the tensor-core instructions for
+    single warps. Triton's instructions for four warps gave wrong results on 16 rows. The sizes were
+    chosen by `benchmarks/ops/coded_kv.py --part sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
@@ -43,21 +43,21 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
 
 def rows_for(repeat: int) -> int:
-    """Return the rows of a tile for `repeat` query heads per key-value head: 8 for 4 heads, 16 for
-    12."""
+    """Return the number of rows in a tile for `repeat` query heads per key-value head: 8 for 4
+    heads, 16 for 12."""
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 
 def halves_for(repeat: int, bits: int) -> int:
     """Return how many groups share the columns of a tile: two if the heads fill at most half of it.
 
-    Codes of 8 bits take more shared memory and were faster one group at a time.
+    With codes of 8 bits, tiles take more shared memory, and one group at a time was faster.
     """
     return 2 if 2 * repeat <= rows_for(repeat) and bits != 8 else 1
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:
-    """Return how many channels one product has: those whose codes share bytes, or a scale."""
+    """Return how many channels one product covers: those whose codes share bytes, or a scale."""
     if bits == 8:
         return channels
     return depth // 4 if bits == 3 else depth * bits // 8
@@ -66,15 +66,17 @@ def part_width(depth: int, bits: int, channels: int) -> int:
 def splits_for(pairs: int, groups: int, slots: int) -> int:
     """Return the number of programs that share the groups of one sequence and key-value head.
 
-    The arguments are the number of `pairs` of sequence and head, of groups that fit into the cache,
-    and of programs that run at once. The result is 64 for (8, 510, 528) and 3 for (1024, 510, 528).
+    The arguments are the number of `pairs` of sequence and head, the number of groups that fit into
+    the cache, and the number of programs that run at once. The result is 64 for (8, 510, 528) and 3
+    for (1024, 510, 528).
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))
 
 
 def _cost(pairs: int, groups: int, splits: int, slots: int) -> float:
-    """Return the time of a launch, in groups. Programs beyond `slots` wait for others to end."""
+    """Return the relative time of a launch, in units of one group. Programs beyond `slots` wait for
+    others to end."""
     waves = -(-pairs * splits // slots)
     filling = pairs * splits / slots
     rounds = waves if waves < 4 else filling + 0.5

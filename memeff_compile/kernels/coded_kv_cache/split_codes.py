@@ -1,8 +1,9 @@
-"""The engine `codes`: attention over codes, split over programs. CUDA, sm_80 or later.
+"""The engine `codes` of attention over a coded cache: several programs share the codes. The engine
+needs CUDA, sm_80 or later.
 
-The host never waits for the GPU or reads a value from it, and the grid follows from static sizes,
-so calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
-the same inputs give the same bits.
+The CPU never waits for the GPU or reads a value from it, and the grid follows from static sizes, so
+calls can be captured in CUDA graphs and replayed while the cache fills up. Kernels use no atomic
+operations, so the same inputs give the same bits.
 
 No launch can be faster than reading the codes and their scales once.
 """
@@ -28,10 +29,7 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the parameters of a launch.
-
-    They are its warps and stages, and the programs per sequence and key-value head.
-    """
+    """The parameters of a launch: warps, stages, and programs per sequence and key-value head."""
 
     shapes: Shapes
     splits: int
@@ -40,13 +38,15 @@ class Plan:
 def plan_for(
     pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
 ) -> Plan:
-    """Return the launch for `pairs` of sequence and key-value head; off CUDA, that of an H200."""
+    """Return the launch parameters for `pairs` of sequence and key-value head; without a GPU, those
+    for an H200."""
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
 
 def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
-    """Return norms of keys and values, (B, H, N) or None, in one tensor; copy only if necessary."""
+    """Return the norms of keys and values, (B, H, N) or None, in one tensor, copied only if
+    necessary."""
     first, second = norms
     if first is None or second is None:
         return None
@@ -59,16 +59,15 @@ def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
-    """Return a mask, bool (B or 1, 1, 1, N) or None, in the kernels' form: bytes and strides."""
+    """Return a mask, bool (B or 1, 1, 1, N) or None, as kernels take it: bytes and strides."""
     if mask is None:
         return like, 0, 0
     return mask.view(torch.uint8), 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3)
 
 
 def turned(q: Tensor, turns: Tensor) -> Tensor:
-    """Rotate queries (B, Hq, 1, D) as the maps (B, H, 2, D, D) rotated keys.
-
-    Return (B, Hq, D) fp32.
+    """Rotate queries (B, Hq, 1, D) as the maps (B, H, 2, D, D) have rotated keys; return (B, Hq, D)
+    fp32.
     """
     from . import split_codes_kernels as kernels
 
@@ -109,9 +108,10 @@ def heads_at_once(q: Tensor, turns: Tensor) -> int:
 
 
 def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate results, (B, 1, Hq, D), and the fp32 shares with their statistics.
+    """Allocate the results, (B, 1, Hq, D), and the programs' fp32 partial results with their
+    statistics.
 
-    If there is only one share, it uses the memory of the results.
+    If only one program works on each head, its partial result uses the memory of the results.
     """
     batch, heads, _, depth = q.shape
     out = q.new_empty((batch, 1, heads, depth))
@@ -130,7 +130,7 @@ def combine(
     maps: Sequence[Tensor | None] = (None, None, None),  # as of `reference.view`
     exact: int = 0,  # the last shares, of tokens that are not merged, if there are turns
 ) -> None:
-    """Combine the shares, if there are several, into the result."""
+    """Combine the partial results of several programs into the result."""
     from . import split_codes_kernels as kernels
 
     batch, _, heads, depth = out.shape
@@ -171,7 +171,7 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Compute attention of one query per sequence; the op has checked the shapes."""
+    """Return attention of one query per sequence; the op has checked the shapes."""
     from . import split_codes_kernels as kernels
 
     k_codes, k_scales, k_window, k_kept, counts = (pool[i] for i in (0, 2, 4, 6, 9))

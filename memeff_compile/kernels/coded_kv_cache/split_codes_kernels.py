@@ -1,24 +1,26 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""The two passes of the engine `codes`: attention over a share of the cache, and the sum of shares.
+"""The two kernels of the engine `codes`: attention over a part of the cache, and the combination of
+the partial results.
 
-Program i of n processes steps i, i + n, i + 2n ..., where a step is a few groups of codes. Then it
-processes tiles of the window and of the kept tokens in the same way. Scores have tokens as rows and
-query heads as columns: then keys and values are both the left operand of their product, read as
-bytes and unpacked in registers, and eight query heads fill a tile. If the heads fill at most half
-of a tile, two groups share it (HALVES): first the columns of one group's queries, then those of the
-next group's. In each product only the columns of the product's own group count. After the products,
-each half is a separate share. Codes stay whole numbers: the scales of a key multiply the query, the
-scales of a value multiply the weight, and zeros are added once per step. Weights are summed token
-by token in registers and across tokens at the end, so a step has two reductions: the zeros of keys,
-and the largest score. Sums run in a fixed order.
+Program i of n processes the steps i, i + n, i + 2n and so on, where a step is a few groups of
+codes. After the codes, the program processes tiles of the window and of the kept tokens in the same
+way. Scores have tokens as rows and query heads as columns: so keys and values are the left operand
+of their product, which is read as bytes and unpacked in registers, and eight query heads fill a
+tile. If the heads fill at most half of a tile, two groups share it (HALVES): first the columns of
+one group's queries, then those of the next group's. In each product only the columns of the
+product's own group count. After the products, each half is a separate partial result. Codes remain
+whole numbers: a key's scales multiply the query, a value's scales multiply the softmax weight, and
+zero points are added once per step. Softmax weights are summed token by token in registers and
+across tokens at the end, so a step has two reductions: the zero points of keys, and the largest
+score. The sums run in a fixed order.
 
-PACKED unpacks four bytes at a time with 32-bit instructions into numbers that are exact and very
-small; so in bf16, queries and weights are multiplied by 2 ** 64, and products by 2 ** 69. The
-interpreter cannot run it, nor multiply bf16: there PACKED is off and UPCAST widens operands to
-fp32.
+With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
+exact and very small; so in bf16, queries and weights are multiplied by 2 ** 64, and products by 2
+** 69. The interpreter cannot run these instructions, nor multiply bf16: there PACKED is off, and
+UPCAST widens operands to fp32.
 
-Axis letters: tokens run over one group, rows are the query heads of one key-value head, part is a
-share of the channels that one product covers.
+Names of axes: tokens run over one group, rows are the query heads of one key-value head, a part is
+the channels that one product covers.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from .._triton.split_softmax_kernels import of_shares, step
 
 @triton.constexpr_function
 def _moved(name, source, right):
-    """Return the instruction that shifts an operand right by `right` bits into a register."""
+    """Return the assembly instruction that shifts an operand right by `right` bits into a
+    register."""
     return f"{'shr' if right >= 0 else 'shl'}.b32 {name}, ${source}, {abs(right)}; "
 
 
@@ -75,7 +78,7 @@ def _two_high(raw, high, ASM: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _code_of(raw, high, PLACE: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
-    """Return the codes at one bit position of 16-bit words, as numbers of a type."""
+    """Return the codes at one bit position of 16-bit words, as numbers of a given type."""
     if BITS == 3:
         HIGH_PLACE: tl.constexpr = PLACE // 8 * 8 + (PLACE + 2) % 8
         code = ((raw >> PLACE) & 3) | (((high >> HIGH_PLACE) & 1) << 2)
@@ -94,10 +97,10 @@ def _numbers(
     COLUMNS: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """Return (ROWS, COLUMNS): the codes of a part as numbers, first those of even bytes, then of
-    odd ones.
+    """Return the codes of a part as numbers, (ROWS, COLUMNS): first those of even bytes, then those
+    of odd ones.
 
-    With PACKED the numbers are very small, scaled as `_take_two` says.
+    With PACKED, the numbers are very small, scaled as `_take_two` says.
     """
     if not C.PACKED:
         even = _code_of(raw, high, PART * (2 if C.BITS == 3 else C.BITS), C.BITS, kind)
@@ -115,7 +118,7 @@ def _numbers(
 def _all_numbers(
     raw, high, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, kind: tl.constexpr
 ):
-    """Return (ROWS, COLUMNS): the codes of all parts of keys, part after part."""
+    """Return the codes of all parts of keys, one part after the other, (ROWS, COLUMNS)."""
     PARTS: tl.constexpr = 8 // C.BITS if C.BITS != 3 else 4
     WIDTH: tl.constexpr = COLUMNS // PARTS
     first = _numbers(raw, high, 0, C, ROWS, WIDTH, kind)
@@ -135,7 +138,7 @@ def _all_numbers(
 
 @triton.jit
 def _side_by_side(tiles, HALVES: tl.constexpr):
-    """Return the HALVES tiles joined along their columns."""
+    """Return HALVES tiles joined along their columns."""
     if HALVES == 1:
         found = tiles[0]
     else:
@@ -150,7 +153,7 @@ _NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
 @triton.jit
 def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
-    """Return x converted to a type; with PACKED, two numbers at a time."""
+    """Return x converted to a type; with PACKED, two numbers are converted at a time."""
     if not PACKED:
         found = x.to(kind)
     elif kind == tl.bfloat16:
@@ -166,7 +169,7 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _pair_of(base, place):
-    """Return two neighbouring numbers in fp32; two 16-bit numbers are one load.
+    """Return two neighbouring numbers in fp32; if they have 16 bits, one load reads both.
 
     Triton does not prefetch loads of less than four bytes, and waiting for them would take longer
     than the rest of a loop iteration.
@@ -208,7 +211,7 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """Return (tokens, columns), or (tokens, 1), with one vector for each half of the columns."""
+    """Return one vector for each half of the columns, as (tokens, columns) or (tokens, 1)."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:
@@ -218,7 +221,7 @@ def _choose(vectors, half, HALVES: tl.constexpr):
 
 @triton.jit
 def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
-    """Return the high bits of the first tokens of pairs, then those of the second tokens."""
+    """Return the high bits of the first tokens of all pairs, then those of the second tokens."""
     if PACKED:
         second = tl.inline_asm_elementwise(
             _SECOND, "=r,r", [high], dtype=tl.uint16, is_pure=True, pack=2
@@ -243,7 +246,7 @@ def _attend_exact(
     sums,
     C: tl.constexpr,
 ):
-    """Add a tile of tokens that are stored without codes."""
+    """Add a tile of tokens that are not in codes to the partial result."""
     PARTS: tl.constexpr = C.DEPTH // C.WIDTH
     LANES: tl.constexpr = C.ROWS // C.HALVES
     k_base, v_base = bases
@@ -613,7 +616,7 @@ def _coded_kv_cache_split_codes_attention_kernel(
 
 @triton.jit
 def _store_share(state, share_ptr, stat_ptr, place, is_row, stat_count, C: tl.constexpr):
-    """Store a share's sums, its largest score and its sum of weights."""
+    """Store a program's sums, its largest score and its sum of weights."""
     largest, total, accs = state
     width = tl.arange(0, C.WIDTH)
     is_there = is_row & (largest != float("-inf"))
@@ -637,7 +640,7 @@ def _coded_kv_cache_split_codes_turn_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,  # query heads that one program turns by the same map
 ):
-    """Rotate queries as the keys of an aligned layer were rotated."""
+    """Rotate queries in the same way as the keys of an aligned layer were rotated."""
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
     heads, repeat = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
@@ -666,7 +669,8 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     EXACT_BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,  # rows that one program turns by the same map
 ):
-    """Combine shares, and rotate the sum of the merged tokens' values back to their own layer."""
+    """Combine partial results, and rotate the merged tokens' part of the result back to the layer's
+    own axes."""
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)

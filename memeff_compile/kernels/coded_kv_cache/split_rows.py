@@ -1,7 +1,8 @@
-"""The engine `rows`: attention over directions that two layers share. CUDA, sm_80 or later.
+"""The engine `rows` of attention: it reads directions that two layers share, without codes. The
+engine needs CUDA, sm_80 or later.
 
-This engine works as `codes` does, with numbers instead of codes: the host never waits for the GPU,
-the grid follows from static sizes, and there are no atomics.
+This engine works like `codes`, with numbers instead of codes: the CPU never waits for the GPU, the
+grid follows from static sizes, and kernels use no atomic operations.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .split_codes import combine, mask_argument, paired_norms, room_for, turned
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of a launch."""
+    """The launch parameters of the kernels in `split_rows_kernels`."""
 
     tile: int  # tokens per step
     warps: int  # warps per program
@@ -30,10 +31,10 @@ class Plan:
 
 
 def plan_for(repeat: int) -> Plan:
-    """Return the launch for `repeat` query heads per key-value head.
+    """Return the launch parameters for `repeat` query heads per key-value head.
 
-    The launch is the fastest of a sweep on an H200 with 16 sequences of 32,768 tokens. Larger tiles
-    and more stages are at least 0.3 % slower.
+    These parameters were the fastest of those measured on an H200 with 16 sequences of 32,768
+    tokens. Larger tiles and more stages were at least 0.3 % slower.
     """
     return Plan(64, 4 if rows_for(repeat) == MIN_ROWS else 2, 2, 3)
 
@@ -51,7 +52,7 @@ def attend(
     splits: int | None = None,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Compute attention of one query per sequence; the op has checked the shapes."""
+    """Return attention of one query per sequence; the op has checked the shapes."""
     from . import split_rows_kernels
 
     rows = Pool(*pool)._replace(k_scales=None, v_scales=None)

@@ -1,14 +1,15 @@
-"""Lossless compressed bf16 weights with coded exponents (NeuZip, arXiv 2410.20650).
+"""Compress bf16 weights without loss by coding their exponents (NeuZip, arXiv 2410.20650).
 
-A bf16 weight's sign and mantissa are close to noise; its 8 bits of exponent carry 2.5 to 2.9 bits
-of information. Three codecs store the exponent in fewer bits and restore it bit for bit:
+In a bf16 weight, sign and mantissa are close to noise, and the 8 bits of the exponent carry 2.5 to
+2.9 bits of information. Each of three codecs stores the exponent in fewer bits and restores it bit
+for bit:
 
     win4   4 bits in a window of 15 exponents: fastest, about 12.0 bits per weight
-    tier   2, 4 or 8 bits; fewer for frequent ones: about 10.7 to 11.1 bits
+    tier   2, 4 or 8 bits; fewer for frequent exponents: about 10.7 to 11.1 bits
     rans   an entropy coder, as published: smallest, about 10.6 to 11.0 bits, slowest
 
     CodedWeight          the tensor that replaces the dense weight
-    coded_weight_linear  x @ W.T + bias; the backward decodes again
+    coded_weight_linear  x @ W.T + bias; the backward pass decodes the weight again
     coded_weight_decode  the dense weight
 """
 

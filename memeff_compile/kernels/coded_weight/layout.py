@@ -1,14 +1,14 @@
-"""How a bf16 weight is split into parts, and the names of each codec's parts.
+"""Describe how a bf16 weight is split into parts, and name the parts of each codec.
 
 A weight is read in row-major order, as a flat run of 16-bit patterns padded with zeros to whole
 chunks. Every codec keeps the sign and the mantissa of each pattern as one byte, and codes the
-exponent. All codecs use one order inside a group of 256 weights, so that one 32-bit word holds two
-neighbouring weights, which are rebuilt at once:
+exponent. All codecs use the same order inside a group of 256 weights, so that one 32-bit word holds
+two neighbouring weights, which a kernel rebuilds at once:
 
     group[64 * q + 2 * j + h]  is  half h of the pair q (0 to 3) of lane j (0 to 31)
 
-Two neighbouring weights form one 32-bit word of the decoded weight. Neighbouring lanes read
-neighbouring words of every buffer.
+Two neighbouring weights form one 32-bit word of the decoded weight. Neighbouring lanes of a warp
+read neighbouring words of every buffer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """A win4 weight in the form that kernels for one token take."""
+    """A win4 weight as kernels for one token take it."""
 
     # header, codes, starts, places, patterns, signs, norms: its parts; the patterns are values
     header: Any
@@ -79,7 +79,7 @@ class Multiplied(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """The properties encoded in a codec's name."""
+    """The settings that a codec's name contains."""
 
     codec: str  # how exponents are coded, one of `CODECS`
     mantissa: int = MANTISSA_BITS  # mantissa bits kept; 7 is lossless
@@ -93,7 +93,7 @@ class Format:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """Return the names of a coded weight's tensors, in order."""
+        """Return the names of the tensors in a code, in order."""
         norms = () if self.is_lossless else ("norms",)
         rest = () if self.dtype == "bf16" else ("rest",)
         return (*_EXPONENTS[self.codec], "signs", *norms, *rest)
@@ -121,9 +121,10 @@ _FORMATS |= {
 
 
 def parse(name: str) -> Format:
-    """Return the format of a codec's name: "win4", or "win4:k3:b512" for a lossy mode.
+    """Return the format for a codec's name: "win4", or "win4:k3:b512" for a lossy mode.
 
-    If a lossy name gives no block, a block has 512 weights. Any other name raises an error.
+    If a lossy name contains no block size, a block has 512 weights. For any other name, raise an
+    error.
     """
     if name not in _FORMATS:
         raise UnsupportedInputError(
@@ -136,18 +137,19 @@ def parse(name: str) -> Format:
 
 
 def padded(count: int) -> int:
-    """Return `count` rounded up to whole chunks of both kinds."""
+    """Return `count` rounded up to a multiple of both chunk sizes."""
     return -(-count // RANS_CHUNK) * RANS_CHUNK
 
 
 def sampled(count: int) -> int:
-    """Return the stride of the runs that win4 reads to choose a window: 1 reads all of them."""
+    """Return the stride between the runs of weights that win4 reads to choose a window: 1 reads all
+    of them."""
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
 
 def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int:
-    """Return the start of the window of `width` exponents that contains most of 256 counts of
-    weights.
+    """Return the start of the window of `width` exponents that contains the most weights, given 256
+    counts of weights.
 
     The start is between `first` and `last`, both included.
     """
@@ -156,7 +158,7 @@ def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int
 
 
 def win4_header(counts: Sequence[int]) -> list[int]:
-    """Return the exponent just below the best window of 15 exponents.
+    """Return the exponent just below the window of 15 exponents that contains the most weights.
 
     The result is below 128, so that 2^base is a float32 and one product rebuilds a weight.
     """
@@ -166,7 +168,7 @@ def win4_header(counts: Sequence[int]) -> list[int]:
 def tier_header(counts: Sequence[int]) -> list[int]:
     """Return the starts of three nested windows of 3, 6 and 21 exponents, in this order.
 
-    Exponents follow a distribution with one peak, so that the 3, 6 and 21 most frequent ones are
+    The distribution of exponents has one peak, so the 3, 6 and 21 most frequent ones are
     neighbours, and an exponent is a start plus a code: no table is read.
     """
     wide = best_window(counts, 21, 1, 234)
@@ -176,7 +178,8 @@ def tier_header(counts: Sequence[int]) -> list[int]:
 
 
 def frequencies(counts: Sequence[int]) -> list[int]:
-    """Return how many of 1024 slots each exponent gets, at least one if it occurs."""
+    """Return how many of the entropy coder's 1024 slots each exponent gets, at least one if it
+    occurs."""
     total, slots = sum(counts), 1 << RANS_BITS
     found = [max(1, round(count / total * slots)) if count else 0 for count in counts]
     while (surplus := sum(found) - slots) != 0:
@@ -194,7 +197,7 @@ PIECE_APART = 128
 
 
 def fits_one_piece(form: Format) -> bool:
-    """Return whether the parts of a weight of this codec can be one allocation.
+    """Return whether the parts of a code of this codec can be one allocation.
 
     The position of each part then follows from the weight's size and the length of the allocation.
     So a compiled graph, or a kernel for several weights, takes one tensor per weight instead of
@@ -204,26 +207,28 @@ def fits_one_piece(form: Format) -> bool:
 
 
 def _piece_lists(count: int) -> int:
-    """Return the positions of a weight's lists inside its allocation, in words."""
+    """Return the positions of a weight's lists inside the weight's allocation, in 32-bit words."""
     chunks = padded(count) // CHUNK
     starts = -(-(chunks + 1) // PIECE_APART) * PIECE_APART
     return PIECE_APART + 3 * chunks * (CHUNK // 8) + starts
 
 
 def piece_words(count: int, room: int) -> int:
-    """Return the 32-bit words of a weight's allocation with room for at least `room` patches."""
+    """Return the length of a weight's allocation in 32-bit words, with space for at least `room`
+    patches."""
     return _piece_lists(count) + -(-room // (2 * PIECE_APART)) * 2 * PIECE_APART
 
 
 def piece_room(count: int, words: int) -> int:
-    """Return how many patches fit into a weight's allocation of so many words."""
+    """Return how many patches fit into a weight's allocation of so many 32-bit words."""
     return words - _piece_lists(count)
 
 
 def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
-    """Return the position of each part inside a weight's allocation, in words, and its length.
+    """Return the position of each part inside a weight's allocation, in 32-bit words, and its
+    length.
 
-    Parts are in the order of `Format.parts`; the lists of patches have two numbers per word.
+    The parts are in the order of `Format.parts`; the lists of patches have two numbers per word.
     """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     signs = PIECE_APART + chunks * (CHUNK // 8)

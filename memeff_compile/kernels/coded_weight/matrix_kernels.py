@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Products of several tokens with win4 weights, in Gluon: codes become operands in registers.
+"""Multiply several tokens by win4 weights, in Gluon: codes become operands of tensor cores in
+registers.
 
-A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights are stored as
-such pair words. Each thread loads only the codes of the weights that it passes to the tensor core,
-four words at once, so threads exchange no data. Along K the order of a sum is free, if the weights
-and x are permuted in the same way.
+A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights are in such
+words: pair words. Each thread loads only the codes of the weights that it passes to the tensor
+core, four words at a time, so threads exchange no data. The terms of a sum along K may come in any
+order, if the weights and x are permuted in the same way.
 
-Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
+Names of axes: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def _odd_bytes(word):
 
 @gluon.jit
 def _scaled_pair(pair, scale):
-    """Multiply both bf16 numbers of pair words, and round.
+    """Multiply both bf16 numbers in each pair word by those of another, and round.
 
-    Adding -0.0 preserves the sign of zeros.
+    To add -0.0 preserves the sign of zeros.
     """
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
@@ -57,7 +58,8 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the fields of eight weights, those of both halves of a pair 16 bits apart."""
+    """Return the sign and mantissa fields of eight weights, those of both halves of a pair 16 bits
+    apart."""
     word = word.to(gl.int32)
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
@@ -68,7 +70,7 @@ def _spread(word, FIELD: gl.constexpr):
 
 @gluon.jit
 def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return a pair word, without exponents, from spread fields of 1, 2 or 4 bits."""
+    """Return a pair word without exponents, from fields of 1, 2 or 4 bits that are spread apart."""
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -81,7 +83,8 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return a pair word of weights whose codes are exponents; lossless fields are two words."""
+    """Return a pair word of weights, with codes as their exponents; lossless fields are two
+    words."""
     if FIELD == 8:
         word = fields[PAIR // 2]
         signs = _even_bytes(word) if PAIR % 2 == 0 else _odd_bytes(word)
@@ -93,7 +96,7 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
-    """Load the normalisers' 7 bits for one pair of groups, of both halves of the lanes."""
+    """Load the normalisers, 7 bits each, for one pair of groups, for both halves of the lanes."""
     if C.BLOCK == 0:
         first = group  # which is not read
     else:
@@ -110,7 +113,7 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
-    """Return pair words of normalisers times 2^base."""
+    """Return pair words of the normalisers times 2^base."""
     scale = power
     if C.BLOCK > 0:
         scale = power | (norms[0].to(gl.int32)[:, :, None] * 0x00010001)
@@ -122,7 +125,8 @@ def _scale(power, norms, lane, C: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
-    """Return pair words as bf16 along K, in an operand's layout; no register moves."""
+    """Return pair words as bf16 along K, in the layout of an operand; no data moves between
+    registers."""
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -178,7 +182,7 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of the patches of some rows with x; the warps share the patches."""
+    """Add the products of x with the patches of some rows; the warps share the work."""
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -261,7 +265,7 @@ def _matrix_tile(
     # HAS_ALL: TOKENS divides M and WARPS the groups
     # ROWS: 16, or a multiple
 ):
-    """Compute a tile of ROWS x TOKENS products; each warp sums a share of the columns."""
+    """Compute a tile of ROWS x TOKENS products; each warp sums over a part of the columns."""
     rows_count = weight.rows
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
@@ -330,7 +334,7 @@ def _matrix_tile(
 
 @gluon.jit
 def win4_matrix_kernel(x_ptr, weight, tokens_count, groups, C: gl.constexpr):
-    """Multiply some tokens with one weight."""
+    """Multiply some tokens by one weight."""
     _matrix_tile(gl.program_id(0), x_ptr, weight, tokens_count, groups, C.TILE, C)
 
 
@@ -338,7 +342,8 @@ def win4_matrix_kernel(x_ptr, weight, tokens_count, groups, C: gl.constexpr):
 def win4_matrices_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
-    """Multiply some tokens with 2 or 3 weights of one width, with `win4_matrix_kernel`'s sums."""
+    """Multiply some tokens by 2 or 3 weights of the same width, with the same sums as
+    `win4_matrix_kernel`."""
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
     second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS
@@ -354,8 +359,8 @@ def win4_matrices_kernel(
 def _half_operand(
     codes, fields, power, norms, STEP: gl.constexpr, layout: gl.constexpr, C: gl.constexpr
 ):
-    """Return the first or the last two pairs of half a group as bf16 along K: 64 columns, in the
-    order of `x_order`.
+    """Return the first or the last two pairs of half a group of weights as bf16 along K: 64
+    columns, in the order of `x_order`.
     """
     pair = _pair(codes, fields, 2 * STEP, C.FIELD)
     other = _pair(codes, fields, 2 * STEP + 1, C.FIELD)
@@ -372,7 +377,7 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return pair words of the normalisers of rows times 2^base."""
+    """Return pair words of the normalisers of some rows times 2^base."""
     if C.BLOCK == 0:
         return power
     return power | (norm.to(gl.int32)[:, None] * 0x00010001)
@@ -380,9 +385,9 @@ def _row_scale(power, norm, C: gl.constexpr):
 
 @gluon.jit
 def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
-    """Load the normalisers' 7 bits for the four pairs of half a group of rows.
+    """Load the normalisers, 7 bits each, for the four pairs of half a group, for some rows.
 
-    `first`: the group in which each row begins.
+    `first` is the group in which each row begins.
     """
     norm_0 = first  # which is not read
     if C.BLOCK > 0:
@@ -400,7 +405,8 @@ def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
 
 @gluon.jit
 def _half_fields(slots, place, layout: gl.constexpr, C: gl.constexpr):
-    """Read the codes of half a group from shared memory, and the fields; lossless ones are two."""
+    """Read the codes, and the sign and mantissa fields, of half a group from shared memory;
+    lossless fields are two words."""
     code = slots[0].index(place).load(layout)
     sign = slots[1].index(place).load(layout)
     if C.FIELD == 8:
@@ -441,7 +447,8 @@ def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load NOTED patches from `begin` on, early, so that later steps do not wait for them.
+    """Load NOTED patches from `begin` on before they are needed, so that later steps do not wait
+    for them.
 
     Positions after the last patch are -1.
     """
@@ -462,7 +469,7 @@ def _note_patches(
     row_length,
     C: gl.constexpr,
 ):
-    """Store rows, columns and values of patches in shared memory."""
+    """Store the rows, columns and values of patches in shared memory."""
     rows_note, columns_note, values_note = notes
     chunk, chunks, inside, _, _ = found
     each, place, value = loaded
@@ -489,7 +496,7 @@ def _noted(notes, batch, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying the columns of x of 64 patches to a slot."""
+    """Start copying the columns of x that 64 patches need to a slot of shared memory."""
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
     load_pointers(slot, at, mask=(token < xt_stride)[None, :])
@@ -498,7 +505,7 @@ def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.cons
 
 @gluon.jit
 def _store(result, ptr, first_row, rows_count, first_token, tokens_count, pitch):
-    """Store a tile of ROWS x TOKENS to (M, pitch)."""
+    """Store a tile of ROWS x TOKENS results to (M, pitch)."""
     layout: gl.constexpr = result.type.layout
     row = first_row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, layout))
     token = first_token + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, layout))
@@ -528,11 +535,12 @@ def win4_wide_kernel(
     splits,  # programs that share the columns of a row, each at least a group, and its patches
     C: gl.constexpr,
 ):
-    """Compute a tile of ROWS x TOKENS products, and decode each weight once for all its tokens.
+    """Compute a tile of ROWS x TOKENS products, in which each weight is decoded once for all
+    tokens.
 
-    Asynchronous copies bring codes and x to shared memory, some steps of 64 columns ahead. While
+    Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead. While
     the tensor cores multiply one step, the operand of the next step is decoded. Patches come last:
-    each 64 of them are one more step, with gathered columns of x.
+    each 64 of them are one more step, with the columns of x that they need.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

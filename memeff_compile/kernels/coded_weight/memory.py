@@ -1,4 +1,5 @@
-"""Bytes before and after, as formulas in N (rows of the weight) and K (its columns)."""
+"""Return bytes before and after the rewrite, as formulas in N (rows of the weight) and K (its
+columns)."""
 
 from __future__ import annotations
 
@@ -14,5 +15,5 @@ def bytes_before(rows: Size, columns: Size, itemsize: int = 2) -> sympy.Expr:
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:
-    """Return the bits per weight, including all parts."""
+    """Return the bits per weight, including all parts of the code."""
     return 8 * nbytes / count

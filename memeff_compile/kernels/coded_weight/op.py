@@ -1,11 +1,12 @@
 """The ops of coded weights: schemas, validation, engines, fakes, autograd.
 
-Autograd sees `coded_weight_linear`. It takes the weight as one tensor, a `CodedWeight`, and keeps
-it for the backward pass, which decodes again. Below autograd the weight is split into its parts,
-which an inner compiler sees. `coded_weight_product` chooses at run time: for a few tokens, kernels
-decode and multiply together; otherwise the weight is decoded into a temporary buffer, and the
-library multiplies. If a gradient is needed, two ops run, `coded_weight_decode` and the dense
-layer's linear, so that results have the dense layer's bits (`trained_product`).
+Autograd sees the op `coded_weight_linear`. The op takes the weight as one tensor, a `CodedWeight`,
+and keeps it for the backward pass, which decodes the weight again. Below autograd the weight is
+split into its parts, which are the arguments that an inner compiler sees. `coded_weight_product`
+chooses at run time: for a few tokens, kernels decode and multiply together; otherwise a kernel
+decodes the weight into a temporary buffer, and the GPU's matrix library multiplies. If a gradient
+is needed, two ops run, `coded_weight_decode` and an ordinary linear, so that results have the dense
+layer's bits (`trained_product`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def _other_dtype(given: torch.dtype, wanted: torch.dtype, codec: str) -> str:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Return the name of the engine for weights of a dtype on a device: a key of `ENGINES`."""
+    """Return the name of the engine for weights of a dtype on a device, which is a key of
+    `ENGINES`."""
     return "triton" if kernels_serve(device, dtype) else "reference"
 
 
@@ -91,8 +93,8 @@ def _require(weight: Tensor, codec: str) -> None:
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
     """Return the parts of a tensor of any shape, in the order of `parse(codec).parts`.
 
-    Spare memory in the lists lets other values fit in later. Values that cannot be encoded raise an
-    error.
+    With spare memory in the lists, other values can be encoded into them later. If values cannot be
+    encoded, raise an error.
     """
     form = parse(codec)
     _require(weight, codec)
@@ -115,12 +117,12 @@ def encode_soon(
     refuge: Tensor | None = None,  # host memory for a weight that does not fit
     counts: Tensor | None = None,  # the result of `codecs.step`, if that made the weight
 ) -> codecs.Outcome | bool:
-    """Encode a weight of the same shape into existing parts; return whether they had room.
+    """Encode a new value of a weight into existing parts; return whether it fitted.
 
-    If the parts had no room, their contents are invalid and they have to be allocated again. On a
-    GPU, win4 and tier do not wait: the result comes later. Until then the parts must not be read,
-    and without a spill buffer the weight must be kept. A lossy codec refuses values that are not
-    finite.
+    If the value did not fit, the contents of the parts are invalid, and the caller has to allocate
+    new parts. On a GPU, win4 and tier do not wait: the result is an `Outcome` that tells later
+    whether the value fitted. Until then no code may read the parts, and without a spill buffer the
+    caller must keep the dense value. A lossy codec raises an error for values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":
@@ -133,12 +135,13 @@ def encode_soon(
 
 
 def steps(gradient: Tensor, codec: str) -> bool:
-    """Return whether `step` supports this gradient of a weight of this codec."""
+    """Return whether `step` can use a gradient of a weight with this codec."""
     return _uses_kernels(gradient) and codecs.steps(parse(codec), gradient)
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return host memory for values that do not fit, or None if no spill buffer is needed."""
+    """Return CPU memory for values whose codes do not fit (a spill buffer), or None if none is
+    needed."""
     return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 
 
@@ -172,7 +175,7 @@ def _decode_in_inductor(
 
 
 def _apart(parts: Sequence[Tensor], form: Format, size: Sequence[int]) -> Sequence[Tensor]:
-    """Return the parts of a weight, whether or not they share one allocation."""
+    """Return the parts of a weight, whether or not they are in one allocation."""
     is_apart = len(parts) == len(form.parts)
     return parts if is_apart else pieces.parts_of(parts[0], math.prod(size))
 
@@ -239,11 +242,12 @@ def _fake_product(given: Product) -> Tensor:
 
 
 def trained_product(given: Product, folds: bool) -> Tensor:
-    """Decode the weight and multiply as a dense layer does, for results that need a gradient.
+    """Decode the weight and multiply as a dense layer does, for a result that needs a gradient.
 
-    An inner compiler sees a plain linear: it may split off the bias, and calls it with less
-    overhead than a custom op. The argument `at` keeps it from decoding early, or only once for all
-    layers. Inputs with odd strides are copied into rows for weights that train.
+    An inner compiler sees an ordinary linear: it may split off the bias, and calls the linear with
+    less overhead than a custom op. The argument `at` keeps the compiler from decoding early, or
+    only once for all layers. For weights that train, inputs with unusual strides are copied into
+    rows.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):
@@ -261,7 +265,7 @@ def trained_product(given: Product, folds: bool) -> Tensor:
 def trained_product_backward(
     grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
 ) -> Tensor:
-    """Return the gradient of `trained_product` by x."""
+    """Return the gradient of `trained_product` with respect to x."""
     with without_autocast(grad.device.type):
         return _linear_backward(grad, coded_weight_decode(parts, codec, size, grad))
 
@@ -276,7 +280,7 @@ class _Products(NamedTuple):
     sizes: Sequence[int]
 
     def apart(self) -> list[Product]:
-        """Return the arguments of `coded_weight_product` for each weight."""
+        """Return the arguments of `coded_weight_product` for each weight separately."""
         x, parts, biases, codec, sizes = self
         each = len(parse(codec).parts)
         count = len(biases)
@@ -292,7 +296,7 @@ class _Products(NamedTuple):
 
 
 def _products(given: _Products) -> list[Tensor]:
-    """Multiply with several weights: in one launch for one token, otherwise one after the other."""
+    """Multiply by several weights: in one launch for one token, otherwise one after the other."""
     several, x, form = given.apart(), given.x, parse(given.codec)
     columns = x.shape[-1]
     fits = (each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several)
@@ -306,12 +310,13 @@ def _products(given: _Products) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Run a dense weight's linear; coded weights are split into parts before this is called."""
+    """Run the linear of a dense weight; coded weights are split into parts before this is
+    called."""
     return F.linear(x, weight, bias)
 
 
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Run several dense weights' linears, as `_linear` does."""
+    """Run the linears of several dense weights, like `_linear`."""
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
@@ -346,12 +351,14 @@ def _gradients(
 
 
 def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Run the linear with its gradients; save the backward pass's operands before the product.
+    """Run the linear with its gradients, and save the operands of the backward pass before the
+    product.
 
-    An activation checkpoint recomputes until all tensors are saved that were saved before, and
-    stops there: with the library's linear, before the last product of the region. An op's autograd
-    formula saves its operands only after it ran. So autograd gets two nodes: one saves, the other
-    multiplies. A tensor without memory connects them.
+    When an activation checkpoint recomputes, it stops as soon as all tensors are saved that were
+    saved before: with an ordinary linear, this is before the last product of the region. But an
+    op's autograd formula saves operands only after the op has run. So this function gives autograd
+    two nodes: one saves the operands, the other multiplies. A tensor without memory connects the
+    two nodes.
     """
     token = _Keep.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     found: Tensor = _Multiply.apply(token, (x, weight, bias))  # type: ignore[no-untyped-call]
@@ -359,7 +366,7 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class _Keep(torch.autograd.Function):
-    """Saves the operands; its backward computes the gradients of the product."""
+    """Save the operands; the backward pass of this node computes the gradients of the product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -373,7 +380,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Multiply(torch.autograd.Function):
-    """Multiplies; its backward passes the gradient of the product on."""
+    """Multiply; the backward pass of this node passes the product's gradient on."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:

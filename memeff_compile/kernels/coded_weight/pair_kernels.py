@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Device code that all codecs share: two weights in one 32-bit word, patches, histograms.
 
-A pair word holds two neighbouring bf16 weights. Sign and mantissa of each come from one byte; the
-exponents are inserted between them, both halves at once.
+A pair word holds two neighbouring bf16 weights. Sign and mantissa of each weight come from one
+byte; the exponents are inserted between them, for both halves at once.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ HEADING: tl.constexpr = tl.constexpr(8)  # 16-bit words before a value in a spil
 
 @triton.jit
 def as_patterns(pointer):
-    """Return a pointer to 16-bit numbers, cast to a pointer to patterns."""
+    """Return a pointer to 16-bit numbers as a pointer to bit patterns."""
     return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit
 def as_words(pointer):
-    """Return a pointer to 16-bit numbers, cast to a pointer to pair words."""
+    """Return a pointer to 16-bit numbers as a pointer to pair words."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def even_bytes(word):
-    """Return the pair word, without exponents, of the even bytes of a word of signs."""
+    """Return a pair word without exponents, from the even bytes of a word of signs and
+    mantissas."""
     return (word & 0x007F007F) | ((word << 8) & -0x7FFF8000)
 
 
 @triton.jit
 def odd_bytes(word):
-    """Return the pair word, without exponents, of the odd bytes of a word of signs."""
+    """Return a pair word without exponents, from the odd bytes of a word of signs and mantissas."""
     return ((word >> 8) & 0x007F007F) | (word & -0x7FFF8000)
 
 
 @triton.jit
 def narrow_fields(word, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return the pair word, without exponents, of fields of 1, 2 or 4 bits."""
+    """Return a pair word without exponents, from sign and mantissa fields of 1, 2 or 4 bits."""
     low = word >> (FIELD * PAIR)
     high = word >> (FIELD * (PAIR + 4))
     both = (low & ((1 << FIELD) - 1)) | ((high & ((1 << FIELD) - 1)) << 16)
@@ -62,15 +63,14 @@ def high_float(pair):
 
 @triton.jit
 def _rounded_bits(value):
-    """Return the bits of a finite fp32 value rounded to bf16, in the low half."""
+    """Return a finite fp32 value rounded to bf16, as bits in the low half of a word."""
     bits = value.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
 
 
 @triton.jit
 def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return the bf16 bits of weight - lr * gradient, rounded as in torch.optim.SGD; rate is
-    -lr."""
+    """Return weight - lr * gradient as bf16 bits, rounded as in torch.optim.SGD; rate is -lr."""
     if HAS_DECAY:
         gradient = (_bits_or_nan(tl.fma(weight, decay, gradient)) << 16).to(
             tl.float32, bitcast=True
@@ -80,13 +80,15 @@ def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def _bits_or_nan(value):
-    """Return the bits of an fp32 value rounded to bf16, in the low half; NaN as a GPU casts it."""
+    """Return an fp32 value rounded to bf16, as bits in the low half of a word, with NaN as a GPU
+    casts it."""
     return tl.where(value == value, _rounded_bits(value), 0x7FFF)
 
 
 @triton.jit
 def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return a pair word of weights after an optimizer step with a pair word of gradients."""
+    """Return two weights after an optimizer step, as a pair word; their gradients are a pair word
+    too."""
     low = _stepped(low_float(pair), low_float(gradients), rate, decay, HAS_DECAY)
     high = _stepped(high_float(pair), high_float(gradients), rate, decay, HAS_DECAY)
     return low | (high << 16)
@@ -94,9 +96,9 @@ def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexpr, C: tl.constexpr):
-    """Update a program's patches with their gradients, in the list.
+    """Update a program's patches in the list with their gradients.
 
-    Afterwards all threads have read the gradients, so the gradients may be overwritten.
+    When this function returns, all threads have read the gradients, so these may be overwritten.
     """
     begin, end, places_ptr, values_ptr = patches
     inside = (first % CHUNK).to(tl.int32)
@@ -114,7 +116,8 @@ def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexp
 
 @triton.jit
 def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
-    """Multiply both halves by the normaliser of the block that contains the weight at `place`."""
+    """Multiply both halves of a pair word by the normaliser of the block that contains the weight
+    at `place`."""
     if BLOCK == 0:
         return pair
     scale = 1.0 + tl.load(norms_ptr + place // BLOCK).to(tl.float32) / 128
@@ -124,9 +127,10 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def scaled_pair(pair, scale):
-    """Multiply both bf16 of a pair word with both of another, and round to nearest, ties to even.
+    """Multiply both bf16 numbers of a pair word by those of another, and round to nearest, ties to
+    even.
 
-    Adding -0.0 keeps the sign of a zero.
+    To add -0.0 keeps the sign of a zero.
     """
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -140,7 +144,7 @@ def scaled_pair(pair, scale):
 
 @triton.jit
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
-    """Return `scaled_pair` of finite numbers; if PACKED is off, use plain operations."""
+    """Return `scaled_pair` of finite numbers; without PACKED, use ordinary operations."""
     if PACKED:
         found = scaled_pair(pair, scale)
     else:
@@ -151,7 +155,8 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return the fields of eight weights, those of both halves of a pair 16 bits apart."""
+    """Return the sign and mantissa fields of eight weights, those of both halves of a pair 16 bits
+    apart."""
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
     if FIELD == 1:
@@ -161,7 +166,8 @@ def spread_fields(word, FIELD: tl.constexpr):
 
 @triton.jit
 def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return a pair word from spread fields of 1, 2 or 4 bits, with codes as exponents."""
+    """Return a pair word with codes as exponents, from fields of 1, 2 or 4 bits that are spread
+    apart."""
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -175,7 +181,8 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the normalisers' 7 bits for one pair of groups, of its first or last sixteen lanes."""
+    """Load the normalisers, 7 bits each, for one pair of groups, for the first or last sixteen
+    lanes."""
     if BLOCK >= 256:
         at = group // (BLOCK // 256)
     else:
@@ -196,9 +203,10 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the first patches from `begin` on, early, so that their store does not wait.
+    """Load the first patches from `begin` on before they are needed, so that storing them does not
+    wait.
 
-    Positions after the last patch are -1.
+    From the last patch on, positions are -1.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)
@@ -208,7 +216,8 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Write patches over the weights that the program has stored, `WEIGHTS` from `first` on.
+    """Store patches over the weights that the program has stored: `WEIGHTS` weights from `first`
+    on.
 
     `first_patches` has already loaded the first ones.
     """
@@ -253,7 +262,8 @@ def pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches of one `tier` chunk, in order; those beyond the list's end are dropped."""
+    """Write the patches of one chunk of a `tier` weight, in order, and drop those that do not fit
+    the list."""
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     if tl.load(starts_ptr + chunk + 1) > at:
@@ -273,7 +283,7 @@ def pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write the needed length of a list to a spill buffer, as two 16-bit words."""
+    """Write the length that a list needs to a spill buffer, as two 16-bit words."""
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
 
@@ -290,7 +300,8 @@ def pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths that COUNT lists need, and the value if any of them was too short."""
+    """Write the lengths that COUNT lists need to a spill buffer, and the value if any list was too
+    short."""
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
         is_short |= (tl.load(needed_ptr + 1) > room_1) | (tl.load(needed_ptr + 2) > room_2)
@@ -309,7 +320,7 @@ def pair_shelter_kernel(
 def pair_histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """Count the exponents of every `every`-th run of BLOCKS * BLOCK weights.
 
-    The order does not matter.
+    The order of counting does not matter.
     """
     first = tl.program_id(0).to(tl.int64) * every * BLOCKS * BLOCK
     counts = tl.zeros((256,), tl.int32)
@@ -321,13 +332,13 @@ def pair_histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, B
 
 @triton.jit
 def _sign_bytes(pair):
-    """Return sign and mantissa of both bf16 values of a word as bytes, 16 bits apart."""
+    """Return the sign and mantissa of both bf16 values of a pair word as bytes, 16 bits apart."""
     return ((pair >> 8) & 0x00800080) | (pair & 0x007F007F)
 
 
 @triton.jit
 def pair_signs_kernel(words_ptr, signs_ptr, BLOCK: tl.constexpr):
-    """Write the signs and mantissas of one chunk."""
+    """Write the signs and mantissas of one chunk of weights."""
     first = tl.program_id(0).to(tl.int64) * (CHUNK // 8)
     for start in range(0, CHUNK // 8, BLOCK):
         word = start + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels for win4 weights with one allocation each; one launch updates several of them.
+"""Kernels for win4 weights that have one allocation each; one launch updates several weights.
 
-For a small weight, a launch takes longer on the host than decoding takes on the GPU. The positions
+For a small weight, a launch takes longer on the CPU than decoding takes on the GPU. The positions
 of a weight's parts follow from its size, so a kernel takes one pointer per weight (`layout`).
 """
 
@@ -20,9 +20,9 @@ APART: tl.constexpr = tl.constexpr(128)  # `layout.PIECE_APART`
 def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
     """Return the weight that a program works on, as a tuple.
 
-    The tuple has the weight's number, the program's number in the weight, the allocation, the
-    values, the number of chunks, the number of chunks before them, and the room for patches.
-    Because the weight is chosen here, the code after it is compiled only once.
+    The tuple has the weight's number, the program's number within the weight, the allocation, the
+    values, the number of chunks, the number of chunks before them, and the space for patches.
+    Because the weight is chosen in this function, the code after it is compiled only once.
     """
     number = 0
     begin = 0
@@ -45,7 +45,7 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _parts(piece_ptr, chunks, room):
-    """Return the parts of a weight in one allocation, in the order of `Format.parts`."""
+    """Return the parts of a weight inside its allocation, in the order of `Format.parts`."""
     codes = piece_ptr + APART
     signs = codes + chunks * 1024
     starts = signs + chunks * 2048
@@ -60,7 +60,7 @@ def piece_decode_kernel(
     C: tl.constexpr,
     # CHUNKS and ROOM: of the weight
 ):
-    """Decode WORDS * 8 elements of a weight in one allocation."""
+    """Decode WORDS * 8 elements of a weight that has one allocation."""
     parts = _parts(piece_ptr, C.CHUNKS, C.ROOM)
     decode_some(tl.program_id(0), parts, weight_ptr, C.WORDS, C.PATCHES)
 
@@ -89,7 +89,8 @@ def piece_encode_kernel(
     C: tl.constexpr,
     # COUNT: weights; for each of them CHUNKS and ROOMS; ENDS: chunks of it and those before it
 ):
-    """Update and encode one chunk of one of several weights; its gradients become values."""
+    """Update and encode one chunk of one of several weights, and overwrite its gradients with the
+    new values."""
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),
@@ -125,7 +126,7 @@ def piece_lists_kernel(
     C: tl.constexpr,
     # LISTING: programs of a weight, at most PROGRAMS, and those before it
 ):
-    """Write some of the lists of one of several weights."""
+    """Write some of the patch lists of one of several weights."""
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),

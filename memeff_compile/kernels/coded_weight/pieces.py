@@ -1,4 +1,5 @@
-"""The engine `triton` for win4 weights in one allocation each: updates of several at once."""
+"""The engine `triton` for win4 weights that have one allocation each: it updates several at
+once."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return how many 16-bit numbers the common spill buffer of weights of these sizes needs."""
+    """Return how many 16-bit numbers a common spill buffer for weights of these sizes needs."""
     return HEADING + sum(map(padded, counts))
 
 
@@ -57,7 +58,8 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The launches that update and encode weights of these sizes, and write their lists."""
+    """The launches that update and encode weights of these sizes, and write their lists of
+    patches."""
 
     chunks: int
     rooms: tuple[int, ...]
@@ -67,7 +69,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(*sizes: tuple[int, int]) -> _Plan:
-    """Plan launches for weights, each given as (elements, words of its allocation)."""
+    """Plan the launches for weights, each given as (elements, words of its allocation)."""
     chunks = tuple(padded(count) // CHUNK for count, _ in sizes)
     rooms = tuple(piece_room(*size) for size in sizes)
     each = tuple(-(-count // shapes.LISTS_PROGRAMS) for count in chunks)
@@ -110,7 +112,7 @@ def _run(
 
 
 def decode(piece: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the bf16 weight of this shape; its buffer may be slightly larger."""
+    """Return the bf16 weight of this shape; the memory of the result may be slightly larger."""
     how, size, strides, is_whole = _decoding(piece.numel(), *shape)
     with on_device(piece):
         out = compat.empty_bf16(size, strides, piece)
@@ -143,17 +145,19 @@ def _decoding(words: int, *shape: int) -> _Decoding:
 
 
 class Outcomes:
-    """Tells whether weights fitted into their lists, once the GPU has run the kernels."""
+    """Tells whether the codes of weights fitted into their lists, once the GPU has run the
+    kernels."""
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
-        """Record an event on the current stream."""
+        """Record a CUDA event on the current stream."""
         self._refuge, self._rooms, self._counts = refuge, rooms, counts
         self._event = torch.cuda.Event() if torch.cuda.is_available() else None
         if self._event is not None:
             self._event.record()
 
     def misfits(self) -> list[tuple[int, Tensor]]:
-        """Wait for the GPU; return the indices of weights that did not fit, and their patterns."""
+        """Wait for the GPU; return the indices of weights that did not fit, and their bit
+        patterns."""
         if self._event is not None:
             self._event.synchronize()
         needed = self._refuge[:HEADING].view(torch.int32).tolist()
@@ -168,7 +172,7 @@ class Outcomes:
 
 
 def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Tensor:
-    """Update weights with their gradients and encode them in place, all in one launch.
+    """Update weights with their gradients, and encode them in place, all in one launch.
 
     The gradients are bf16, in whole chunks, and the new weights overwrite them. Each weight gets
     the same bits as from `codecs.step` and `encode_soon`. The allocations are invalid until
@@ -189,9 +193,10 @@ def list_patches(
     found: Tensor,  # the result of `move`
     refuge: Tensor,  # host memory of `sheltered_together` elements, for weights that do not fit
 ) -> Outcomes:
-    """Write the lists of the weights that `move` updated, all in one launch.
+    """Write the patch lists of the weights that `move` updated, all in one launch.
 
-    If a weight does not fit, its value is in the spill buffer, and its allocation is invalid.
+    If the codes of a weight do not fit, its value is in the spill buffer, and its allocation is
+    invalid.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

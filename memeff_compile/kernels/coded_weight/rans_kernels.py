@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec rans on a GPU: a warp decodes a chunk of 32 interleaved streams, one symbol per step.
+"""The codec rans on a GPU: one warp decodes a chunk with 32 interleaved streams, one symbol per
+step.
 
-A prefix sum over the warp tells which lanes need a new word, and which word: the words of a step
-are contiguous.
+A prefix sum over the warp gives each lane that needs a new word its position, because the words of
+a step are contiguous.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ GROUPS: tl.constexpr = tl.constexpr(64)  # of 256 weights, eight steps each
 
 @triton.jit
 def _next(state, place, header_ptr, words_ptr):
-    """Decode one symbol per lane; return it, the states, and the position of the next words."""
+    """Decode one symbol per lane; return the symbol, the states, and the position of the next
+    words."""
     slot = tl.load(header_ptr + (state & 1023).to(tl.int32)).to(tl.uint32, bitcast=True)
     state = (((slot >> 8) & 0xFFF) + 1) * (state >> 10) + (slot >> 20)
     needs = state < 65536
@@ -98,9 +100,9 @@ def rans_encode_kernel(
     COUNT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Encode WARPS chunks, from the last step to the first.
+    """Encode WARPS chunks of weights, from the last step to the first.
 
-    If COUNT is set, only count their words.
+    With COUNT, only count the words of the result.
     """
     chunk = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
     is_chunk = chunk < chunks

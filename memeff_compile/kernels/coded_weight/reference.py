@@ -1,6 +1,6 @@
-"""Encoding and decoding in plain PyTorch: correct on every device, and used on a CPU.
+"""The reference engine of coded weights: plain PyTorch, correct on every device, and used on a CPU.
 
-The functions process some chunks of the weight at a time, so that temporaries stay small.
+The functions process a few chunks of the weight at a time, so that temporary tensors stay small.
 `layout.py` defines the names of the parts and the order of weights inside a group.
 """
 
@@ -61,7 +61,7 @@ def _exponents(patterns: Tensor) -> Tensor:
 
 
 def _grouped(flat: Tensor) -> Tensor:
-    """View flat values as (groups, 4 pairs, 32 lanes, 2 halves)."""
+    """Return flat values with the shape (groups, 4 pairs, 32 lanes, 2 halves)."""
     return flat.view(-1, 4, LANES, 2)
 
 
@@ -73,7 +73,7 @@ def _words(fields: Tensor, shifts: Sequence[int]) -> Tensor:
 
 
 def _fields(words: Tensor, shifts: Sequence[int], mask: int) -> Tensor:
-    """Unpack int32 words into a new last dimension of fields."""
+    """Unpack int32 words into fields, in a new last dimension."""
     places = torch.tensor(shifts, dtype=torch.int64, device=words.device)
     return (words.long()[..., None] >> places) & mask
 
@@ -84,10 +84,11 @@ def _pieces(count: int) -> Iterator[slice]:
 
 
 def pack_signs(values: Tensor, bits: int) -> Tensor:
-    """Pack flat sign-and-mantissa fields of `bits` bits in the layout that kernels read.
+    """Pack sign and mantissa fields of `bits` bits each, given as a flat tensor, in the layout that
+    kernels read.
 
-    Fields of eight bits take two words per lane; the two pairs of a word are in its even and in its
-    odd bytes. Smaller fields of a lane follow one another, in 8, 16 or 32 bits.
+    Fields of eight bits take two words per lane; of a word's two pairs, one is in its even and one
+    in its odd bytes. Smaller fields of the same lane follow one another, in 8, 16 or 32 bits.
     """
     lanes = _grouped(values)
     if bits == 8:
@@ -108,21 +109,21 @@ def unpack_signs(signs: Tensor, bits: int) -> Tensor:
 
 
 def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many patches each chunk has, their places in it, and their patterns."""
+    """Return how many patches each chunk has, their positions in it, and their bit patterns."""
     counts = is_patch.view(-1, CHUNK).sum(1)
     places = is_patch.nonzero().view(-1)
     return counts, (places % CHUNK).to(torch.int16), patterns[places]
 
 
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one patch list (starts, places, values) from those of consecutive blocks."""
+    """Return one list of patches (starts, positions, values) from those of consecutive blocks."""
     counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
     starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     return starts, places, values
 
 
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
-    """Return the flat indices of the patches; the list may have room for more."""
+    """Return the flat indices of the patches; the list may have space for more."""
     counts = starts.diff().long()
     chunks = torch.arange(counts.numel(), device=starts.device).repeat_interleave(counts)
     return chunks * CHUNK + places[: chunks.numel()]
@@ -132,7 +133,7 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 
 
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 4 bits; return the parts without signs.
+    """Encode exponents in 4 bits; return the parts of the code except the signs.
 
     Code 0 is a zero of either sign; an exponent outside the window is a patch.
     """
@@ -151,7 +152,7 @@ def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_win4(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block, flat int16; the caller inserts patches."""
+    """Yield the exponents of each block as flat int16; the caller inserts patches."""
     header, codes = parts[:2]
     for piece in _pieces(size):
         fields = _fields(codes[piece.start // 8 : piece.stop // 8], _WIN4_SHIFTS, 15)
@@ -184,13 +185,15 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def tier_order(flat: Tensor) -> Tensor:
-    """View flat values as (chunks, words of 16, 16): two groups make the words of 32 lanes."""
+    """Return flat values with the shape (chunks, words of 16, 16): two groups make up the words of
+    32 lanes."""
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
     return lanes.reshape(-1, _TIER_WORDS, 16)
 
 
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Pack the codes of each chunk that are in a stream; return words, and words per chunk."""
+    """Pack the codes of each chunk that belong to a stream; return the words, and their number per
+    chunk."""
     per_word = 32 // bits
     codes, is_in = codes.flatten(1), is_in.flatten(1)
     rank = is_in.cumsum(1) - 1
@@ -206,7 +209,8 @@ def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tenso
 
 
 def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits; return the same as `encode_win4`."""
+    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits; return the parts that `encode_win4`
+    returns."""
     header = tier_header(counts)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
     for piece in _pieces(patterns.numel()):
@@ -238,7 +242,7 @@ def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Te
 
 
 def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block, flat int16; the caller inserts patches."""
+    """Yield the exponents of each block as flat int16; the caller inserts patches."""
     header, first_words, second_stream, third_stream, starts = parts[:5]
     narrow, middle, wide = header.tolist()
     for piece in _pieces(size):
@@ -270,7 +274,8 @@ def rans_table(counts: Sequence[int]) -> list[int]:
 
 
 def rans_order(flat: Tensor) -> Tensor:
-    """View flat values as (chunks, steps, lanes): the eight fields of a lane's word in turn."""
+    """Return flat values with the shape (chunks, steps, lanes), with the eight fields of a lane's
+    word one after the other."""
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
     return lanes.reshape(-1, RANS_STEPS, LANES)
 
@@ -306,7 +311,7 @@ def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block, flat int16."""
+    """Yield the exponents of each block as flat int16."""
     table, words, starts, states = parts[:4]
     words = F.pad(words, (0, 1)).long() & 0xFFFF
     table = table.long() & 0xFFFFFFFF
@@ -328,11 +333,12 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Divide each block by the significand of its largest weight, and keep the top mantissa bits.
+    """Divide each block by the significand of its largest weight, and keep the top mantissa bits of
+    the quotients.
 
-    `patterns` are the bits of finite bf16 weights. The function returns the bits of the quotients,
-    in which the dropped mantissa bits are zero. It also returns one byte per block: the 7 mantissa
-    bits of the block's largest weight.
+    `patterns` are the bits of finite bf16 weights. The function returns the quotients as bits, in
+    which the dropped mantissa bits are zero. The function also returns one byte per block: the 7
+    mantissa bits of the block's largest weight.
     """
     left = torch.empty_like(patterns)
     norms = []
@@ -371,7 +377,7 @@ _DECODERS = {"win4": decode_win4, "tier": decode_tier, "rans": decode_rans}
 
 
 def encode(weight: Tensor, form: Format) -> list[Tensor]:
-    """Return the parts of a bf16 weight, in the order of `form.parts`."""
+    """Return the parts of the code of a bf16 weight, in the order of `form.parts`."""
     whole = patterns = as_patterns(weight)
     norms = []
     if not form.is_lossless:
@@ -390,7 +396,7 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 
 
 def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-    """Copy new parts of a weight into existing ones; return whether these had room."""
+    """Copy new parts of a code into existing ones; return whether they fitted."""
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):

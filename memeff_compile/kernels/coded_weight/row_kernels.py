@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Products of one token with win4 weights, decoded in the kernel: lossless ones, and lossy ones.
+"""Multiply one token by win4 weights that the kernel decodes, lossless and lossy ones.
 
-The code is the exponent minus base. Used as an exponent, it gives a tiny number, which is then
-multiplied by 2^base; code 0 without mantissa is zero. A lossy weight's normaliser is part of that
-scale, and one instruction multiplies and rounds both weights of a pair word: the weights in the
-product have the bits that decoding gives.
+A code is an exponent minus the number `base`. Used as an exponent, the code gives a tiny number,
+which is then multiplied by 2^base; code 0 without mantissa is zero. A lossy weight's normaliser is
+part of that scale, and one instruction multiplies and rounds both weights of a pair word: the
+weights in the product have the bits that decoding gives.
 
-Axis letters: rows are rows of the weight (its outputs), words are codes of eight weights.
+Names of axes: rows are rows of the weight (its outputs), words are codes of eight weights.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Return the position of some rows (first chunk, number of chunks, position in the first
-    chunk), and the bounds of their patches.
+    """Return where some rows are (first chunk, number of chunks, position in the first chunk), and
+    the bounds of their patches.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -45,7 +45,7 @@ def chunks_of(weight, first_row, rows, row_length):
 
 @triton.jit
 def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
-    """Load some patches; the position is -1 from `end` on."""
+    """Load some patches; from `end` on, the position is -1."""
     each = begin + tl.arange(0, PATCHES)
     place = tl.load(weight.places + each, mask=each < end, other=-1).to(tl.int32)
     return each, place, tl.load(weight.patterns + each, mask=each < end, other=0).to(tl.int32)
@@ -53,7 +53,7 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return row and column of patches; rows are counted from the first row.
+    """Return the row and column of patches; rows are counted from the first row of the program.
 
     A patch before the first row has row -1.
     """
@@ -71,7 +71,7 @@ def _weights(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
-    """Add the products of a pair word of weights and one of x."""
+    """Add the product of a pair word of weights and a pair word of x."""
     if PACKED:
         acc += low_float(pair) * low_float(x)
         return acc + high_float(pair) * high_float(x)
@@ -81,9 +81,9 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 
 @triton.jit
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
-    """Add the products of eight weights per word with x.
+    """Add the products of x with the eight weights of each word.
 
-    The scale is 2^base: a pair word if PACKED is on, otherwise a number.
+    The scale 2^base is a pair word if PACKED is set, otherwise a number.
     """
     pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
     pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)
@@ -101,7 +101,7 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.co
 
 @triton.jit
 def _add_patches(total, loaded, x_ptr, starts_ptr, row_length, found, ROWS, CHUNKS):
-    """Add the products of some patches to the sums of their rows."""
+    """Add the products of some patches to the sums for their rows."""
     chunk, chunks, inside, _, _ = found
     each, place, patched = loaded
     is_patch = place >= 0
@@ -129,7 +129,7 @@ def _finish_rows(
     TILE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Add the products of the patches of some rows and the bias, and store the result."""
+    """Add the bias and the products of the patches for some rows, and store the results."""
     ROWS: tl.constexpr = TILE[2]
     CHUNKS: tl.constexpr = TILE[5]
     _, _, _, begin, end = found
@@ -193,7 +193,8 @@ def _exact_rows(
 
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Load codes and fields of some groups of rows, (ROWS, GROUPS, 32), and their normalisers."""
+    """Load the codes and fields of some groups of weights in each row, (ROWS, GROUPS, 32), and
+    their normalisers."""
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
         is_in = (group < groups)[None, :] & (row >= 0)[:, None]
@@ -214,7 +215,7 @@ def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.
 
 @triton.jit
 def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the normalisers of both halves of the lanes."""
+    """Load the normalisers for both halves of the lanes."""
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK)
     last = first
     if BLOCK == 32:
@@ -226,7 +227,7 @@ def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr
 def _narrow_product(
     fields, codes, norms, power, lane, x_ptr, at, is_in, acc, C: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Add the products of one pair of weights per word with x."""
+    """Add the products of one pair of weights in each word with x."""
     scale = (norms[0].to(tl.int32)[:, :, None] | power) * 0x00010001
     if C.BLOCK == 32:
         other = (norms[1].to(tl.int32)[:, :, None] | power) * 0x00010001
@@ -251,7 +252,7 @@ def _narrow_rows(
 ):
     """Compute the products of ROWS rows of a lossy weight with one token x, in fp32.
 
-    The words of the next step are loaded before those of this step are multiplied.
+    The words of the next step are loaded before those of the current step are multiplied.
     """
     IS_EVEN: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]
@@ -294,13 +295,14 @@ def _rows(program, x_ptr, weight, row_words, TILE: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def win4_row_kernel(x_ptr, weight, row_words, C: tl.constexpr):
-    """Multiply one token with one weight."""
+    """Multiply one token by one weight."""
     _rows(tl.program_id(0), x_ptr, weight, row_words, C.TILE, C)
 
 
 @triton.jit
 def win4_rows_kernel(x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr):
-    """Multiply one token with 2 or 3 weights of one width, with the sums of `win4_row_kernel`."""
+    """Multiply one token by 2 or 3 weights of the same width, with the same sums as
+    `win4_row_kernel`."""
     program = tl.program_id(0)
     first = tl.cdiv(weight_0.rows, C.TILE_0[2])
     second = first + tl.cdiv(weight_1.rows, C.TILE_1[2])

@@ -1,4 +1,4 @@
-"""Tiles, warps and stages of the Triton kernels, as plain numbers.
+"""Tiles, warps and pipeline stages of the Triton kernels, as plain numbers.
 
 Launchers call this module, and so do the tests that compile the kernels for GPUs that are not
 present.
@@ -16,9 +16,10 @@ from .layout import CHUNK, GROUP
 
 @dataclass(frozen=True)
 class RowTile:
-    """Holds the tile for one token.
+    """The tile for one token.
 
-    A program has some rows of the weight, and a step has some words of codes.
+    A program computes some rows of the weight's product, and processes some words of codes in each
+    step.
     """
 
     rows: int
@@ -35,7 +36,7 @@ class RowTile:
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """The tile for one token or a few, with codes decoded in registers."""
+    """The tile for one or a few tokens, with codes that are decoded in registers."""
 
     rows: int  # of a program
     tokens: int
@@ -45,7 +46,8 @@ class MatrixTile:
 
 @dataclass(frozen=True)
 class WideTile:
-    """The tile for more tokens on Hopper: a program decodes each weight once for all its tokens."""
+    """The tile for more tokens on Hopper, with which a program decodes each weight once for all its
+    tokens."""
 
     rows: int  # 64 or 128, of the weight
     tokens: int  # of x; a power of two
@@ -56,7 +58,7 @@ class WideTile:
 
     @property
     def warps(self) -> int:
-        """Return the warps of a program: one per sixteen rows."""
+        """Return the number of warps in a program: one per sixteen rows."""
         return self.rows // 16
 
     @property
@@ -97,7 +99,7 @@ WARPS_WITH_MATRICES = 10
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile for one token and N rows, with several warps per multiprocessor."""
+    """Return the tile for one token and N rows, such that each multiprocessor has several warps."""
     return _first_busy(ROW_TILES, rows, processors)
 
 
@@ -106,12 +108,12 @@ NARROW_ROW_TILES = (RowTile(4, 128, 1, packed=True), RowTile(2, 128, 1, packed=T
 
 
 def narrow_row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile of a lossy weight for one token, as `row_tile` does."""
+    """Return the tile for a lossy weight and one token, like `row_tile`."""
     return _first_busy(NARROW_ROW_TILES, rows, processors)
 
 
 def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTile:
-    """Return the first tile with enough warps per multiprocessor, or the last."""
+    """Return the first tile with enough warps per multiprocessor, or the last one."""
     for found in tiles:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
@@ -119,7 +121,7 @@ def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTi
 
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
-    """Return the tile for one token or a few (M), N rows and K columns, as measured on an H200."""
+    """Return the tile for one or a few tokens (M), N rows and K columns, as measured on an H200."""
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2
     busy = 7 if tokens > 8 and groups <= 32 else WARPS_WITH_MATRICES
     while warps < 8 and programs * warps < busy * processors:
@@ -130,9 +132,9 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
 
 
 class _Cost(NamedTuple):
-    """Predicts the time of a wide tile in microseconds on an H200.
+    """A prediction of the time with a wide tile on an H200, in microseconds.
 
-    The numbers were fitted to `coded-weight-widths.txt`.
+    The numbers in this formula were fitted to the measurements in `coded-weight-widths.txt`.
     """
 
     resident: int  # programs on a multiprocessor at a time
@@ -178,10 +180,11 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 
 @lru_cache(maxsize=4096)
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
-    """Return the tile for more tokens (M) on Hopper, or None if decoding first is faster.
+    """Return the tile for more tokens (M) on Hopper, or None if it is faster to decode the weight
+    first.
 
-    Among the possible tiles, it has the shortest predicted time. The shares of the columns never
-    take more memory than the decoded weight would.
+    Of the possible tiles, this is the one with the shortest predicted time. The programs' partial
+    sums never take more memory than the decoded weight would.
     """
     size, weights = (tokens, rows, columns), rows * columns
     read = max(7.0, weights / _READ, 3.5 + weights * tokens / _MULTIPLIED)
@@ -211,5 +214,5 @@ def fits_halves(block: int, columns: int) -> bool:
 
 
 def chunks_touched(rows: int, columns: int) -> int:
-    """Return the least power of two that is at least the number of chunks of some rows."""
+    """Return the number of chunks in which some rows can lie, rounded up to a power of two."""
     return 1 << ((rows * columns - 1) // CHUNK + 1).bit_length()

@@ -1,8 +1,8 @@
-"""Packs the lists of many weights into a few large allocations.
+"""Pack the lists of many coded weights into a few large allocations.
 
 The lists of a compressed weight have odd lengths, and PyTorch's allocator wastes up to a MiB after
-each list: 71 MiB for the linears of Llama-3-8B's shape with `tier`. Packed together they take only
-the bytes of their contents.
+each of them: 71 MiB for the linears of Llama-3-8B's shape with `tier`. Packed together, the lists
+take only the bytes of their contents.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def side_by_side(
 ) -> None:
     """Move the lists of weights into shared allocations, with spare memory after each list.
 
-    A new allocation is filled before its old lists are freed, weight by weight, so this temporarily
-    needs one more allocation. The weights may have any codecs and devices, and keep their values. A
-    list that already has spare memory gets more. Weights with one allocation are not moved.
+    A new allocation is filled before the old lists are freed, weight by weight, so one more
+    allocation is needed temporarily. The weights may have any codecs and devices, and keep their
+    values. A list that already has spare memory gets more. Weights that have one allocation each
+    are not moved.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:
@@ -97,7 +98,7 @@ def _words(weight: CodedWeight, lengths: Mapping[Tensor, int]) -> int:
 
 
 def _size(weight: CodedWeight, lengths: Mapping[Tensor, int], whole: bool) -> int:
-    """Return the bytes of a slab that a weight takes."""
+    """Return the bytes that a weight takes in a shared allocation."""
     if _is_whole(weight, whole):
         return 4 * _words(weight, lengths)
     return sum(_bytes(part, lengths) for _, part in _lists(weight))
@@ -123,10 +124,10 @@ def _move(group: Sequence[CodedWeight], lengths: Mapping[Tensor, int], whole: bo
 
 
 def _place(slab: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
-    """Return ``length`` elements of a slab from a byte offset on.
+    """Return ``length`` elements of a shared allocation from a byte offset on.
 
-    Autograd sees it as separate memory: a write to one weight's list does not count as a write to
-    another's.
+    Autograd sees the result as separate memory: writing to one weight's list does not count as
+    writing to another's.
     """
     place = torch.empty(0, dtype=dtype, device=slab.device)
     return place.set_(slab.untyped_storage(), start // dtype.itemsize, (length,), (1,))

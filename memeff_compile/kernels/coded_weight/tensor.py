@@ -1,9 +1,9 @@
 """CodedWeight: a tensor with the shape and dtype of a weight that stores only codes.
 
-An operation that has no special support decodes the weight and uses the values. A linear
-becomes `memeff::coded_weight_linear`, which keeps no decoded weight for the backward pass. In-place
-writes raise, since no dense memory exists to write to; a whole new value (`copy_`) is encoded. A
-view is a decoded copy, and refuses writes too.
+An operation without special support runs on the decoded weight. A linear becomes
+`memeff::coded_weight_linear`, which keeps no decoded weight for the backward pass. In-place writes
+raise an error, since no dense memory exists to write to; a whole new value (`copy_`) is encoded. A
+view is a decoded copy, and raises an error for writes too.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """Holds a new value of a weight until it is known whether the value fitted into the lists.
+    """A new value of a weight, as long as it is not known whether its codes fitted into the lists.
 
-    If the value did not fit, it is encoded again from the spill buffer, or from the dense value,
-    which is kept until then.
+    If the codes did not fit, the value is encoded again from the spill buffer, or from the dense
+    value, which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
-        """Mark the weight, whose parts are about to be written.
+        """Mark the weight as unsettled, because its parts are about to be written.
 
-        From then on every reader calls `settle` first.
+        From then on, all code that reads the weight calls `settle` first.
         """
         self._weight = weight
         self._outcome: codecs.Outcome | bool = False
@@ -60,10 +60,10 @@ class Unsettled:
         weight.unsettled = self
 
     def encoded(self, outcome: codecs.Outcome | bool, refuge: Tensor | None = None) -> None:
-        """Record the outcome of the encoding, and the spill buffer with the value, which may then
-        be freed.
+        """Record whether the codes fitted, and the spill buffer that has the value; the dense value
+        may then be freed.
 
-        The value is kept until the spill buffer has it, whatever fails before.
+        The dense value is kept until the spill buffer has it, even if an error occurs before.
         """
         self._outcome = outcome
         if isinstance(outcome, bool):
@@ -75,11 +75,11 @@ class Unsettled:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the value is known to fit."""
+        """Return whether the codes are known to have fitted."""
         return self._kept is None
 
     def settle(self) -> None:
-        """Wait for the GPU; encode the value again if it did not fit."""
+        """Wait for the GPU, and encode the value again if its codes did not fit."""
         with self._lock:
             kept = self._kept
             if kept is None:
@@ -95,20 +95,21 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """New values of several weights with one allocation each, encoded together; see `Unsettled`.
+    """New values of several weights that have one allocation each, encoded together, like
+    `Unsettled`.
 
-    This object stores the weights' gradients until `encode` is called. Reading a weight calls
-    `encode`. All gradients come on one stream, and the kernels run on that stream, whatever stream
-    calls.
+    This object stores the weights' gradients until `encode` is called. Code that reads one of the
+    weights calls `encode` first. All gradients come from one CUDA stream, and the kernels run on
+    that stream, whatever stream the caller uses.
     """
 
     is_settled = False
 
     def __init__(self, by: codecs.Step, like: Tensor, encode_now: Callable[[], None]) -> None:
-        """Collect weights that this step updates, whose gradients have the same stream and device
-        as this one's.
+        """Collect weights that one optimizer step updates, if their gradients have the same stream
+        and device as this one's.
 
-        `encode_now` calls `encode`.
+        `encode_now` is the function that updates and encodes the collected weights.
         """
         self._by, self._stream, self._encode_now = by, stream_of(like), encode_now
         self.weights: list[CodedWeight] = []
@@ -127,7 +128,7 @@ class UnsettledTogether:
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
         """Add a weight and its gradient.
 
-        The gradient has whole chunks, and this object now owns it.
+        The gradient has whole chunks, and from now on belongs to this object.
         """
         self.weights.append(weight)
         self.counts.append(gradient.numel())
@@ -135,9 +136,10 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Update and encode the weights, with a spill buffer for those that do not fit.
+        """Update and encode the weights, with a spill buffer for those whose codes do not fit.
 
-        Raise CodedWeightError if memory runs out before that; the values are then unchanged.
+        Raise CodedWeightError if memory runs out before that; the weights are unchanged in that
+        case.
         """
         with self._lock, on_stream(self._stream):
             held = [cast("Tensor", weight.piece) for weight in self.weights]
@@ -156,7 +158,7 @@ class UnsettledTogether:
             self._gradients = []
 
     def settle(self) -> None:
-        """Wait for the GPU; encode again the weights that did not fit."""
+        """Wait for the GPU, and encode the weights again whose codes did not fit."""
         if not self._moved:
             self._encode_now()  # without our lock: it takes another one first
         with self._lock:
@@ -240,7 +242,7 @@ class CodedWeight(Tensor):
         # spare room of lists that have to be made again
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
-        """Wrap the parts that `op.encode` returns."""
+        """Wrap the parts of a code that `op.encode` returned."""
         if isinstance(parts, CodedWeight):
             return  # torch.Tensor(weight), which has made an alias of it
         self.codec, self.room, self.place = codec, room, parts[0].device
@@ -248,7 +250,7 @@ class CodedWeight(Tensor):
         _watch_optimizers()
 
     def _hold(self, parts: Sequence[Tensor]) -> None:
-        """Store these parts, or this one allocation, as the weight's memory."""
+        """Store these parts, or the one allocation that contains them, as the weight's memory."""
         names = parse(self.codec).parts
         self.piece = parts[0] if len(parts) == 1 < len(names) else None
         if self.piece is None:
@@ -273,7 +275,8 @@ class CodedWeight(Tensor):
 
     @property
     def held(self) -> list[Tensor]:
-        """Return the tensors that ops take: the parts, or the one allocation that contains them."""
+        """Return the tensors that ops take as the weight: its parts, or the one allocation that
+        contains them."""
         if self.piece is None:
             return self.parts
         self.settle()
@@ -281,7 +284,7 @@ class CodedWeight(Tensor):
 
     @property
     def number(self) -> int:
-        """Return a number that is equal for weights that can share compiled code."""
+        """Return a number that is equal for weights for which the same compiled code can run."""
         self.settle()
         held = vars(self)
         if "_number" not in held:
@@ -295,7 +298,7 @@ class CodedWeight(Tensor):
 
     @property
     def memory_number(self) -> int:
-        """Return a number that is unique while the parts keep their addresses."""
+        """Return a number that is unique, and changes when a part moves in memory."""
         self.settle()
         held = vars(self)
         if "_memory_number" not in held:
@@ -304,11 +307,11 @@ class CodedWeight(Tensor):
 
     @property
     def coded_bytes(self) -> int:
-        """Return the bytes of all parts."""
+        """Return the bytes of all parts of the code."""
         return sum(part.nbytes for part in self.held)
 
     def refuse_memory(self) -> NoReturn:
-        """Raise if the `.data` of another tensor would become this weight's memory."""
+        """Raise an error if code sets the `.data` of another tensor to this weight."""
         raise CodedWeightError(
             f"a compressed weight of {tuple(self.shape)} was assigned to the .data of another "
             "tensor, and its dense values are nowhere in memory. Assign weight.decode(), which "
@@ -316,16 +319,17 @@ class CodedWeight(Tensor):
         )
 
     def _typed_storage(self) -> torch.TypedStorage:
-        """Return the storage of decoded values, which torch.multiprocessing sends to other
+        """Return the storage of the decoded values, which torch.multiprocessing sends to other
         processes."""
         return cast("torch.TypedStorage", self.decode().clone()._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return decoded values as a tensor of another class."""
+        """Return the decoded values as a tensor of another class."""
         return self.expand(self.shape).as_subclass(cls)
 
     def settle(self) -> None:
-        """Wait for encoding that `store_soon` left unconfirmed, if any."""
+        """Wait for an encoding that `store_soon` began and that is not known to have fitted, if
+        there is one."""
         other = self.shares_with
         if self.unsettled is None and (
             other is None or (other.unsettled is None and other.shares_with is None)
@@ -336,7 +340,7 @@ class CodedWeight(Tensor):
                 owner.unsettled.settle()
 
     def _owners(self) -> list[CodedWeight]:
-        """Return this weight and the weights whose parts it shares."""
+        """Return this weight, and the weights with which it shares its parts."""
         found: list[CodedWeight] = []
         owner: object = self
         while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
@@ -345,7 +349,7 @@ class CodedWeight(Tensor):
         return found
 
     def decode(self) -> Tensor:
-        """Return the weight as a plain tensor."""
+        """Return the weight as a plain bf16 tensor."""
         with torch.no_grad():
             return cast("Tensor", op.coded_weight_decode(self.held, self.codec, self.shape))
 
@@ -355,7 +359,8 @@ class CodedWeight(Tensor):
 
     @torch.no_grad()
     def store(self, value: Tensor) -> None:
-        """Encode a new value of the whole weight in place, cast to bf16 if need be."""
+        """Encode a new value of the whole weight in place; cast it to bf16 first if it has another
+        dtype."""
         if tuple(value.shape) != tuple(self.shape):
             raise CodedWeightError(
                 f"a value of shape {tuple(value.shape)} was stored in a coded weight of "
@@ -380,11 +385,12 @@ class CodedWeight(Tensor):
         refuge: Tensor | None = None,
         counts: Tensor | None = None,  # the result of `step`, if that made the value
     ) -> Unsettled:
-        """Encode a new value in place, without waiting for the GPU's answer whether it fitted.
+        """Encode a new value in place, without waiting for the GPU to tell whether its codes
+        fitted.
 
-        Call `settle` on the result; reading the weight does so too. Raise CodedWeightError if
-        memory runs out while codes are written: then the dense value is kept, and encoded when the
-        weight is next read.
+        Call `settle` on the result; code that reads the weight does this too. Raise
+        CodedWeightError if memory runs out while the codes are written: the dense value is then
+        kept, and encoded when the weight is next read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)
@@ -404,9 +410,10 @@ class CodedWeight(Tensor):
             return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
-        """Turn a gradient that `steps` allows into the weight after a step, as `codecs.step`.
+        """Turn a gradient that `steps` allows into the weight after an optimizer step, like
+        `codecs.step`.
 
-        The weight is invalid until the new value is stored, with this function's result as
+        The weight is invalid until its new value is stored, with this function's result as
         `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
@@ -420,14 +427,15 @@ class CodedWeight(Tensor):
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
-        """Use other memory for a part; it has the same contents or those of a new value."""
+        """Use other memory for a part of the code; it contains the same values, or those of a new
+        code."""
         for owner in self._owners():
             setattr(owner, name, part)
             for known in ("_number", "_memory_number"):
                 vars(owner).pop(known, None)
 
     def show_all(self, held: Sequence[Tensor]) -> None:
-        """Use other memory for all parts, or another allocation."""
+        """Use other memory for all parts of the code, or another allocation."""
         for owner in self._owners():
             owner._hold(held)
             for known in ("_number", "_memory_number"):
@@ -436,7 +444,7 @@ class CodedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: object, size: object, stride: object, module: object, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Give FSDP2 the tensor to gather: this rank's values, in the dtype of its
+        """Return the tensor that FSDP2 gathers: this rank's values, in the dtype of its
         MixedPrecisionPolicy.
         """
         return (self.decode().to(mp_policy.param_dtype or self.dtype),), None
@@ -444,11 +452,11 @@ class CodedWeight(Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor], *_: object, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Give FSDP2 the gathered weight, which is dense."""
+        """Return the gathered weight to FSDP2, as a dense tensor."""
         return None if out is not None else (gathered[0], ())
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
-        """Return which attributes are tensors; compilers split the weight by them."""
+        """Return the names of the inner tensors, into which compilers split the weight."""
         self.settle()
         names = ["piece"] if self.piece is not None else list(parse(self.codec).parts)
         return names, self.codec
@@ -457,7 +465,7 @@ class CodedWeight(Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], codec: str, outer_size: Sequence[int], outer_stride: object
     ) -> CodedWeight:
-        """Return the weight that `__tensor_flatten__` split."""
+        """Return the weight that `__tensor_flatten__` has split."""
         names = ("piece",) if "piece" in inner else parse(codec).parts
         return CodedWeight([inner[name] for name in names], codec, outer_size)
 
@@ -511,7 +519,8 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Handle functions that reach memory without the dispatcher; run eager linears as the op.
+        """Handle functions that read memory without PyTorch's dispatcher, and run a linear in eager
+        mode as the op.
 
         A compiler sees the linear, which the pass `encode_weights` rewrites.
         """
@@ -562,7 +571,8 @@ class CodedWeight(Tensor):
 
 
 class CodedWeightView(Tensor):
-    """A view of a coded weight: decoded values for reading; a write to them raises."""
+    """A view of a coded weight: decoded values that can be read; writing to them raises an
+    error."""
 
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
@@ -584,14 +594,14 @@ class CodedWeightView(Tensor):
         return self._plain
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return which attributes are tensors; compilers split the view by them."""
+        """Return the names of the inner tensors, into which compilers split the view."""
         return ["plain"], self.storage_offset()
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], offset: int, outer_size: object, outer_stride: object
     ) -> CodedWeightView:
-        """Return the view that `__tensor_flatten__` split."""
+        """Return the view that `__tensor_flatten__` has split."""
         return CodedWeightView(inner["plain"], offset)
 
     def _typed_storage(self) -> torch.TypedStorage:
@@ -600,7 +610,8 @@ class CodedWeightView(Tensor):
         return cast("torch.TypedStorage", self.plain._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return a copy as a tensor of another class, which could not refuse writes."""
+        """Return a copy of the values as a tensor of another class, because that class could not
+        refuse writes."""
         return self if cls is Tensor else self.clone().as_subclass(cls)
 
     def __copy__(self) -> Tensor:
@@ -608,7 +619,7 @@ class CodedWeightView(Tensor):
         return CodedWeightView(self.plain).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values; unpickling returns a plain tensor."""
+        """Pickle the decoded values; unpickling returns a plain tensor."""
         return _read(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -679,7 +690,8 @@ def _rebuild(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Run a linear as the op, with autocast's casts; return None if the op does not support it."""
+    """Run a linear as the op, with the casts of autocast; return None if the op does not support
+    it."""
     if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
         return None
     kind = x.device.type
@@ -708,7 +720,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a handler that runs a function on decoded values.
 
-    It raises the errors that dense tensors would.
+    The handler raises the same errors as for dense tensors.
     """
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -729,7 +741,7 @@ def _read(weight: CodedWeight | CodedWeightView) -> Tensor:
 
 
 def _set_data_of_view(view: CodedWeightView, new: Tensor) -> None:
-    """Give a view other memory; its base keeps its memory."""
+    """Give a view other memory; the weight of which it is a view keeps its memory."""
     vars(view).pop("_plain", None)
     Tensor.data.__set__(view, new)  # type: ignore[attr-defined]
 
@@ -742,7 +754,7 @@ def _no_write(writer: str) -> Callable[..., NoReturn]:
 
 
 def _share_memory(weight: CodedWeight) -> CodedWeight:
-    """Put every part into memory that other processes can see."""
+    """Put every part of the code into memory that other processes can see."""
     for part in weight.held:
         part.share_memory_()
     return weight
@@ -805,9 +817,9 @@ def _storage(weight: CodedWeight) -> torch.TypedStorage:
 
 @torch.no_grad()
 def _set_data(weight: CodedWeight, new: Tensor) -> None:
-    """Set `.data`: encode a tensor of the same shape.
+    """Handle an assignment to `.data`: encode a tensor of the same shape.
 
-    Any other tensor makes the weight a dense tensor.
+    A tensor of another shape makes the weight dense.
     """
     like = (new.dtype, tuple(new.shape), new.device)
     if like == (weight.dtype, tuple(weight.shape), weight.device):
@@ -871,7 +883,7 @@ def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeigh
 
 
 def _view(weight: CodedWeight, size: Sequence[int]) -> object:
-    """Support a view of the same shape and a flat view; FSDP2 makes both of a shard."""
+    """Support views of the same shape and flat views; FSDP2 makes both of a shard."""
     if tuple(size) == tuple(weight.shape):
         return _share(weight)
     if len(size) != 1 or size[0] not in (-1, weight.numel()):
@@ -953,14 +965,15 @@ _AT_SECOND = (op.coded_weight_linear, op.coded_weight_linears, op.coded_weight_l
 
 
 def _is_on_weight(func: object, args: Sequence[object]) -> bool:
-    """Return whether the weight argument of a supported op, or one of several, is coded."""
+    """Return whether the weight argument of a supported op, or one of its several weights, is
+    coded."""
     given = args[1 if func in _AT_SECOND else 0]
     several = given if isinstance(given, (list, tuple)) else (given,)
     return any(isinstance(each, CodedWeight) for each in several)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise if an op would write to a coded weight."""
+    """Raise an error if an op would write to a coded weight."""
     schema = compat.schema(func)
     written = [
         kwargs.get(argument.name, args[place] if place < len(args) else None)
@@ -975,7 +988,8 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if an optimizer would update a coded weight, before it changes any parameter."""
+    """Raise an error if an optimizer would update a coded weight, before it changes any
+    parameter."""
     computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
     for group in optimizer.param_groups:
         for each in group["params"]:
@@ -987,8 +1001,8 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @functools.cache
 def _watch_optimizers() -> RemovableHandle:
-    """Check an optimizer's parameters before each step, because a step that raises half-way has
-    already changed some.
+    """Check an optimizer's parameters before each step, because an error in the middle of a step
+    would leave some of them changed.
     """
     return register_optimizer_step_pre_hook(refuse_step)
 

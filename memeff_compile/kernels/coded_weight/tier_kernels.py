@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec `tier` on a GPU: a thread has sixteen codes of two bits, and reads from two more
-streams.
+"""The codec `tier` on a GPU: a thread has sixteen codes of two bits, and reads further bits from
+two more streams.
 
-A thread's position in the second stream is the number of threes in the words before its own. That
-takes a bit count and one prefix sum per sixteen weights. The third stream works in the same way.
+A thread's position in the second stream is the number of codes 3 in the words before its own. To
+find this position takes a bit count and one prefix sum per sixteen weights. A second bit count and
+prefix sum find the thread's position in the third stream.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WORDS: tl.constexpr = tl.constexpr(512)  # of sixteen codes, per chunk
 
 @triton.jit
 def _count_bits(word):
-    """Count the set bits among the even ones of a non-negative 32-bit word."""
+    """Count the set bits at even positions of a non-negative 32-bit word."""
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
     return (word * 0x01010101) >> 24
@@ -39,13 +40,13 @@ def _count_bits(word):
 
 @triton.jit
 def _threes(word):
-    """Mark the two-bit fields that hold a 3, in their lower bits."""
+    """Return a word with the lower bit set in each two-bit field that contains a 3."""
     return word & (word >> 1) & 0x55555555
 
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream from bit `at` on, of which at most 33 are used."""
+    """Return 64 bits of a stream from bit `at` on, of which the caller uses at most 33."""
     word = at >> 5
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)
@@ -73,7 +74,7 @@ def _windows(header_ptr):
 
 @triton.jit
 def _take(first_codes, FIELD: tl.constexpr, second, third, windows):
-    """Return the exponent of one field, and the unread bits of the two streams."""
+    """Return the exponent of one two-bit field, and the unread bits of the two further streams."""
     narrow, middle, wide = windows
     code = (first_codes >> (2 * FIELD)) & 3
     in_second = code == 3
@@ -190,7 +191,8 @@ def _codes(pattern, windows):
 
 @triton.jit
 def tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
-    """Count, for one chunk, codes in the second stream, in the third, and patches."""
+    """Count, for one chunk of weights, the codes in the second stream, those in the third, and the
+    patches."""
     chunk = tl.program_id(0).to(tl.int64)
     windows = _windows(header_ptr)
     in_second = tl.zeros((BLOCK,), tl.int32)
@@ -209,7 +211,7 @@ def tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of one pattern to earlier codes; return all codes and the sign byte."""
+    """Append the codes of one bit pattern to earlier codes; return all codes and the sign byte."""
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)
     first |= code << (2 * FIELD)
@@ -224,10 +226,10 @@ def _put(pattern, FIELD: tl.constexpr, made, windows):
 
 @triton.jit
 def _append(stream_ptr, bits, start, at, room, is_any):
-    """Set up to 64 bits of a zeroed stream from bit `at` after the word `start` on.
+    """Set up to 64 bits of a stream of zeros from bit `at` after the word `start` on.
 
-    The bits are disjoint, so order does not matter. Bits after the stream's `room` words are
-    dropped.
+    These bits are disjoint from those of other threads, so the order does not matter. Bits after
+    the stream's `room` words are dropped.
     """
     word = start + (at >> 5)
     shift = (at & 31).to(tl.int64)
@@ -251,7 +253,7 @@ def tier_encode_kernel(
     second_room,  # words of the streams
     third_room,
 ):
-    """Write the codes and signs of one chunk."""
+    """Write the codes and signs of one chunk of weights."""
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
     windows = _windows(header_ptr)

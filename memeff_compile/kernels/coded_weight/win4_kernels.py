@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec win4 on a GPU: decoding, encoding, and the steps around products of several tokens.
+"""The codec win4 on a GPU: decoding, encoding, and the steps before and after products of several
+tokens.
 
-A word of codes holds the exponents of eight weights; two words of signs hold their signs and
+A word of codes contains the exponents of eight weights; two words of signs contain their signs and
 mantissas. No weight depends on a neighbour, so kernels need about ten operations per weight.
 
-Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
+Names of axes: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of a pair at their bit positions; code 0 is the exponent 0.
+    """Return the exponents of a pair of weights at their bit positions; code 0 is the exponent 0.
 
-    `base` is shifted by 7 bits.
+    `base` is already shifted by 7 bits.
     """
     code = (codes >> (4 * PAIR)) & 0x000F000F
     is_coded = ((code + 0x000F000F) >> 4) & 0x00010001
@@ -71,7 +72,7 @@ def _store_pairs(at, pair_0, pair_1, pair_2, pair_3):
 
 @triton.jit
 def decode_some(program, parts, out_ptr, WORDS: tl.constexpr, PATCHES: tl.constexpr):
-    """Decode WORDS * 8 weights of a lossless format."""
+    """Decode WORDS * 8 weights of a lossless format in registers."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     first = program.to(tl.int64) * WORDS
     word = tl.arange(0, WORDS)
@@ -104,7 +105,7 @@ def win4_decode_kernel(
     # BLOCK: weights per normaliser, or 0
     # PACKED: two lossy weights are scaled by one instruction, of assembly
 ):
-    """Write WORDS * 8 weights."""
+    """Decode WORDS * 8 weights, and write them."""
     if C.FIELD == 8:
         parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
         decode_some(tl.program_id(0), parts, out_ptr, C.WORDS, C.PATCHES)
@@ -115,7 +116,8 @@ def win4_decode_kernel(
 
 @triton.jit
 def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
-    """Decode WORDS * 8 lossy weights; see `row_kernels` for the power that codes are scaled by."""
+    """Decode WORDS * 8 lossy weights; `row_kernels` explains the power of two by which codes are
+    scaled."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     first = program.to(tl.int64) * C.WORDS
@@ -140,7 +142,7 @@ def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 def _coded(pattern, base):
-    """Return the code of a 16-bit pattern, its sign byte, and 1 where it is a patch."""
+    """Return the code of a 16-bit pattern, its sign byte, and 1 if it is a patch, else 0."""
     code = ((pattern >> 7) & 0xFF) - base
     is_zero = (pattern & 0x7FFF) == 0
     is_coded = (code > 0) & (code < 16)
@@ -151,7 +153,7 @@ def _coded(pattern, base):
 
 @triton.jit
 def _coded_pair(pair, base, PAIR: tl.constexpr):
-    """Return the codes of a pair at their bit positions in the word, its sign bytes, and its number
+    """Return the codes of a pair at their bit positions in a word, its sign bytes, and its number
     of patches."""
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
@@ -171,11 +173,12 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes and signs of one chunk; count its patches and write their positions.
+    """Write the codes and signs of one chunk of weights; count its patches and write their
+    positions.
 
-    If there is a step, a weight is decoded, updated and encoded in registers, so it is read and
-    written once. Updated patches, too, are written to
-    the gradient's memory, and are read back from there.
+    With an optimizer step, a weight is decoded, updated and encoded in registers, so it is read and
+    written once. Updated patches are also written to the gradient's memory, and read back from
+    there.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
@@ -230,7 +233,7 @@ def win4_encode_kernel(
     decay,
     C: tl.constexpr,
 ):
-    """Encode a weight, or update and encode it; see `encode_chunk`."""
+    """Encode a weight, or update and encode it, by `encode_chunk`."""
     parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     encode_chunk(chunk, chunks, weight_ptr, parts, counts_ptr, rate, decay, C)
@@ -250,11 +253,11 @@ def list_chunks(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write where the patches of each chunk start, and the patches, in order.
+    """Write the patches in order, and where the patches of each chunk start.
 
-    Patches beyond the lists are dropped. Then the weight also goes to the spill buffer, and the
-    start positions stay within the lists, so that decoding reads no other memory. Without a spill
-    buffer the last start is the required length of the lists.
+    Patches that do not fit the lists are dropped. In that case the weight also goes to the spill
+    buffer, and the start positions stay within the lists, so that decoding reads no other memory.
+    Without a spill buffer, the last start is the length that the lists need.
     """
     starts_ptr, places_ptr, values_ptr = lists
     heading_ptr, number, refuge_ptr = refuge
@@ -310,7 +313,7 @@ def win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches of a weight, and the start of each chunk's patches; see `list_chunks`."""
+    """Write the patches of a weight, and the start of each chunk's patches, by `list_chunks`."""
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
     program = tl.program_id(0)
@@ -331,7 +334,8 @@ def win4_lists_kernel(
 
 @triton.jit
 def win4_window_kernel(counts_ptr, header_ptr):
-    """Write the exponent below the window of 15 that holds most weights, as `win4_header`."""
+    """Write the exponent below the window of 15 exponents that contains the most weights, like
+    `win4_header`."""
     exponent = tl.arange(0, 256)
     count = tl.load(counts_ptr + exponent)
     start = 1 + tl.arange(0, 128)
@@ -351,7 +355,7 @@ def win4_sum_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the shares of the columns and round them."""
+    """Add up the partial sums over parts of the columns, and round the results."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = place < size
     total = tl.zeros((BLOCK,), tl.float32)
@@ -371,7 +375,7 @@ def win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of columns of x twice: in another order, and transposed."""
+    """Write one group of columns of x twice: in the order of the wide kernel, and transposed."""
     group = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < tokens_count)[:, None]

@@ -2,9 +2,9 @@
 
 `aten.embedding` looks up the rows; only the gradient differs. PyTorch's compilers scatter the
 gradient with atomic additions into an fp32 buffer as large as the table (V x D), round that buffer
-to 16 bits, and add it to the gradient that the table has from a tied head. These ops sort the
-token ids, sum the gradients of each distinct id in fp32 in a fixed order, and add every sum,
-rounded once, to its row of a gradient that exists anyway.
+to 16 bits, and add it to the gradient that the table gets from an output projection with the same
+weight. These ops sort the token ids, sum the gradients of each distinct id in fp32 in a fixed
+order, and add every sum, rounded once, to its row of a gradient that exists anyway.
 
     embedding             rows; backward gives the gradient of the table
     embedding_tied        rows, and the table itself for the head to read; backward adds the rows'
@@ -12,7 +12,7 @@ rounded once, to its row of a gradient that exists anyway.
     embedding_backward    the gradient of the table by itself
     embedding_accumulate  adds the rows' gradient into a gradient of the table
 
-`sharded` has the additional ops for tables that DTensor splits over ranks.
+`sharded` has additional ops for tables that DTensor splits over ranks.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ calls `embedding_backward`, which is functional, or `embedding_accumulate`, whic
 first argument.
 
 In `embedding_tied` the head's weight is a second output of the lookup. So autograd passes both
-gradients, that of the rows and that of the head, to the lookup's backward pass. This pass adds the
-first into the second, so the table has a single gradient buffer.
+gradients, that of the rows and that of the head, to the lookup's backward pass. This backward pass
+adds the first gradient into the second, so the table has a single gradient buffer.
 
 With `first_row`, both ops treat the weight as one rank's shard of a table, which starts at row
 `first_row`. Ids of other ranks' rows look up zeros and get no gradient.
@@ -47,12 +47,14 @@ def supports(weight: Tensor, ids: Tensor) -> str | None:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the engine for gradients of this device and dtype: a key of `ENGINES`."""
+    """Return the name of the engine for gradients of this device and dtype, which is a key of
+    `ENGINES`."""
     return "sorted" if kernels_serve(device, dtype) else "reference"
 
 
 class _Places(NamedTuple):
-    """Maps token ids to rows of a weight, which is the whole table or one rank's shard of it."""
+    """The map from token ids to rows of a weight, which is the whole table or one rank's shard of
+    it."""
 
     vocab: int | torch.SymInt  # rows of the weight
     padding_idx: int  # an id, or -1
@@ -88,7 +90,7 @@ def rows_or_zeros(weight: Tensor, places: Tensor) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Computes aten.embedding, with `embedding_backward` as its backward pass."""
+    """Run aten.embedding, with `embedding_backward` as its backward pass."""
 
     @staticmethod
     def forward(
@@ -106,9 +108,9 @@ class _Embedding(torch.autograd.Function):
 
 
 class _TiedEmbedding(torch.autograd.Function):
-    """Computes aten.embedding, and returns the table as a second output.
+    """Run aten.embedding, and return the table as a second output.
 
-    The backward pass adds both gradients in one buffer.
+    The backward pass adds the gradients of both outputs in one buffer.
     """
 
     @staticmethod

@@ -1,7 +1,8 @@
-"""The reference: sort the ids, sum the rows of each id, add each sum to its row; plain PyTorch.
+"""The reference engine in plain PyTorch: sort the ids, sum the gradient rows of each id, and add
+each sum to its row of the table's gradient.
 
-This engine works on any device, never waits for a GPU, and always sums in the same order. No buffer
-is as large as the table: there is one sum per token, computed a few columns at a time.
+This engine works on any device, never waits for a GPU, and always sums in the same order. The
+engine has no buffer as large as the table: it computes one sum per token, a few columns at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
 
     The rows (N, D) have the dtype of `grad_weight` (V, D). The row of `padding_idx`, an id or -1,
-    stays unchanged. An id outside 0 .. V - 1 belongs to a row of another rank, and is ignored.
+    stays unchanged. An id that is negative, or at least V, belongs to a row of another rank, and is
+    ignored.
     """
     tokens, depth = grad_rows.shape
     wide = checks.wide(grad_weight.dtype)
@@ -49,5 +51,5 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
 
 
 def columns(tokens: int, itemsize: int) -> int:
-    """Return how many columns are summed at a time: 512 for 1024 tokens in fp32."""
+    """Return how many columns the engine sums at a time: 512 for 1024 tokens in fp32."""
     return max(MIN_COLUMNS, PIECE_BYTES // (PIECES * itemsize * max(tokens, 1)))

@@ -1,10 +1,10 @@
-"""Tables that DTensor splits over ranks: each rank looks up its own rows.
+"""Look up embeddings in tables that DTensor splits over ranks: each rank looks up its own rows.
 
     before: x = embedding(ids, W)                 W: Shard(0), x: a sum over ranks, still pending
     after:  x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)
 
-DTensor computes the gradient of all rows of W on every rank, V x D, and then keeps the rank's rows.
-Here a rank computes only the gradient of its own rows.
+DTensor computes the gradient of all rows of W, V x D, on every rank, and then keeps the rank's
+rows. With these ops, a rank computes only the gradient of its own rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ... import compat
 
 
 class Layout(NamedTuple):
-    """The placements of a lookup's result, and how ranks share rows and ids of the table."""
+    """The placements of a lookup's result, and how the rows and ids of the table are split over
+    ranks."""
 
     placements: tuple[Any, ...]  # of the rows
     summed: int | None  # the dimension of the mesh whose ranks have other ids, if there is one
@@ -26,9 +27,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(table: Any, ids: Any) -> Layout | None:
-    """Return the layout of a lookup's result, the same on all ranks.
+    """Return the layout of a lookup's result, which is the same on all ranks.
 
-    Return None if DTensor would first move ids or table between ranks. The table is a DTensor; the
+    Return None if DTensor would first send ids or table between ranks. The table is a DTensor; the
     ids are a DTensor, or a plain tensor that is equal on all ranks.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
@@ -69,7 +70,8 @@ def parts_of(table: Any) -> tuple[int, int]:
 
 
 class _OverRanks(torch.autograd.Function):
-    """DTensor.from_local with a correct second derivative: PyTorch's ignores other ranks' rows."""
+    """DTensor.from_local with a correct second derivative, because PyTorch's ignores the rows of
+    other ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:

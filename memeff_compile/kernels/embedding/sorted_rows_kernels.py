@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of the engine `sorted`: for runs inside a chunk, and runs that cross chunks.
+"""The two kernels of the engine `sorted`: for runs inside one chunk, and for runs that cross
+chunks.
 
-After the sort the tokens of one id follow each other: they are a run. A chunk is CHUNK positions in
-sorted order. A run that lies in one chunk is summed and written by that chunk. A run that crosses a
-border leaves one partial sum per chunk, and the second kernel adds these in order. So even a token
-that fills half of the batch is summed in parallel. Sums are fp32 in a fixed order, so results are
-the same bit for bit in every execution.
+After the sort, the tokens with one id follow each other: such a sequence is a run. A chunk is CHUNK
+consecutive positions in sorted order. The program of a chunk sums and writes each run that lies in
+that chunk. For a run that crosses a border, each of its chunks writes a partial sum, and the second
+kernel adds these in order. So even a run of half the batch's tokens is summed in parallel. Sums are
+fp32 in a fixed order, so results are the same bit for bit in every execution.
 
-Axis letters: places are positions in the sorted tokens (N), columns run over the hidden size (D).
+Names of axes: places are positions in the sorted tokens (N), columns run over the hidden size (D).
 """
 
 from __future__ import annotations
@@ -126,5 +127,6 @@ def _embedding_sorted_rows_borders_kernel(
 
 
 def block_for(depth: int, largest: int) -> int:
-    """Return how many columns a program processes: 128 for (64, 1024), 1024 for (2304, 1024)."""
+    """Return how many columns a program processes, such as 128 for (64, 1024) and 1024 for (2304,
+    1024)."""
     return min(largest, max(128, 1 << (depth - 1).bit_length()))

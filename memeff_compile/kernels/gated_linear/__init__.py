@@ -1,10 +1,10 @@
 """A linear layer of the gated product act(gate) * up; its gradients are written over gate and up.
 
-The backward of a gated MLP's last linear computes three tensors of tokens x intermediate size from
-three others. Its inputs are gate, up and the product's gradient; its results are the product
-act(gate) * up (for the weight's gradient) and the gradients of gate and up. A compiler's fused
-kernel holds all six at once. The kernel here works in place: it writes its three results over its
-three inputs.
+The backward pass of a gated MLP's last linear computes three tensors of tokens x intermediate size
+from three others. The three inputs are gate, up and the product's gradient; the results are the
+product act(gate) * up (for the weight's gradient) and the gradients of gate and up. In Inductor's
+fused kernel, all six exist at once. This op's kernel works in place: it writes its three results
+over its three inputs.
 
     gated_linear            linear(act(gate) * up, weight, bias)
     gated_linear_backward   the gradient of the weight; overwrites gate and up with their gradients

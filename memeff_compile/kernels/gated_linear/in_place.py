@@ -1,10 +1,11 @@
-"""The engine `in_place`: one elementwise Triton kernel for forward and one for backward.
+"""The engine `in_place`: one elementwise Triton kernel for the forward pass and one for the
+backward pass.
 
-CUDA, sm_80 or later.
+The engine needs CUDA, sm_80 or later.
 
-The host never waits for the GPU, and no memory is allocated, so calls can be captured in CUDA
-graphs. Expected time of the gradients on an H200 for 16384 x 8192 numbers in bf16: 1.5 GiB are read
-and written, which takes 0.38 ms at 4.28 TB/s.
+The CPU never waits for the GPU, and the engine allocates no memory, so calls can be captured in
+CUDA graphs. Expected time of the gradients on an H200 for 16384 x 8192 numbers in bf16: 1.5 GiB are
+read and written, which takes 0.38 ms at 4.28 TB/s.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Write the gradient of gate over ``gate``, that of up over ``up``, the product over ``grad``.
+    """Write the gradient of gate over ``gate``, that of up over ``up``, and the product over
+    ``grad``.
 
-    The contract is that of `reference.gradients`, for bf16, fp16 or fp32.
+    The arguments are those of `reference.gradients`, in bf16, fp16 or fp32.
     """
     _launch("_gated_linear_in_place_gradients_kernel", gate, up, grad, activation)
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The gated product, and its gradients, which are written over the kernel's inputs.
+"""Kernels for the gated product, and for its gradients, which they write over their inputs.
 
 Every program processes BLOCK numbers: it reads all of them before it writes any, and accesses no
 others. Results are computed in fp32 and rounded once; offsets are 64-bit.

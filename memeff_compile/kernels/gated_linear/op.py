@@ -1,8 +1,8 @@
 """memeff::gated_linear and its backward: schemas, validation, engines, fakes, autograd.
 
-The forward is functional and saves gate, up and the weight. Its backward copies gate and up and
-calls `gated_linear_backward`, which writes their gradients over the copies. The library computes
-the matrix products; an engine computes the elementwise steps between them.
+The forward pass is functional and saves gate, up and the weight. The backward pass copies gate and
+up and calls `gated_linear_backward`, which writes their gradients over the copies. The GPU's
+library computes the matrix products; an engine computes the elementwise steps between them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ ENGINES = {
 def supports(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> str | None:
-    """Return why gate and up, (..., I), and a linear (D, I) are not supported, or None."""
+    """Return why the op does not support gate and up, (..., I), and a linear (D, I), or None if it
+    does."""
     if activation not in ACTIVATIONS:
         return f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed."
     named = {"gate": gate, "up": up, "weight": weight, "bias": bias}
@@ -68,7 +69,8 @@ def _shape_problem(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the engine for tensors of this device and dtype: a key of `ENGINES`."""
+    """Return the name of the engine for tensors of this device and dtype, which is a key of
+    `ENGINES`."""
     return "in_place" if kernels_serve(device, dtype) else "reference"
 
 
@@ -89,7 +91,7 @@ def _forward(
 
 
 def _product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Compute act(gate) * up into a new tensor without gaps."""
+    """Compute act(gate) * up into a new contiguous tensor."""
     product = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if product.numel():
         flat = (gate.contiguous().view(-1), up.contiguous().view(-1), product.view(-1))
@@ -133,7 +135,7 @@ def _backward(given: _Gradients) -> Tensor:
 
 
 def _in_place(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Run the engine on the buffers flattened to one row of contiguous numbers."""
+    """Run the engine on the buffers, flattened to one row of contiguous numbers."""
     flat_gate, flat_up = gate.contiguous(), up.contiguous()
     _engine(gate).gradients(flat_gate.view(-1), flat_up.view(-1), grad, activation)
     for given, flat in ((gate, flat_gate), (up, flat_up)):

@@ -1,4 +1,4 @@
-"""The reference: the gated product and its gradients, some thousand numbers at a time.
+"""The reference engine: the gated product and its gradients, some thousand numbers at a time.
 
 This engine works on any device, computes in fp32 (fp64 for fp64), and rounds each result once.
 """
@@ -22,9 +22,10 @@ def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Write the gradient of gate over ``gate``, that of up over ``up``, the product over ``grad``.
+    """Write the gradient of gate over ``gate``, that of up over ``up``, and the product over
+    ``grad``.
 
-    All are (n,) of one floating dtype; ``grad`` is the gradient of act(gate) * up.
+    All three tensors are (n,) of one floating dtype; ``grad`` is the gradient of act(gate) * up.
     """
     for first in range(0, gate.numel(), PIECE):
         part = slice(first, first + PIECE)

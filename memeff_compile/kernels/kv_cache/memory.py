@@ -1,4 +1,5 @@
-"""Bytes before and after, as formulas in B (sequences), H (query heads), N, M and D.
+"""Return bytes before and after the rewrite, as formulas in B (sequences), H (query heads), N, M
+and D.
 
 N is the length of the cache, M the number of queries, D the head dimension; all may be symbols or
 numbers. The formulas leave out the cache, the queries and the output.
@@ -25,7 +26,7 @@ def bytes_after(
 ) -> sympy.Expr:
     """Return the bytes of the fp32 partial results that the programs of each row write.
 
-    `splits_for` gives the number of programs per row; a single program writes no share.
+    `splits_for` is the number of programs per row; a single program writes no partial result.
     """
     if splits == 1:
         return sympy.Integer(0)

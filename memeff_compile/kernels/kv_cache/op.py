@@ -2,8 +2,8 @@
 
 `kv_cache_append` and `kv_cache_last` are written in terms of other ops (CompositeImplicitAutograd):
 the inner compiler sees the two in-place writes and fuses them with the ops that compute the keys,
-rotary embedding included. `kv_cache_attention` is opaque and functional. It has no backward pass,
-because it is for generation: a gradient through it raises.
+rotary embedding included. `kv_cache_attention` is opaque and functional. This op has no backward
+pass, because it is for generation: if a gradient is requested, it raises an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ENGINES = {
 def supports(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor | None, mask: Tensor | None = None
 ) -> str | None:
-    """Return why attention is not supported, or None; `last` is None if it is not given."""
+    """Return why the op does not support a call of attention, or None if it does; `last` may be
+    None."""
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     return (
         unlike_heads(named)
@@ -98,7 +99,7 @@ def supports_append(
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the engine for this device and dtype: a key of `ENGINES`."""
+    """Return the name of the engine for this device and dtype, which is a key of `ENGINES`."""
     return "split" if kernels_serve(device, dtype) else "reference"
 
 

@@ -1,8 +1,9 @@
-"""The engine `split`: the keys of a cache split over programs. CUDA, sm_80 or later.
+"""The engine `split` of attention over a cache: several programs share the keys. The engine needs
+CUDA, sm_80 or later.
 
-The host never waits for the GPU or reads a value from it, and the grid follows from static sizes,
-so calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
-the same inputs give the same bits.
+The CPU never waits for the GPU or reads a value from it, and the grid follows from static sizes, so
+calls can be captured in CUDA graphs and replayed while the cache fills up. Kernels use no atomic
+operations, so the same inputs give the same bits.
 
 No launch can be faster than reading the filled keys and values once: 2 * B * Hkv * filled * D
 elements.
@@ -36,9 +37,9 @@ class Plan:
 
 
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
-    """Return the launch for (B, H, M, N, D), from static sizes alone.
+    """Return the launch parameters for (B, H, M, N, D), which depend only on static sizes.
 
-    Off CUDA, it is the launch for an H200.
+    Without a GPU, return the parameters for an H200.
     """
     batch, heads, queries, keys, depth = sizes
     count = queries * (heads // kv_heads)
@@ -52,19 +53,20 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return the number of elements that divides the strides of keys.
+    """Return a number of elements that divides the strides of keys.
 
-    The result is 1 if Triton detects divisibility by 16 without help.
+    The result is 1 if Triton detects without help that the strides are divisible by 16.
     """
     common = math.gcd(16, *strides)
     return 1 if common == 16 else common  # 100: 4, 128: 1
 
 
 def _in_units(cache: Tensor, align: int) -> Cells:
-    """Return a cache in the form that kernels take.
+    """Return a cache as kernels take it.
 
-    The stride of keys is in units of `align` elements, because Triton detects only strides that are
-    multiples of 16. Without units, rows of 100 elements would be read element by element.
+    The stride of keys is given in units of `align` elements, because Triton detects only strides
+    that are multiples of 16. Without such units, rows of 100 elements would be read element by
+    element.
     """
     batch, head, key, depth = cache.stride()
     return Cells(cache, batch, head, key // align, depth)
@@ -80,7 +82,7 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Attend to the keys up to `last`; the shapes are as the op has checked them.
+    """Return attention over the keys up to `last`; the op has checked the shapes.
 
     The result is laid out as (B, M, H, D).
     """

@@ -1,14 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of the engine `split`: attention over a share of the keys, and the sum of shares.
+"""The two kernels of the engine `split`: attention over a part of the keys, and the combination of
+the partial results.
 
-The query heads of one key-value head, times the queries, are the rows of one tile, so each key and
-value is loaded once. Program i of n processes the tiles i, i + n, i + 2n ... of keys, up to the
-last key that any of its rows sees. So shares are even at any fill level, and programs without tiles
-end immediately. Sums run in a fixed order.
+The rows of a tile are the pairs of a query and a query head that share one key-value head, so each
+key and value is loaded once. Program i of n processes the tiles i, i + n, i + 2n and so on of keys,
+up to the last key that any of its rows may attend to. So the programs have equal work at any fill
+level, and programs without tiles end immediately. The partial results are summed in a fixed order.
 
-UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+With UPCAST, operands are widened to fp32, because the interpreter cannot multiply bf16.
 
-Axis letters: rows are (query, head) pairs of one key-value head, keys run over the cache.
+Names of axes: rows are (query, head) pairs of one key-value head, keys run over the cache.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from .._triton.split_softmax_kernels import of_shares, step
 
 @triton.jit
 def _last_key_of_rows(given, batch, query, is_row, keys):
-    """Return the last key that each row sees, -1 if there is no such key, never beyond the
-    cache.
-    """
+    """Return the last key of the cache that each row may attend to, or -1 if there is none."""
     last_ptr, stride_last_batch, stride_last_query = given
     last = tl.load(
         last_ptr + batch * stride_last_batch + query * stride_last_query, mask=is_row, other=-1

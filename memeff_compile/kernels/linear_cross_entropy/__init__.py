@@ -1,8 +1,9 @@
-"""Linear layer and cross entropy in one op, without ever forming the N x V logits.
+"""A linear layer and cross entropy in one op, which never builds the N x V logits.
 
 Cut Cross-Entropy (arXiv 2411.09009, table 1) computes the loss of a language model's head from the
-hidden states and the head's weight. This folder holds the op memeff::linear_cross_entropy, its
-engines and the formula of the bytes it saves. For each row of the hidden states the op returns
+hidden states and the head's weight. This folder contains the op memeff::linear_cross_entropy, its
+engines and the formula for the bytes that it saves. For each row of the hidden states the op
+returns
 
     nll        logsumexp(z) - z[target]
     lse        logsumexp(z), for a z-loss
@@ -12,10 +13,11 @@ engines and the formula of the bytes it saves. For each row of the hidden states
 
 with z = softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap), all
 differentiable once except `top`. low (..., R) and up (V, R) are a low-rank term of the head: for a
-LoRA adapter, low is h A^T times the adapter's scale, and up is its B. Neither the sum of the two
-products nor a copy of the head is built. If low and up are in fp32 and the head in 16 bits, as PEFT
-keeps adapters, their products are computed in fp32 from unrounded gradients of the logits. Means,
-sums, class weights of the target and shifts stay outside the op, in ordinary ops on N numbers.
+LoRA adapter, low is h A^T times the adapter's scale, and up is its B. The op builds neither the sum
+of the two products nor a copy of the head's weight. If low and up are in fp32 and the head in 16
+bits, as PEFT keeps adapters, their products are computed in fp32 from unrounded gradients of the
+logits. Means, sums, class weights of the target and shifts are computed outside the op, by ordinary
+ops on N numbers.
 
 `op` calls `walk`, which chooses the engine (`reference`, `library` or `hopper`) and runs it block
 by block. `_head_loss.call` defines the request, `shapes` every size of a block, and

@@ -1,30 +1,34 @@
-"""The engine `hopper`: every product of the head in Triton, on tensor cores of capability 9.0.
+"""The engine `hopper`: Triton kernels for every product of the head, on tensor cores of compute
+capability 9.0.
 
-The forward pass walks over the rows. It reduces each tile of logits to a maximum and a sum per row,
-and merges these in a fixed order. The tile with a row's target also stores the target's logit. No
-other logit is written to memory.
+The forward pass processes all rows. This pass reduces each tile of logits to a maximum and a sum
+per row, and merges these in a fixed order. The tile that contains a row's target also stores the
+target's logit. No other logit is written to memory.
 
-The backward pass usually walks over blocks of R rows. It computes the logits again and writes their
-gradient, G = dloss/dlogits, in 16 bits for the whole vocabulary. Then it computes dE of these rows
-completely, and adds their contribution to dC. Until the last block, dC is stored in fp16, with a
-power of two for each class and SLICE features, because its sums need three more bits than bf16 has.
+The backward pass usually processes one block of R rows after the other. For a block, the engine
+computes the logits again and writes their gradient, G = dloss/dlogits, in 16 bits for the whole
+vocabulary. After this, the engine computes all of dE for these rows, and adds the block's
+contribution to dC. Until the last block, dC is stored in fp16, with a power of two for each class
+and SLICE features, because its sums need three more bits than bf16 has.
 
-Another backward pass walks over blocks of classes. It takes less memory, and supports a limited
-workspace and fp16. It writes dC of W columns once, and adds G C to dE in fp32, with one reduction
-per element and launch. In the minimal workspace, G and the fp32 sums use the memory of the weight's
-gradient.
+Another form of the backward pass processes one block of classes after the other. This form takes
+less memory, and supports a limited workspace and fp16. For a block of W classes it writes the
+columns of dC once, and adds G C to dE in fp32, with one reduction per element and launch. With the
+minimal workspace, G and the fp32 sums use the memory of the weight's gradient.
 
-A loss that is one number takes three products, by rows. The first writes X (probabilities up to a
-factor per row) in 16 bits, and fp32 statistics from the same registers. Once a row's log-sum-exp is
-known, the matrices that X is multiplied with are scaled by its factor. X takes 2RV bytes. Rows
-whose logits are far from the expected range are computed again; the GPU decides this.
+A loss that is one number takes three matrix products for each block of rows. The first product
+writes X (probabilities up to a factor per row) in 16 bits, and fp32 statistics from the same
+registers. Once a row's log-sum-exp is known, the other operands of the products with X are scaled
+by the row's factor. X takes 2RV bytes for R rows. Rows whose logits are far from the expected range
+are computed again; the GPU decides which.
 
-Ignored rows are left out before any product, by an order of rows that the GPU builds. No call waits
-for the GPU or reads a value on the host. The engine needs bf16 or fp16 (only bf16 for blocks of
+Ignored rows are left out of all products, by an order of rows that the GPU computes. The CPU never
+waits for the GPU or reads a value from it. The engine needs bf16 or fp16 (only bf16 for blocks of
 rows), a depth that is a multiple of 8, and a contiguous weight.
 
 Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12; in one
-walk 3 * 2NDV / 700e12. For one walk, the times at 790e12 (floors) and the predictions are:
+walk 3 * 2NDV / 700e12. For a loss that is one number, the times at 790e12 (floors) and the
+predictions are:
 
     N, D, V = 8192, 4096, 128256    32.7 and 38 ms
     N, D, V = 8192, 2304, 256000    36.7 and 45 ms
@@ -78,7 +82,7 @@ from .shapes import (
 
 
 class Forward(Statistics):
-    """A walk over the rows that computes statistics per tile and merges them."""
+    """The forward pass over all rows, which computes statistics per tile and merges them."""
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.given = given._replace(
@@ -139,7 +143,7 @@ class Forward(Statistics):
 
 
 class _Gradient:
-    """Writes G of some rows and classes, from known row statistics."""
+    """Writes the gradient G for some rows and classes, from known statistics of the rows."""
 
     def __init__(
         self,
@@ -166,7 +170,7 @@ class _Gradient:
         # hidden states that are not gathered, the order of their rows, and the stride of rows
         where: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
     ) -> None:
-        """Compute logits again and write their gradient."""
+        """Compute the logits again and write their gradient."""
         shapes, settings, kept = self.shapes, self.settings, self.selection.kept
         start(
             kernels._linear_cross_entropy_hopper_gradient_kernel,
@@ -185,7 +189,7 @@ class _Gradient:
 
 
 class BackwardByClasses(Differentiating):
-    """A walk over blocks of classes: it computes dC of a block completely, and adds up dE in
+    """A backward pass by blocks of classes: it computes all of dC for a block, and adds up dE in
     fp32."""
 
     def __init__(
@@ -243,11 +247,13 @@ class BackwardByClasses(Differentiating):
         self._finish_hidden()
 
     def _blocks_inside(self) -> Iterator[Block]:
-        """Use the last rows of the weight gradient as scratch memory, and compute those rows last.
+        """Use the last rows of the weight's gradient as temporary memory, and compute those rows
+        last.
 
-        Their classes' contribution to the hidden gradient is computed first, while these rows are
-        still scratch memory; so the logits of these classes are computed twice. When the hidden
-        gradient is done, its sums are freed, and G uses only rows that are not yet written.
+        The contribution of their classes to the hidden states' gradient is computed first, while
+        these rows are still temporary memory; so the logits of these classes are computed twice.
+        When the hidden states' gradient is complete, its sums are freed, and G uses only rows that
+        are not yet written.
         """
         room = self.inside
         assert room is not None
@@ -277,7 +283,7 @@ class BackwardByClasses(Differentiating):
             first += width
 
     def _finish_hidden(self) -> None:
-        """Round the sums of the hidden gradient."""
+        """Round the sums of the hidden states' gradient to its dtype."""
         if self.sums is None:
             return
         if self.selection.place is None:
@@ -330,7 +336,7 @@ class BackwardByClasses(Differentiating):
 class ByRows(RowWalk):
     """A walk over blocks of R rows that computes X of a block, and the gradients from X.
 
-    X has R rows and the vocabulary in whole tiles as columns. Up to a factor per row, it is the
+    X has R rows and the vocabulary in whole tiles as columns. Up to a factor per row, X is the
     gradient of the block's logits. `step` is R, `columns` the width of a tile of X and `tiles`
     their number.
     """
@@ -338,9 +344,10 @@ class ByRows(RowWalk):
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], *, height: int = 0
     ) -> None:
-        """Allocate the buffers of the walk.
+        """Allocate the buffers for all blocks.
 
-        `height`, if not 0, is the block height that all ranks use: whole tiles of rows.
+        `height`, if it is not 0, is the block height that all ranks use, a multiple of the tile
+        height.
         """
         self.shapes = shapes = shapes_for(given.hidden.device)
         super().__init__(given, settings, output_mask, shapes)
@@ -434,7 +441,7 @@ class ByRows(RowWalk):
 
 
 class BackwardByRows(ByRows):
-    """The walk whose X equals G, with a factor of 1 per row."""
+    """The backward pass by blocks of rows, in which X equals G and the factor of each row is 1."""
 
     def __init__(
         self,
@@ -467,7 +474,8 @@ class BackwardByRows(ByRows):
 
 
 class Total(ByRows, Statistics):
-    """The walk that computes logits once, and gradients from the same logits."""
+    """Computes a loss that is one number: the logits once, and the gradients from the same
+    logits."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.given, self.ranks = given, given.ranks
@@ -543,7 +551,8 @@ class Total(ByRows, Statistics):
         )
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Exchange the statistics of these rows with other ranks, and finish the rows with them."""
+        """Exchange the statistics of these rows with other ranks, and compute the rows' losses from
+        all of them."""
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))
@@ -577,9 +586,9 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> BackwardByRows | BackwardByClasses:
-    """Return the walk that computes the gradients that `output_mask` requests.
+    """Return the backward pass that computes the gradients that `output_mask` requests.
 
-    Blocks of rows are faster and take more memory, so they serve the automatic workspace.
+    Blocks of rows are faster and take more memory, so they are used if the workspace is automatic.
     """
     is_by_rows = triton_compat.has_gluon() and not settings.workspace
     if is_by_rows and given.hidden.dtype == torch.bfloat16:
@@ -611,5 +620,5 @@ def add_columns(
 
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
-    """Return whether a tile of G needs only the registers of the plain loss."""
+    """Return whether a tile of G needs only the registers that the plain loss needs."""
     return bias is None and not (settings.softcap or settings.with_logit_sum)

@@ -1,22 +1,23 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `hopper`: products whose epilogue turns a tile of logits into results.
+"""The kernels of `hopper`: matrix products whose epilogue turns a tile of logits into results.
 
-A tile of logits is used in one of three ways. It is reduced to statistics of its rows. Or it
-becomes a tile of the gradient G of the logits, if the statistics are known. Or it becomes a tile of
-X, if they are not known yet. X_ij = exp(z_ij - base_i), times dz/ds if there is a softcap, rounded
-once to 16 bits. base_i is a number near the row's largest logit. It is known before the logits are,
-so X does not wait for the log-sum-exp. The factor that turns X into gradients, exp(base_i - lse_i)
-times the scale, is one number per row; the two products of X apply it. At a row's target X has (p -
-1) / factor, so that no difference cancels in 16 bits. If ranks hold parts of the vocabulary, they
-exchange their log-sum-exps after X is written.
+The epilogue uses a tile of logits in one of three ways. The epilogue reduces the tile to statistics
+of its rows. Or it writes a tile of the logits' gradient G, if the statistics are known. Or it
+writes a tile of X, if the statistics are not known yet. X_ij = exp(z_ij - base_i), times dz/ds if
+there is a softcap, rounded once to 16 bits. base_i is a number near the row's largest logit. This
+base is known before the logits are, so writing X does not wait for the log-sum-exp. The factor that
+turns X into gradients, exp(base_i - lse_i) times the scale, is one number per row; the two products
+of X apply it. At the target of a row, X contains (p - 1) / factor, so that no difference cancels in
+16 bits. If ranks have parts of the vocabulary, they exchange their log-sum-exps after X is written.
 
-Products are persistent: each program walks over output tiles, so that the loads of the next tile
-run under the epilogue of the last one. Rows are compact: ignored rows are left out. Kernels read
-the number of remaining rows on the GPU (`kept_ptr`); the host never reads it. Logits are in base 2:
-z2 = z * log2(e).
+Each program computes several output tiles, one after the other, and loads the operands of the next
+tile during the epilogue of the last one. Rows are compact, which means that ignored rows are left
+out. Kernels read the number of remaining rows on the GPU (`kept_ptr`); the CPU never reads it.
+Logits are in base 2: z2 = z * log2(e).
 
-Axis letters: n rows, v columns (vocabulary), d features. BM x BN is an output tile, BK a step.
-UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+Names of axes: n rows, v columns (vocabulary), d features. BM x BN is the shape of an output tile,
+and BK the length of a step of its sum. With UPCAST, operands are widened to fp32, because the
+interpreter cannot multiply bf16.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ HEAVIEST = tl.constexpr(2.0**96)
 
 @triton.jit
 def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexpr):
-    """Return the tile of hidden @ weight.T for a block of rows and a block of columns."""
+    """Return the matrix product hidden @ weight.T for a block of rows and a block of columns."""
     row_block, column_block = blocks
     ROWS: tl.constexpr = hidden_desc.block_shape[0]
     COLUMNS: tl.constexpr = weight_desc.block_shape[0]
@@ -61,9 +62,10 @@ def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexp
 
 @triton.jit
 def _place(tile, row_blocks, column_blocks, C: tl.constexpr):
-    """Return the row block and the column block of a tile.
+    """Return the row block and the column block of a tile, given its number.
 
-    Tiles are visited GROUP row blocks at a time, whose rows and a few columns stay in the L2 cache.
+    Tiles are numbered so that GROUP row blocks are processed together, with their rows and a few
+    columns in the L2 cache.
     """
     group = tile // (C.GROUP * column_blocks)
     local = tile % (C.GROUP * column_blocks)
@@ -207,9 +209,9 @@ def _linear_cross_entropy_hopper_merge_kernel(
 
 @triton.jit
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
-    """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero.
+    """Return G = dloss/ds for one tile in fp32; rows and columns that do not exist are zero.
 
-    `place` has the rows' indices, a mask of the rows that exist, and the columns' indices.
+    `place` contains the rows' indices, a mask of the rows that exist, and the columns' indices.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -268,7 +270,7 @@ def _linear_cross_entropy_hopper_gradient_kernel(
     cap,  # scale and softcap
     C: tl.constexpr,  # GATHER: read the hidden states row by row, without a gathered copy
 ):
-    """Recompute the logits of `width` columns and write their gradient G in the input dtype."""
+    """Compute the logits of `width` columns again and write their gradient G in the input dtype."""
     rows_here = group_rows
     if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
@@ -304,9 +306,9 @@ def _linear_cross_entropy_hopper_gradient_kernel(
 
 @triton.jit
 def _store_tile(desc, at, tile, ADD: tl.constexpr, C: tl.constexpr):
-    """Write a tile in quarters, or add it to the stored tile.
+    """Write a tile in quarters, or add it to the tile in memory.
 
-    Only one program of a launch has this tile.
+    Only one program of a launch computes this tile.
     """
     row, first = at
     ROWS: tl.constexpr = tile.shape[0]
@@ -342,9 +344,10 @@ def _linear_cross_entropy_hopper_class_products_kernel(
     C: tl.constexpr,
     # ADD: add to grad_hidden instead of overwriting it
 ):
-    """Write dC = G^T E of these columns, then add G C to dE, in one launch.
+    """Write dC = G^T E for these columns, then add G C to dE, in one launch.
 
-    The second product's tiles fill the multiprocessors that the first one's last wave leaves idle.
+    The second product's tiles use the multiprocessors that the first product's last wave of
+    programs leaves idle.
     """
     rows_here = rows
     if C.HAS_KEPT:
@@ -406,10 +409,10 @@ def _linear_cross_entropy_hopper_base_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Write the logit of a row's target as its base.
+    """Write each row's base, from which its logits are subtracted: the logit of its target.
 
-    A trained model's largest logit is slightly above it. If another rank has the target, the base
-    is another class's logit.
+    In a trained model, a row's largest logit is slightly above this base. If another rank has the
+    target, the base is the logit of another class.
     """
     row = tl.program_id(0)
     is_row = row < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -521,10 +524,11 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Merge a row's statistics in a fixed order, after a check that its base is close enough.
+    """Merge a row's statistics in a fixed order, after a check that its base is close enough to its
+    largest logit.
 
-    If the vocabulary is split over ranks, another kernel finishes the loss; this kernel only writes
-    the values to exchange.
+    If the vocabulary is split over ranks, this kernel only writes the values to exchange, and
+    another kernel finishes the loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -580,7 +584,7 @@ def _linear_cross_entropy_hopper_loss_kernel(
 
 @triton.jit
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
-    """Write X at the target: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1."""
+    """Write X at the target of each row: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1."""
     ptrs, mask = at
     scale, softcap = cap
     x = (tl.exp2(-nll2) - 1.0) * mass
@@ -611,9 +615,9 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Finish a row with the values of all ranks.
+    """Finish the loss of a row with the values of all ranks.
 
-    They are merged in rank order, so all ranks get the same loss.
+    The values are merged in the order of the ranks, so all ranks get the same loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -681,9 +685,10 @@ def _linear_cross_entropy_hopper_products_kernel(
 ):
     """Write dE of a block of rows, and add the block's contribution to dC, in one launch.
 
-    The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
-    rows and fill the multiprocessors that dE leaves idle, during and after it. A program takes the
-    next tile when it has finished one. One program computes each tile, so the order changes no bit.
+    The few tiles of dE, which are sums over the vocabulary, come first; the many tiles of dC, which
+    are sums over the rows, fill the multiprocessors that dE leaves idle, during and after it. A
+    program takes another tile when it has finished one. Each tile is computed by one program, so
+    the order in which programs take tiles changes no bit.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     depth_blocks = tl.cdiv(depth, C.BN)

@@ -1,32 +1,32 @@
-"""The engine `library`: matrix products by cuBLAS, and one Triton pass over each product.
+"""The engine `library`: matrix products by cuBLAS, and one Triton kernel after each product.
 
 The forward pass computes, for each strip of classes, S = E C_v^T in fp32 (from 16-bit inputs). A
 kernel then merges S into a running maximum and sum per row.
 
 The backward pass computes the same strips of S again, for each block of classes. A kernel turns
-each strip into G in the input dtype. Then dC_v = G^T E is written into its rows of the weight
-gradient (once, without an fp32 copy), and G C_v is added to dE in fp32. G has a separate buffer.
-Writing it over the fp32 strip would save no memory, because a strip half or a quarter as wide as
+each strip into G in the input dtype. Then cuBLAS writes dC_v = G^T E into its rows of the weight's
+gradient (once, without an fp32 copy), and adds G C_v to dE in fp32. G has a buffer of its own.
+Writing G over the fp32 strip would save no memory, because a strip half or a quarter as wide as
 the block takes the same bytes; and results would depend on the order in which warps read and write.
 
-If the head is frozen and has a LoRA adapter, and the loss is one number, the engine takes one walk
-over blocks of rows. For each block, it computes S for the whole vocabulary once and adds the
-low-rank product. A kernel computes the rows' statistics from S, and then G from S. The engine
-computes dE and the gradient of `low` for these rows from G. It sums the gradient of `up` in fp32
-over the blocks.
+If the head is frozen and has a LoRA adapter, and the loss is one number, the engine processes
+blocks of rows instead. For each block, the engine computes S for the whole vocabulary once and adds
+the low-rank product. A kernel computes the rows' statistics from S, and then G from S. The engine
+computes dE and the gradient of `low` for these rows from G. The engine sums the gradient of `up` in
+fp32 over the blocks.
 
-No call waits for the GPU, reads a value on the host or depends on the data's values, so calls can
-be captured in CUDA graphs. No sum uses atomics.
+The CPU never waits for the GPU, reads no value from it, and launches kernels that do not depend on
+the data's values, so calls can be captured in CUDA graphs. Sums use no atomic operations.
 
-Expected time on an H200, forward plus backward, as a floor:
+The expected time on an H200, forward plus backward, is at least:
     4 * 2NDV / 790e12       four products (forward, recompute, dC, dE)
     + 10 NV / 4.28e12       S read in forward; S read and G written in backward (16-bit inputs)
     + 8 ND * blocks / 4.28e12   dE read and written once per block
     (+ 8 NV / 4.28e12       S written twice, partly hidden behind the product that writes it)
-For N, D, V = 16384, 2048, 128256: 43.6 + 4.9 + 2.0 (+ 3.9) ms.
-For N, D, V = 8192, 2304, 256000: 48.9 + 4.9 + 2.4 (+ 3.9) ms.
-In one walk: 2 * 2NDV / 790e12 and, in 16 bits, 26 NV / 4.28e12 (S written, added to and read twice;
-G written and read by three products). For N, D, V = 8192, 4096, 128256: 21.8 + 6.4 ms.
+For N, D, V = 16384, 2048, 128256: 43.6 + 4.9 + 2.0 (+ 3.9) ms. For N, D, V = 8192, 2304, 256000:
+48.9 + 4.9 + 2.4 (+ 3.9) ms. For a frozen head with an adapter: 2 * 2NDV / 790e12 and, in 16 bits,
+26 NV / 4.28e12 (S written, added to and read twice; G written and read by three products). For N,
+D, V = 8192, 4096, 128256: 21.8 + 6.4 ms.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from .shapes import (
 
 
 class Forward(Statistics):
-    """A walk over the classes that keeps a few numbers per row."""
+    """A forward pass over blocks of classes, which keeps a few numbers per row."""
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.given, self.settings = _readable(given), settings
@@ -84,7 +84,7 @@ class Forward(Statistics):
 
 
 class Backward(Differentiating):
-    """A walk over the classes that computes the logits again, strip by strip."""
+    """A backward pass over blocks of classes, which computes the logits again, strip by strip."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """A walk over the rows of a frozen head with a LoRA adapter."""
+    """The loss and gradients of a frozen head with a LoRA adapter, by blocks of rows."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.request, self.given = given, _readable(given.operands)
@@ -241,11 +241,11 @@ def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
 def _merge(
     s: Tensor, given: Operands, state: Tensor, found: RowResults, first: int, settings: Settings
 ) -> None:
-    """Merge a strip of products, fp32 (N, W), into the state, (N, STATE).
+    """Merge a strip of products, fp32 (N, W), into the running statistics of the rows, (N, STATE).
 
-    The strip starts at column `first`.
+    The strip begins at the class `first`.
 
-    The last strip also writes the results.
+    The last strip of a call also writes the results.
     """
     (_, weight, bias, target, column_weight, *_), (rows, width) = given, s.shape
     start(
@@ -274,10 +274,10 @@ def _differentiate(
     first: int,
     settings: Settings,
 ) -> None:
-    """Turn a strip of products into gradients with respect to the products.
+    """Turn a strip of products into the gradients of these products.
 
     `g`, in the input dtype, has unit stride along columns and may be `s` itself; `grads` are the
-    contiguous fp32 gradients of the results per row.
+    contiguous fp32 gradients of the per-row results.
     """
     (_, _, bias, target, column_weight, *_), (rows, width) = given, s.shape
     block = library_block(width)
@@ -304,7 +304,8 @@ def _widths(given: Operands, settings: Settings) -> Widths:
 
 
 def _readable(given: Operands) -> Operands:
-    """Return operands that kernels and cuBLAS can read; copies are made here, once per call."""
+    """Return operands that kernels and cuBLAS can read, with copies where needed, made once per
+    call."""
     hidden, weight, bias, target, column_weight, low, up = given
     return Operands(
         hidden if 1 in hidden.stride() else hidden.contiguous(),

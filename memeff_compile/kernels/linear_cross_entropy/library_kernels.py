@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of `library`: one turns products into row statistics, the other into gradients.
+"""The two kernels of `library`: one turns matrix products into row statistics, the other into
+gradients.
 
-Each program owns one row of an N x W block of fp32 products, so no sum crosses programs, and every
-run gives the same bits. 16-bit vectors are converted to fp32 right after each load, so all
-arithmetic is fp32, on the GPU and under Triton's interpreter.
+Each program processes one row of an N x W block of fp32 products, so no sum is shared by programs,
+and every run gives the same bits. 16-bit vectors are converted to fp32 right after each load, so
+all arithmetic is fp32, on the GPU and under Triton's interpreter.
 
-Axis letters: rows are tokens, columns are vocabulary entries counted from `first_column`.
+Names of axes: rows are tokens, columns are vocabulary entries counted from `first_column`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Bytes before and after, as formulas in N (rows), D (hidden size) and V (vocabulary).
+"""Return bytes before and after the rewrite, as formulas in N (rows), D (hidden size) and V
+(vocabulary).
 
-The formulas count the dominant buffers in addition to the inputs and the returned gradients.
+The formulas count the largest buffers besides the inputs and the returned gradients.
 `before` counts the full N x V buffers of a model without this op. `after` is an upper bound of the
 op's bytes: blocks, per-row vectors and the fp32 sum of the hidden gradient.
 """
@@ -51,17 +52,17 @@ def bytes_before(
     training: bool = True,  # whether gradients follow
     compiled: bool = True,  # Inductor if true, eager otherwise
 ) -> sympy.Expr:
-    """Return the peak bytes of N x V buffers that the loss takes without this op.
+    """Return the peak bytes of the N x V buffers for the loss without this op.
 
-    Compiled by Inductor: one logits tensor in the compute dtype, which the backward pass overwrites
+    Inductor allocates one logits tensor in the compute dtype, which the backward pass overwrites
     with the gradient. If the logits are returned to the user, the gradient needs a second tensor.
     Casts and log_softmax are fused into other kernels. Measured at N, V = 8192, 256000 in bf16:
     4001 MiB, formula 4000.
 
-    Eager forward: the logits, an fp32 copy if there is a cast, and the output of log_softmax. Eager
-    backward: that output, its gradient and the gradient of its input, each in the cast's dtype, and
-    the logits if they are returned. Measured at the same shape: 24000 MiB (22839 beyond the two
-    gradients, which do not exist yet at the peak), formula 24000.
+    In eager mode, the forward pass has the logits, an fp32 copy if there is a cast, and the output
+    of log_softmax. Eager backward: that output, its gradient and the gradient of its input, each in
+    the cast's dtype, and the logits if they are returned. Measured at the same shape: 24000 MiB
+    (22839 beyond the two gradients, which do not exist yet at the peak), formula 24000.
     """
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits
@@ -76,7 +77,8 @@ def bytes_before(
 
 
 class How(NamedTuple):
-    """The properties that a call's bytes depend on besides its sizes N, D and V."""
+    """The properties of a call, besides its sizes N, D and V, that decide how many bytes it
+    needs."""
 
     dtype: torch.dtype  # dtype of hidden and weight
     engine: str  # "hopper", "library" or "reference", as `engine_for` says
@@ -89,15 +91,15 @@ class How(NamedTuple):
 
     @property
     def goes_by_rows(self) -> bool:
-        """Return whether the backward pass of `hopper` may go over blocks of rows."""
+        """Return whether the backward pass of `hopper` may process blocks of rows."""
         is_served = self.engine == "hopper" and self.dtype == torch.bfloat16
         return is_served and self.training and not self.workspace
 
 
 class Pieces(NamedTuple):
-    """Holds the size of the block of logits that exists at one time.
+    """The size of the block of logits that exists at one time.
 
-    The size has the block's bytes, and the number of columns whose weights are copied.
+    The fields are the block's bytes, and the number of columns whose weights are copied.
     """
 
     bytes: sympy.Expr
@@ -109,11 +111,12 @@ def bytes_after(
 ) -> sympy.Expr:
     """Return an upper bound of the op's bytes in addition to inputs and returned gradients.
 
-    The bound is the larger of forward and backward. It counts the workspace of blocks (each at most
-    half as wide as a vocabulary of more than 64 columns), the vectors of N elements, and for 16-bit
-    inputs the fp32 sum of the hidden gradient (4ND). `reference` adds the fp32 copies of 16-bit
-    hidden states and of blocks of the weight, and on a CPU the copies of the rows that are not
-    ignored. `how` is a `How`; `pieces` are symbols for a short formula, by default `piece_sizes`.
+    The bound is the larger one of forward and backward pass. The bound counts the workspace of
+    blocks (each at most half as wide as a vocabulary of more than 64 columns), the vectors of N
+    elements, and for 16-bit inputs the fp32 sum of the hidden gradient (4ND). `reference` adds the
+    fp32 copies of 16-bit hidden states and of blocks of the weight, and on a CPU the copies of the
+    rows that are not ignored. `how` is a `How`; `pieces` may be symbols, for a short formula, and
+    are by default the result of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given
@@ -134,7 +137,7 @@ def bytes_after(
 def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
     """Return an upper bound of the size of the blocks of logits that exist at one time.
 
-    `how` is a `How`.
+    `how` has the fields of `How` as keyword arguments.
     """
     given = How(**how)
     dtype, engine, device_type, workspace, has_softcap, with_entropy, training, _ = given
@@ -183,9 +186,9 @@ def total_bytes(
     """Return an upper bound of the bytes of a loss that is one number, besides inputs, gradients
     and 64 bytes per row.
 
-    On a GPU: X, the statistics of its tiles and the rows times their scale. In plain PyTorch: a
-    block of logits, two more with a softcap, the rows that count and, for 16-bit inputs, the fp32
-    sums of the weight's gradient and a block of the weight.
+    On a GPU, these are X, the statistics of its tiles, and the rows times their scale. In plain
+    PyTorch, these are a block of logits, two more with a softcap, the rows that count and, for
+    16-bit inputs, the fp32 sums of the weight's gradient and a block of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
@@ -202,7 +205,7 @@ def total_bytes(
 def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
-    """Return the upper bound of `total_bytes` for a frozen head with a LoRA adapter, in
+    """Return the upper bound that `total_bytes` has for a frozen head with a LoRA adapter, in
     `library`."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
@@ -217,9 +220,10 @@ def hopper_bytes(
     *,
     gradient_filter: str = "exact",
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes of a walk over blocks of rows.
+    """Return an upper bound of the bytes of `hopper` when it processes blocks of rows.
 
-    If N is a symbol, the bound holds for every N. Under a filter the walk has other buffers.
+    If N is a symbol, the bound is valid for every N. Under a gradient filter, `hopper` has other
+    buffers.
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     if leaves_out(gradient_filter, depth):

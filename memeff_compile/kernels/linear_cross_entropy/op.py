@@ -16,10 +16,10 @@ of a rank, their merging, a rank's total, and the total that all ranks use. Four
 these seven ops, so that graphs are easy to read: `_adapted` and `_adapted_total` (a head with a
 LoRA adapter), `_over_ranks` and `_total_over_ranks` (a head over ranks).
 
-Each argument of an op costs the host some microseconds, so the many settings for ranks are not
-options of the ops for one process.
+Each argument of an op costs the CPU some microseconds, so the many settings for ranks are not
+arguments of the ops for one process.
 
-Ops are functional, opaque to Inductor and unaffected by autocast.
+All ops are functional, opaque to Inductor and unaffected by autocast.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def supports(
 ) -> str | None:
     """Return the reason why the op does not support these inputs, or None if it does.
 
-    The check reads dtypes, devices, layouts and sizes, never values, of real or fake tensors. It
-    adds no guard: the op checks symbolic sizes at run time.
+    The check reads dtypes, devices, layouts and sizes of real or fake tensors, and never their
+    values. The check adds no guard: the op checks symbolic sizes at run time.
     """
     given = Operands(hidden, weight, bias, target, column_weight, low, up)
     return (
@@ -192,7 +192,7 @@ def _shape_fault(given: Operands) -> str | None:
 
 
 def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
-    """Return the pairs of sizes that must agree, each with the sentence of the error."""
+    """Return the pairs of sizes that must be equal, each with the sentence of the error."""
     hidden, weight, bias, target, column_weight, low, up = given
     vocab, depth = weight.shape
     of_depth = (
@@ -222,7 +222,7 @@ def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
 
 
 def check_sizes(given: Operands) -> None:
-    """Raise an error if sizes, which may be symbols, do not agree."""
+    """Raise an error if sizes, which may be symbols, are not equal."""
     for seen, needed, sentence in _size_pairs(given):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
 
@@ -247,7 +247,8 @@ _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_p
 
 
 def _called(*tensors: Any, **settings: Any) -> _Forward:
-    """Return a checked call; the dispatcher omits settings that equal their defaults."""
+    """Return a checked call, with the settings that the dispatcher omits because they equal their
+    defaults."""
     checked = {name: settings[name] for name in _CHECKED if name in settings}
     require("linear_cross_entropy", supports(*tensors, **checked))
     return _Forward(Operands(*tensors), Settings(**settings).served())
@@ -280,7 +281,7 @@ def _fake_backward(given: _Backward) -> tuple[Tensor, ...]:
 
 
 def _fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Return empty gradients of the operands, where requested."""
+    """Return empty tensors for the gradients that are requested."""
 
     def empty(of: Tensor | None, is_needed: bool) -> Tensor:
         if of is None or not is_needed:

@@ -1,12 +1,12 @@
-"""The engine `reference`: the formula in plain PyTorch, block by block; any device.
+"""The engine `reference`: the formula in plain PyTorch, for one block at a time, on any device.
 
-16-bit and fp32 inputs are multiplied to fp32 products, which enter exp without rounding; fp64 stays
-fp64. Gradients of the products are computed in full precision, including the target's term. For a
-loss per row, the engine walks over the classes, and rounds these gradients once to the input dtype,
-like `library`. For a loss that is one number, it walks over the rows: the logits of a block and the
-whole vocabulary are computed once, become row statistics, and are then replaced by their gradient.
-The weight's gradient is summed over blocks in the wide dtype. On a CPU, rows with an ignored target
-are left out, because reading targets needs no synchronisation there.
+For 16-bit and fp32 inputs, products are fp32 and enter exp without rounding; fp64 stays fp64.
+Gradients of the products are computed in full precision, including the target's term. For a loss
+per row, the engine processes blocks of classes, and rounds these gradients once to the input dtype,
+like `library`. For a loss that is one number, the engine processes blocks of rows: the logits of a
+block are computed once for the whole vocabulary, become row statistics, and are then replaced by
+their gradient. The weight's gradient is summed over blocks in the wide dtype. On a CPU, rows with
+an ignored target are left out, because reading targets there does not mean waiting.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ LOG_ZERO = -1000.0
 
 
 class Forward(Statistics):
-    """A walk over the classes that keeps each row's maximum and sums relative to it."""
+    """A forward pass over blocks of classes, which keeps each row's maximum and sums relative to
+    it."""
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.settings, self.rows = settings, given.target.shape[0]
@@ -125,11 +126,11 @@ class Forward(Statistics):
 
 
 class _Factors(NamedTuple):
-    """Holds, for each row, the factors of four terms of the gradient.
+    """The factors, for each row, of the four terms of the gradient.
 
-    The terms are p, 1(j = target), the column's weight, and p (log p + entropy). Every term would
-    be multiplied by the scale at the end, so the gradients per row (N elements each) are scaled
-    instead.
+    The terms are p, 1(j = target), the column's weight, and p (log p + entropy). Every term has to
+    be multiplied by the scale, so the gradients per row (N elements each) are scaled instead,
+    before.
     """
 
     probability: Tensor
@@ -139,7 +140,7 @@ class _Factors(NamedTuple):
 
 
 class Backward(Differentiating):
-    """A walk over the classes that computes the logits again."""
+    """A backward pass over blocks of classes, which computes the logits again."""
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class Backward(Differentiating):
             self.grad_hidden.addmm_(g, weight)
 
     def _differentiate(self, g: Tensor, block: Block) -> None:
-        """Turn scaled products into the gradient of the products, in place."""
+        """Turn scaled products into the gradient of the products, in the same memory."""
         (_, first, stop), settings, factors = block, self.settings, self.factors
         slope = None
         if self.slopes is not None:
@@ -255,7 +256,8 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """A walk over the rows that turns logits into probabilities, then into their gradients."""
+    """The loss and gradients by blocks of rows: logits become probabilities, and then their
+    gradients."""
 
     def __init__(self, given: ScalarLoss) -> None:
         hidden, weight, bias, target = given[:4]
@@ -350,7 +352,8 @@ class Total(Statistics, Differentiating):
             self.grad_hidden[self.here] = part.to(self.grad_hidden.dtype)
 
     def _columns(self) -> list[tuple[int, int]]:
-        """Return spans of columns; a weight to be widened is cut to the logits' buffer size."""
+        """Return ranges of columns; if the weight must be widened, the copied part is no larger
+        than the buffer for logits."""
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]
@@ -372,23 +375,24 @@ forward, backward, total = Forward, Backward, Total
 def _rows(
     kept: Tensor | None, hidden: Tensor, target: Tensor, low: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states, targets and `low` of the kept rows, or of all if `kept` is None."""
+    """Return hidden states, targets and `low` of the kept rows, or of all rows if `kept` is
+    None."""
     if kept is None:
         return hidden, target, low
     return hidden[kept], target[kept], None if low is None else low[kept]
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Return `rows` rows: those at the indices `kept` come from `part`, the others are zero."""
+    """Return `rows` rows: `part` at the indices `kept`, and zeros elsewhere."""
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole
 
 
 def _width(dtype: torch.dtype, rows: int, weight: Tensor, given: Settings, *, forward: bool) -> int:
-    """Return the width of a block.
+    """Return the number of columns in a block.
 
-    It is chosen for the number of all rows, including ignored ones.
+    This number depends on the number of all rows, including ignored ones.
     """
     per_logit = reference_bytes_per_logit(
         dtype.itemsize, given.softcap > 0, not forward, given.with_entropy
@@ -402,9 +406,9 @@ def _scaled_products(
     scale: float,
     out: Tensor,
 ) -> tuple[Tensor, Any]:
-    """Write scale * (hidden @ weight.T + low @ up.T + bias) of a block of classes into `out`.
+    """Write scale * (hidden @ weight.T + low @ up.T + bias) for a block of classes into `out`.
 
-    Return the block's rows of weight and up in the wide dtype.
+    Return the rows of weight and up for the block, in the wide dtype.
     """
     here, dtype = slice(block.first, block.stop), out.dtype
     weight = given.weight[here].to(dtype)
@@ -426,7 +430,7 @@ def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _round(g: Tensor, dtype: torch.dtype) -> None:
-    """Round numbers of a wide dtype to those of another, in place."""
+    """Round the numbers of a tensor with a wide dtype to another dtype, in place."""
     if g.dtype != dtype:
         g.copy_(g.to(dtype))
 

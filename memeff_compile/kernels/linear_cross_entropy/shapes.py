@@ -1,4 +1,4 @@
-"""All sizes in this folder: of blocks of rows and of classes, of tiles, of launches.
+"""All sizes in this folder: of blocks of rows and classes, of tiles, and of launches.
 
 Axis letters as in `_head_loss.shapes`. Engines walk over the rows or over the vocabulary in blocks,
 so that the transient is R x V or N x W, and N x V only if the workspace has room for it.
@@ -27,7 +27,7 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether a workspace is too small for anything but the minimal mode."""
+    """Return whether a workspace is so small that only the minimal mode is possible."""
     return 0 < workspace <= MINIMAL_BYTES
 
 
@@ -65,7 +65,8 @@ def reference_bytes_per_logit(
 def reference_columns(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose the width of a block of classes within the workspace; 0 means automatic."""
+    """Choose the number of columns in a block of classes within the workspace; a workspace of 0 is
+    automatic."""
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
@@ -75,7 +76,8 @@ def reference_columns(
 def reference_rows(
     rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
-    """Return how many rows of wide logits exist at once, at most half; workspace 0 is automatic."""
+    """Return how many rows of wide logits exist at once, at most half of all rows; a workspace of 0
+    is automatic."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else REFERENCE_MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -104,7 +106,8 @@ _SECONDS_PER_BYTE = 1 / 4.28e12
 
 
 class Widths(NamedTuple):
-    """Columns of products (`strip`) and of gradients (`block`) that exist at one time."""
+    """The numbers of columns of products (`strip`) and of gradients (`block`) that exist at one
+    time."""
 
     strip: int
     block: int
@@ -114,7 +117,7 @@ class Widths(NamedTuple):
 def library_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose the widths of strips and blocks within the workspace; 0 means automatic.
+    """Choose the widths of strips and blocks within the workspace; a workspace of 0 is automatic.
 
     For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
     gets half of the budget, and a block of gradients in the input dtype (2 bytes). For fp32 inputs
@@ -134,7 +137,8 @@ def library_widths(
 
 
 def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
-    """Return the cheapest width in (limit / 2, limit] by the model of `_block_seconds`."""
+    """Return the width in (limit / 2, limit] with the least time by the model of
+    `_block_seconds`."""
     if limit < 256:
         return _round_down(limit, MIN_WIDTH)
     step = 128 * -(-limit // (128 * 64))  # at most 64 candidates
@@ -146,19 +150,21 @@ def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
 
 
 def _block_seconds(width: int, depth: int, processors: int) -> float:
-    """Model one block's weight-gradient product in 128 x 256 tiles, plus its hidden-gradient sum.
+    """Model the time of one block's weight-gradient product in 128 x 256 tiles, plus that of its
+    hidden-gradient sum.
 
-    Both costs are per row. The other two products cost the same per column at any width.
+    The result is in seconds per row. The other two products take the same time per column
+    at any width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
 
 
 def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
-    """Return how many rows a block of a head with a LoRA adapter has.
+    """Return the number of rows in a block, for a head with a LoRA adapter.
 
-    A block has fp32 products and, for 16-bit inputs, G. The automatic size is three sixteenths of
-    the bytes of all logits in the head's dtype, up to 544 MiB.
+    A block needs memory for fp32 products and, for 16-bit inputs, for G. By default, a block takes
+    three sixteenths of the bytes that all logits take in the head's dtype, up to 544 MiB.
     """
     n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
     share = sympy.Rational(3, 16) * itemsize * n * vocab
@@ -169,9 +175,9 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 
 
 def library_block(width: int) -> int:
-    """Return how many columns a program processes at once, at most 2048.
+    """Return how many columns a program processes at once: at most 2048.
 
-    For strips of 64 columns it is 128.
+    For strips of 64 columns, the result is 128.
     """
     return min(LIBRARY_MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))
 
@@ -206,8 +212,8 @@ SUMMED_COLUMNS, SUMMED_ROWS = 128, 64
 class Shapes(NamedTuple):
     """Tiles, warps and pipeline stages of the kernels on one kind of GPU.
 
-    `rows` x `columns` is an output tile and `step` a step along the summed axis. `programs` is how
-    many run at a time: one per multiprocessor.
+    `rows` x `columns` is the shape of an output tile, and `step` the length of a step along the
+    summed axis. `programs` is how many run at a time: one per multiprocessor.
     """
 
     rows: int
@@ -231,14 +237,14 @@ class Shapes(NamedTuple):
         }
 
     def gradient_columns(self, *, is_plain: bool) -> int:
-        """Return the width of a tile of G: narrower with a softcap, a bias or gathered rows, which
-        take registers."""
+        """Return the number of columns in a tile of G, which is smaller if a softcap, a bias or
+        gathered rows need registers."""
         return self.columns if is_plain else self.rows
 
 
 @lru_cache(maxsize=64)
 def shapes_for(device: torch.device) -> Shapes:
-    """Return the tile shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
+    """Return the tile shapes for a GPU, or small ones for Triton's interpreter without a GPU."""
     if device.type != "cuda":
         return Shapes(32, 64, 16, 4, 1, False, 2, is_interpreted=True)
     return shapes_for_programs(processors(device))
@@ -250,14 +256,16 @@ def shapes_for_programs(programs: int) -> Shapes:
 
 
 def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
-    """Return rows and columns of a tile of dE and dC: the shape that has fewer unused columns."""
+    """Return rows and columns of a tile of dE and dC: of two shapes, the one that has fewer unused
+    columns."""
     rows, columns = shapes.rows, shapes.columns
     is_turned = 0 < depth % columns <= rows
     return (columns, rows) if is_turned else (rows, columns)
 
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
-    """Return how many rows a forward block has: whole tiles, in blocks of about equal height."""
+    """Return the number of rows in a forward block: whole tiles, such that blocks have about equal
+    height."""
     tiles = -(-rows // shapes.rows)
     count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
     return -(-tiles // count) * shapes.rows
@@ -265,10 +273,10 @@ def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
 
 @lru_cache(maxsize=1024)
 def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
-    """Choose how many columns of G the backward pass needs at once.
+    """Choose how many columns of G the backward pass computes at once.
 
-    Within the budget, and at most half the vocabulary, it is the width whose launches leave the
-    fewest multiprocessors idle in their last waves. A workspace of 0 is automatic.
+    Of the widths within the budget, and up to half the vocabulary, it is the one whose launches
+    leave the fewest multiprocessors idle in their last waves. A workspace of 0 is automatic.
     """
     step = shapes.columns
     budget = workspace or max(HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW * rows)
@@ -280,7 +288,8 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
 
 
 def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> float:
-    """Model the time of backward, in steps of one output tile along the summed axis."""
+    """Model the time of the backward pass, in units of one step of an output tile along the summed
+    axis."""
     whole, rest = divmod(vocab, width)
     units = whole * _block_units(rows, depth, width, shapes)
     return units + (_block_units(rows, depth, rest, shapes) if rest else 0)
@@ -303,12 +312,12 @@ def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
 
 
 class Room(NamedTuple):
-    """The memory in which a minimal backward pass works: the rows of the weight gradient from
+    """The memory in which a minimal backward pass works: the rows of the weight's gradient from
     `first_column` on.
 
-    Example: with 8 rows of 4 features, columns of G take twice the bytes of columns of the weight
-    gradient, so a block that ends at the last column leaves room for one third of the remaining
-    columns.
+    Example: with 8 rows of 4 features, a column of G takes twice the bytes of a column of the
+    weight's gradient, so a block that ends at the last column leaves memory for one third of the
+    remaining columns.
     """
 
     first_column: int
@@ -320,7 +329,8 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many columns fit into memory in front of their own G, which is at the end.
+        """Return how many columns of the weight's gradient can be computed while their G is stored
+        after them, at the end of the same memory.
 
         Return 0 if no columns fit.
         """
@@ -331,8 +341,8 @@ class Room(NamedTuple):
 def room_inside(
     rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_hidden: bool
 ) -> Room | None:
-    """Return the plan of a backward pass inside the weight gradient, or None if that is too
-    small."""
+    """Return the plan of a backward pass that uses only the weight's gradient as memory, or None if
+    that is too small."""
     step = shapes.columns
     sums = 2 * rows if needs_hidden else 0  # columns whose memory holds the hidden gradient's sums
     half = vocab // 2 // step * step
@@ -346,7 +356,7 @@ def room_inside(
 
 
 def slices_of(depth: int, shapes: Shapes) -> int:
-    """Return how many slices of SLICE features whole tiles of a gradient have."""
+    """Return how many slices of SLICE features the whole tiles of a gradient have."""
     columns = product_tile(depth, shapes)[1]
     return -(-depth // columns) * columns // SLICE
 
@@ -359,10 +369,10 @@ def hopper_rows(
     workspace: int,  # the bytes of X; 0 is automatic
     shapes: Shapes,
 ) -> int:
-    """Return the rows of a block: whole tiles, in blocks of about equal height.
+    """Return the number of rows in a block: whole tiles, such that blocks have about equal height.
 
-    The number is the same on all GPUs, because ranks may have different GPUs and the report may be
-    made elsewhere.
+    The number is the same on all GPUs, because ranks may have different GPUs and the report may
+    come from another machine.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
     tiles, width = -(-rows // tile), -(-vocab // shapes.columns) * shapes.columns
@@ -376,8 +386,9 @@ def hopper_rows(
 
 
 def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
-    """Return the bytes of a walk over blocks of rows: X, statistics in the narrowest tiles, scaled
-    rows and partial sums of a block, and the scales of dC if there are several blocks.
+    """Return the bytes that `hopper` needs for blocks of rows: X, statistics for the narrowest
+    tiles, scaled rows and partial sums of a block, and the scales of dC if there are several
+    blocks.
     """
     width = -(-vocab // shapes.columns) * shapes.columns
     needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))
@@ -387,10 +398,11 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 
 @lru_cache(maxsize=1024)
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
-    """Return how many programs share the sum of one tile of dE.
+    """Return how many programs compute the sum for one tile of dE together.
 
-    A tile of dE sums over the vocabulary, which takes long, and a block of few rows has few such
-    tiles. One program would still compute its tile of dE when all others have finished dC.
+    A tile of dE is a sum over the vocabulary, which takes long, and a block with few rows has few
+    such tiles. With one program per tile, some programs would still compute dE when all others have
+    finished dC.
     """
     if rows > TALLEST_SPLIT:
         return 1

@@ -1,15 +1,16 @@
-"""A head whose classes are split over ranks: the statistics of each rank, and their merging.
+"""Compute the loss of a head whose classes are split over ranks: statistics of each rank, and their
+merging.
 
-Rank r of P has the rows of the weight that `torch.chunk` gives it. For a loss per row, one op
-computes the statistics of the rank's columns, k numbers per row. The statistics of all ranks are
-gathered. Another op merges them into the results of `linear_cross_entropy` for all classes:
+Of P ranks, rank r has the rows of the weight that `torch.chunk` assigns to it. For a loss per row,
+one op computes statistics of the rank's classes, k numbers per row. All ranks gather these
+statistics. Another op then merges them into the results of `linear_cross_entropy` for all classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)
     nll, lse, logit_sum, entropy, top = linear_cross_entropy_merge(every, h, W_r, None, y, ...)
 
-Gradients come from `linear_cross_entropy_backward` with the log-sum-exp and entropy of all classes,
-so that its softmax is that of the whole head.
+`linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy of all
+classes, so that its softmax is that of the whole head.
 
 A loss that is one number needs a row's softmax before its gradients, and no rank has all classes.
 So all ranks walk over the same blocks of rows and exchange once per block: each rank computes its
@@ -21,14 +22,15 @@ numbers of all ranks:
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
 A compiler does not see that the op in the middle gathers, and could move it past other collectives,
-differently on each rank, by its sizes. A compiler keeps the order of collectives that it sees, so a
-collective of one number before the op and one after it fix the op's position. All ranks get the
-first rank's total.
+by its sizes, differently on each rank. A compiler keeps the order of collectives that it sees, so a
+collective of one number before the op and one after it fix the op's position. All ranks use the
+total of the first rank.
 
 All ranks must have equally many rows, so they first gather their row counts; if these differ, every
-rank raises an error. The gathered data and the number of gathers follow from rows, the classes of
-all ranks, dtype, workspace and the kind of device; engines may differ from rank to rank. Each rank
-gets its own gradients: that of W_r, and the part of dh from W_r, which ranks have to add up.
+rank raises an error. The gathered data and the number of gathers depend only on the number of rows,
+the classes of all ranks, dtype, workspace and the kind of device; engines may differ from rank to
+rank. Each rank gets its own gradients: that of W_r, and its part of dh, which the ranks have to add
+up.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # as many 
 
 
 class Part(NamedTuple):
-    """The arguments of one rank's share of a loss per row."""
+    """The arguments with which one rank computes its statistics for a loss per row."""
 
     whole: Operands  # of the rank's rows of the weight; targets are classes of the whole head
     settings: Settings  # of the whole head
@@ -79,22 +81,24 @@ class Part(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers per row a rank sends; the likeliest class needs two."""
+        """Return how many numbers per row a rank sends; the likeliest class takes two of them."""
         return 2 + sum(self.asked) + self.asked[-1]
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return targets as columns of this rank, and two masks.
 
-        The masks say whether this rank, or another rank, has the target.
+        The first mask tells whether this rank has the target, the second whether another rank has
+        it.
         """
         return self.shard.columns_of(self.whole.target, self.settings.ignore_index)
 
     @property
     def own_settings(self) -> Settings:
-        """Return the settings of the loss over this rank's columns.
+        """Return the settings for the loss over this rank's columns.
 
-        Each rank gets its share of the mass that the filter `mass` may drop from a row.
+        The filter `mass` limits the probability mass dropped from a row; each rank gets its share
+        of this limit.
         """
         settings = self.settings
         ignored = None if settings.ignore_index is None else NO_COLUMN
@@ -105,10 +109,10 @@ class Part(NamedTuple):
         return settings
 
     def split(self, grads: RowGradients) -> RowGradients:
-        """Turn the gradients of the merged results into those of this rank's results.
+        """Turn the gradients of the merged results into gradients of this rank's results.
 
-        The rank that has a row's target raises the target's logit; every rank lowers the logits of
-        its classes.
+        Gradient descent raises the target's logit on the rank that has it, and lowers the logits of
+        the other classes on every rank.
         """
         _, here, elsewhere = self.columns
         of_lse = grads.lse + grads.nll.where(elsewhere, 0)
@@ -116,7 +120,7 @@ class Part(NamedTuple):
 
 
 def statistics(part: Part, counts: Tensor | None) -> Tensor:
-    """Return the numbers that ranks merge, (k, ...), of this rank's columns."""
+    """Return the statistics of this rank's columns that ranks merge, (k, ...)."""
     if counts is not None:
         check_counts(counts, part.whole.target.numel())
     ignore_index = part.settings.ignore_index
@@ -135,7 +139,8 @@ def statistics(part: Part, counts: Tensor | None) -> Tensor:
 def _logits_of(part: Part, column: Tensor) -> Tensor:
     """Return the logit of one column for each row.
 
-    The order of the sum does not depend on the rank, so equal classes on two ranks tie.
+    The order of the sum does not depend on the rank, so equal classes on two ranks have equal
+    logits.
     """
     hidden, weight, bias, *_ = part.whole
     dtype, rows = wide(hidden.dtype), column.numel()
@@ -153,7 +158,7 @@ def _logits_of(part: Part, column: Tensor) -> Tensor:
 
 
 def merge(part: Part, every: Tensor) -> RowResults:
-    """Return the results of the whole head from the statistics of all ranks, in their order."""
+    """Return the results for all classes from the statistics of all ranks, in the ranks' order."""
     target, settings = part.whole.target, part.settings
     numbers = iter(every.view(part.shard.ranks, part.numbers, *target.shape).unbind(1))
     every_lse, every_nll = next(numbers), next(numbers)
@@ -187,9 +192,9 @@ def rows_of_a_block(
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
-    """Return for how many rows ranks exchange numbers at a time.
+    """Return for how many rows the ranks exchange numbers at a time.
 
-    This is the block height of every engine.
+    This number of rows is the block height of every engine.
     """
     kind = where_it_runs(device).type
     if kind == "cuda":
@@ -201,7 +206,7 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return a flat request as this rank's engine takes it; `gather` is as in `Ranks`."""
+    """Return a flat request as this rank's engine takes it; `gather` is that of `Ranks`."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

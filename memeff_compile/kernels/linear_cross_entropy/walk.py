@@ -1,4 +1,5 @@
-"""The walk of a call: the engine, the order of blocks, and where ranks exchange statistics.
+"""Run a call with an engine: choose the engine, the order of blocks, and when ranks exchange
+statistics.
 
 An engine is a module with three callables. `forward`, `backward` and `total` take a request and
 return a `walks.Walk`: blocks of rows or of classes, and an engine's work on a block. A loss per row
@@ -11,7 +12,8 @@ gradients of each block. Ranks with other classes exchange statistics between th
     library     classes            classes                 rows, of a frozen head with a LoRA part
     hopper      rows               rows, or classes        rows
 
-An engine is loaded when it first runs; before that, no module with kernels is imported.
+An engine is loaded when it runs for the first time; before that, no module with kernels is
+imported.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _FILTERED = ".._gradient_filter.filtered"
 
 
 class Call(NamedTuple):
-    """The properties of a call that its engine depends on."""
+    """The properties of a call by which its engine is chosen."""
 
     device: torch.device  # of the hidden states
     dtype: torch.dtype  # likewise
@@ -56,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """A module that computes calls, and the conditions under which it can."""
+    """A module that computes calls, and the conditions under which it can do so."""
 
     name: str  # of its module
     how: str
@@ -72,7 +74,7 @@ class Engine(NamedTuple):
 
     @property
     def module(self) -> Any:
-        """Import and return the module."""
+        """Import and return the engine's module."""
         return importlib.import_module(f".{self.name}", __package__)
 
 
@@ -135,9 +137,10 @@ def engine_for(
     is_adapted: bool = False,
     is_contiguous: bool = True,
 ) -> str:
-    """Return the name of the engine for a call: a key of `ENGINES`.
+    """Return the name of the engine for a call, which is a key of `ENGINES`.
 
-    Device, dtype and depth are those of the hidden states; the other arguments are as in `Call`.
+    Device, dtype and depth are those of the hidden states; the other arguments are fields of
+    `Call`.
     """
     call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
     return next(name for name, engine in ENGINES.items() if engine.serves(call))
@@ -167,9 +170,9 @@ def is_read_in_tiles(weight: Tensor) -> bool:
 def is_faster_in_one_walk(has_kernels: bool) -> bool:
     """Return whether a loss that is one number is faster in one walk than in two.
 
-    One walk computes three products, two walks four: 46.0 and 60.9 ms at 8192 x 2304 x 256000 on an
-    H200 (`nvidia-h200/gradients-in-forward.jsonl`). The speed was not measured for devices without
-    kernels.
+    One walk takes three matrix products, two walks take four: 46.0 and 60.9 ms at 8192 x 2304 x
+    256000 on an H200 (`nvidia-h200/gradients-in-forward.jsonl`). The speed was not measured on
+    devices without kernels.
     """
     return has_kernels
 
@@ -184,10 +187,10 @@ def makes_gradients_in_forward(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether a loss that is one number is best computed in one walk.
+    """Return whether to compute a loss that is one number, and its gradients, in one walk.
 
-    The published filter, a filter of one gradient alone, and the minimal workspace without a filter
-    belong to walks that recompute the logits. fp16 does not have the range for gradients that are
+    The published filter, a filter of only one gradient, and the minimal workspace without a filter
+    need walks that compute the logits again. The range of fp16 is too small for gradients that are
     scaled afterwards.
     """
     if filter_parts != "both" or dtype == torch.float16:
@@ -212,10 +215,10 @@ def makes_gradients_in_forward_adapted(
     trains_weight: bool,  # whether the head's own weight has a gradient
     workspace: int = 0,  # as for the op
 ) -> bool:
-    """Return whether such a loss of a head with a LoRA adapter is best computed in one walk.
+    """Return whether to compute the same loss in one walk for a head with a LoRA adapter.
 
-    The answer is no if the head trains: its gradient would be rounded once per block, or kept in
-    fp32. fp16 does not have the range for gradients that are scaled afterwards.
+    The answer is no if the head trains, because its gradient would be rounded once per block, or
+    stored in fp32. The range of fp16 is too small for gradients that are scaled afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -232,12 +235,12 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether such a loss of a head that is split over ranks is best computed in one walk.
+    """Return whether to compute the same loss in one walk for a head that is split over ranks.
 
-    All ranks get the same answer, whatever their GPUs.
+    All ranks of the head get the same answer, whatever their GPUs.
 
-    The answer is no with a filter, which chooses tiles by the softmax of the whole head: this walk
-    does not have it.
+    The answer is no with a filter, which chooses tiles by the softmax of the whole head, because
+    this walk does not know that softmax in time.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -276,7 +279,8 @@ def backward(
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute one number and its gradients in one walk, with an engine.
 
-    A walk over ranks also has a step `meet`, which exchanges statistics of a block's rows.
+    If the classes are split over ranks, the walk also has a step `meet`, which exchanges statistics
+    of a block's rows.
     """
     with on_device(given.hidden):
         walk = engine.total(given)
@@ -290,7 +294,8 @@ def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
-    """Return the module with an engine's walks, or these walks under the call's gradient filter."""
+    """Return the module with an engine's walks, or with these walks under the call's gradient
+    filter."""
     hidden, weight = given.hidden, given.weight
     is_served = hidden.dtype in engine.filters and given.low is None and is_read_in_tiles(weight)
     if is_served and leaves_out(settings.gradient_filter, hidden.shape[-1]):
@@ -334,7 +339,8 @@ def row_gradients(
 
 
 def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
-    """Compute a flat request; if it is over ranks, its targets have been checked."""
+    """Compute the loss and gradients of inputs that have been flattened; if ranks split the
+    classes, the caller has checked the targets."""
     operands = given.operands
     if given.hidden.shape[0] == 0:
         # A total of 0, or nan where a mean of no rows is asked for.
@@ -352,9 +358,10 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 
 
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute one number and its gradients by an engine's forward and then its backward.
+    """Compute one number and its gradients by an engine's forward pass and then its backward pass.
 
-    Between the two walks, ranks with other classes exchange statistics, as often as in one walk.
+    If the classes are split over ranks, the ranks exchange statistics between the two passes, as
+    often as in one walk.
     """
     operands, settings, ranks = given.operands, given.settings, given.ranks
     if ranks is not None:
@@ -375,9 +382,8 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Exchange statistics block by block, in `order`.
-
-    Return log-sum-exps and losses of the whole head.
+    """Exchange statistics block by block, in `order`; return the log-sum-exps and losses of the
+    whole head.
     """
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
@@ -388,8 +394,8 @@ def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor,
 def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | None:
     """Return the rows to compute on a CPU, or None for all rows.
 
-    All rows are computed if a statistic of ignored rows is requested, and on a GPU, where counting
-    rows would make the host wait.
+    All rows are computed if the caller requests a statistic of ignored rows, and on a GPU, where
+    the CPU would have to wait for the number of rows.
     """
     wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows
     if wants_all or settings.ignore_index is None or target.device.type != "cpu":

@@ -1,6 +1,6 @@
-"""The request that both engines take, its results, and the sizes of blocks.
+"""The arguments that both engines take, their results, and the sizes of blocks.
 
-Axis letters: N rows (tokens), D and K features of student and teacher, V classes, R rows of a
+Names of axes: N rows (tokens), D and K features of student and teacher, V classes, R rows of a
 block.
 """
 
@@ -20,7 +20,7 @@ from ..sizes import Size
 
 
 class Coefficients(NamedTuple):
-    """The factors of the six sums over the classes, and the teacher's share in the mixture."""
+    """The factors of the six sums over the classes, and the teacher's weight in the mixture."""
 
     q_log_q: float = 0.0
     q_log_p: float = 0.0
@@ -31,21 +31,21 @@ class Coefficients(NamedTuple):
     share: float = 0.0
 
     def times(self, factor: float) -> Coefficients:
-        """Return the sums multiplied by a number."""
+        """Return coefficients for the divergence multiplied by a number."""
         return Coefficients(*(factor * each for each in self))._replace(share=self.share)
 
     @property
     def has_mixture(self) -> bool:
-        """Return whether one of the sums reads the mixture m."""
+        """Return whether one of the sums contains the mixture m."""
         return self.q_log_m != 0 or self.p_log_m != 0
 
     @property
     def has_centre(self) -> bool:
-        """Return whether a row's gradient has a term that is a sum over the classes."""
+        """Return whether the gradient for a row has a term that is a sum over the classes."""
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return coefficients of the same divergence, in which the mixture is neither p nor q."""
+        """Return coefficients of the same divergence, with a mixture that is neither p nor q."""
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
             return Coefficients(a1, a2 + a5, a3 + a6, a4)
@@ -55,7 +55,7 @@ class Coefficients(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The tensors and settings of a call; rows are one axis."""
+    """The tensors and settings of a divergence call, with all rows on one axis."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -80,12 +80,13 @@ class Request(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype of the results per row."""
+        """Return the dtype of the per-row results."""
         return wide(self.hidden.dtype)
 
 
 class ClassRequest(NamedTuple):
-    """The tensors and settings of a call for some classes of each row."""
+    """The tensors and settings of a call that computes log-probabilities of some classes in each
+    row."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -107,12 +108,13 @@ class ClassRequest(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype of the results."""
+        """Return the dtype in which results are computed and returned: fp64 for fp64, otherwise
+        fp32."""
         return wide(self.hidden.dtype)
 
 
 class Found(NamedTuple):
-    """The results of the rows, and the gradients that were asked for."""
+    """The per-row results of a call, and the gradients that the caller asked for."""
 
     rows: Tensor  # (N,) or (N, k), fp32 or fp64
     hidden: Tensor | None = None  # (N, D)
@@ -123,7 +125,7 @@ class Found(NamedTuple):
 def wanted(
     given: Request | ClassRequest, factors: Tensor | None, mask: Sequence[bool]
 ) -> tuple[bool, ...]:
-    """Return which gradients are computed; without factors of the rows, no gradient is."""
+    """Return which gradients to compute: none, if the rows have no factors."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)
@@ -165,7 +167,8 @@ AUTO_BYTES = 640 * MIB
 
 
 class Shapes(NamedTuple):
-    """Rows, step along the sum, warps and stages of a product, and programs at a time."""
+    """The tile of a product: rows, step along the sum, warps and stages, and the number of programs
+    at a time."""
 
     rows: int
     step: int
@@ -177,25 +180,25 @@ class Shapes(NamedTuple):
 
 
 def shapes_for(device: torch.device) -> Shapes:
-    """Return the shapes measured on compute capability 9.0, or small ones off CUDA."""
+    """Return the tiles measured on compute capability 9.0, or small ones without a GPU."""
     if device.type != "cuda":
         return Shapes(32, 16, 4, 1, False, 2, is_interpreted=True)
     return Shapes(128, 64, 8, 3, True, processors(device))
 
 
 def tile_of(given: Request | ClassRequest) -> int:
-    """Return the columns of a tile."""
+    """Return the number of columns in a tile."""
     biases = (given.bias, getattr(given, "teacher_bias", None))
     return TILE if biases == (None, None) else TILE_WITH_BIAS
 
 
 def columns_of(vocab: int, tile: int) -> int:
-    """Return the columns of a slot, which are a whole number of tiles."""
+    """Return the number of columns in a slot, which has whole tiles."""
     return -(-vocab // tile) * tile
 
 
 class Slots(NamedTuple):
-    """Rows of a slot, and the blocks whose gradients are multiplied together."""
+    """The number of rows in a slot, and the blocks whose gradients are multiplied together."""
 
     rows: int
     blocks: int
@@ -205,12 +208,12 @@ class Slots(NamedTuple):
 
     @property
     def together(self) -> int:
-        """Return the rows whose gradients are multiplied together."""
+        """Return the number of rows whose gradients are multiplied together."""
         return self.rows * self.blocks
 
     @property
     def allocated(self) -> int:
-        """Return the rows of all slots."""
+        """Return the number of rows in all slots."""
         return self.rows * (self.blocks + self.others)
 
 
@@ -224,16 +227,17 @@ def slots_for(
     trains: bool = True,
     lent: int = 0,
 ) -> Slots:
-    """Choose the slots within the workspace, and no more than the rows need.
+    """Choose as many slots as fit the workspace, and no more than the rows need.
 
     Args:
-        rows: of the call.
-        columns: of a slot.
-        workspace: in bytes; 0 is automatic.
+        rows: the number of rows of the call.
+        columns: the number of columns of a slot.
+        workspace: the memory limit in bytes; 0 chooses one.
         itemsize: bytes of an input's element.
-        sides: 1 if there is no teacher.
-        trains: whether there are gradients; otherwise no block waits for another.
-        lent: rows of a teacher for which the weight's gradient has room.
+        sides: 2 for student and teacher, 1 if there is no teacher.
+        trains: whether gradients are computed; otherwise no block waits for another.
+        lent: the number of the teacher's rows for which the memory of the weight's gradient has
+            space.
     """
     rows = max(rows, 1)
     tiles = -(-rows // ROW_STEP) * ROW_STEP
@@ -251,14 +255,15 @@ def slots_for(
 
 
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
-    """Return the rows of a teacher's logits, and of all sums, that a weight's gradient can hold."""
+    """Return how many rows of a teacher's logits, and of all sums, fit into the memory of a
+    weight's gradient."""
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)
     )
 
 
 def kept_bytes(itemsize: int) -> int:
-    """Return the bytes of a stored logit: it is fp16 for 16-bit inputs, otherwise fp32."""
+    """Return the bytes of a stored logit, which is fp16 for 16-bit inputs and fp32 for others."""
     return min(itemsize, 4)
 
 

@@ -1,25 +1,27 @@
-"""The engine `kept_logits`: products whose logits are kept in 16 bits, and Triton passes over them.
+"""The engine `kept_logits` of divergences: products whose logits are kept in 16 bits, and Triton
+kernels that read them.
 
-For a block of rows, each side's logits are kept as fp16 relative to the maximum of a tile of 256
-columns (128 with a bias), with that maximum and the sum of exponentials in fp32. So a kept logit is
-exact to 2^-12 of its distance from the maximum: a likely class has no visible error, where bf16
-logits, as a model computes them, have one of 2^-9 of their size. On compute capability 9.0 the
-product's epilogue does this, so fp32 products never leave the multiprocessor. Elsewhere cuBLAS
-writes strips of them, and a pass reads these from the L2 cache. The next pass reads both sides of a
-row, computes its sums in fp32, and writes the gradient over the student's logits. Inputs of 32 bits
+For a block of rows, the logits of student and teacher are kept as fp16 relative to the maximum of a
+tile of 256 columns (128 with a bias), with that maximum and the sum of exponentials in fp32. So a
+kept logit is exact to 2^-12 of its distance from the maximum: the error of a likely class is
+invisible, whereas bf16 logits, as a model computes them, have an error of 2^-9 of their size. On
+compute capability 9.0 the epilogue of the product's kernel does this, so fp32 products never leave
+the multiprocessor. On other GPUs, cuBLAS writes strips of fp32 products, and a Triton kernel reads
+these from the L2 cache. The next kernel reads a row's logits of student and teacher, computes the
+row's sums in fp32, and writes the gradient over the student's logits. For inputs of 32 bits, logits
 are kept in 32 bits.
 
-The teacher's logits need room only until the gradient is made. `call.Slots` says how the gradients
-of several blocks come to lie next to each other, so that the weight's gradient is summed in few
-steps; each step rounds it once, as the op of the loss does. If all rows are one step, the weight's
-gradient, which is written last, lends its memory to the teacher's logits.
+The memory for the teacher's logits is needed only until the gradient is computed. `call.Slots`
+describes how the gradients of several blocks are placed next to each other, so that the weight's
+gradient is summed in few steps; each step rounds it once, like the op of the loss. If one step
+takes all rows, the teacher's logits use the memory of the weight's gradient, which is written last.
 
-No call waits for the GPU or reads a value on the host, and no sum uses atomics.
+The CPU never waits for the GPU or reads a value from it, and sums use no atomic operations.
 
-Expected time on an H200 at 8192 x 4096 x 128256, one number with gradients: four products at 790e12
-take 43.6 ms; a kept logit is written and read once, the gradient written once and read twice:
-14 NV bytes at 4.28e12 are 3.4 ms, and the weight's gradient is read and written three times,
-1.5 ms.
+Expected time on an H200 for a total with its gradients at 8192 x 4096 x 128256: four products at
+790e12 operations per second take 43.6 ms; logits are written and read once, and the gradient is
+written once and read twice, 14 NV bytes in total, which take 3.4 ms at 4.28e12 bytes per second;
+the weight's gradient is read and written three times, 1.5 ms.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from .call import (
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute a number per row, and the gradients of the rows' sum weighted by `factors`."""
+    """Compute one number per row, and the gradients of the rows' sum weighted by `factors`."""
     given = _readable(given)
     walk = _Divergence(given, factors, wanted(given, factors, mask))
     walk.all_rows()
@@ -75,7 +77,7 @@ def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool
 
 
 class _Walk(ABC):
-    """The buffers of a call, and the computation of its blocks of rows."""
+    """The buffers of a call, and the loop over its blocks of rows."""
 
     sides = 1
 
@@ -117,7 +119,7 @@ class _Walk(ABC):
             self.sums = hidden.new_empty(sums, dtype=torch.float32)
 
     def all_rows(self) -> None:
-        """Walk over all rows: some blocks, then the products of their gradients."""
+        """Process all rows: some blocks, then the products of their gradients, and so on."""
         slots, rows = self.slots, self.given.rows
         for first in range(0, rows, slots.together):
             stop = min(first + slots.together, rows)
@@ -128,10 +130,11 @@ class _Walk(ABC):
 
     @abstractmethod
     def block(self, slot: int, here: slice) -> None:
-        """Compute the logits of some rows, their results and their gradient, into a slot."""
+        """Compute the logits of some rows, their results and their gradient, and store them in a
+        slot."""
 
     def student(self, slot: int, here: slice) -> Tensor:
-        """Keep the student's logits of some rows in a slot, and return them."""
+        """Store the student's logits of some rows in a slot, and return them."""
         height, given = self.slots.rows, self.given
         kept = self.kept[slot * height : slot * height + here.stop - here.start]
         self.keep(0, kept, given.hidden[here], given.weight, given.bias, given.scale)
@@ -146,7 +149,7 @@ class _Walk(ABC):
         bias: Tensor | None,
         scale: float,
     ) -> None:
-        """Keep the logits of some rows: a head's products, or logits that are there."""
+        """Store the logits of some rows: products with a head, or logits that the caller passed."""
         vocab, plane = self.given.vocab, self.sums.stride(1)
         if weight is not None and self._is_tiled(rows, weight):
             self._keep_tiles(side, out, rows, weight, bias, scale)
@@ -198,7 +201,8 @@ class _Walk(ABC):
         )
 
     def _is_tiled(self, rows: Tensor, weight: Tensor) -> bool:
-        """Return whether the GPU can load tiles of both, and was measured to be faster so."""
+        """Return whether the GPU can load tiles of both operands, and was measured to be faster
+        with them."""
         are_read = all(
             each.dtype in (torch.bfloat16, torch.float16)
             and each.is_contiguous()
@@ -209,7 +213,7 @@ class _Walk(ABC):
         return are_read and (not rows.is_cuda or gpu(rows.device).is_hopper)
 
     def products(self, first: int, stop: int) -> None:
-        """Multiply the gradients of some blocks of rows by the weight and by the hidden states."""
+        """Multiply the gradients of some blocks of rows by the weight, and by the hidden states."""
         gradient, given = self.gradient[: stop - first], self.given
         if self.grad_hidden is not None:
             torch.mm(gradient, given.weight, out=self.grad_hidden[first:stop])
@@ -231,7 +235,7 @@ class _Walk(ABC):
 
 
 class _Divergence(_Walk):
-    """Computes a number per row, from the logits of two sides."""
+    """Compute the divergence of each row from the logits of student and teacher."""
 
     given: Request
     sides = 2
@@ -273,7 +277,7 @@ class _Divergence(_Walk):
 
 
 class _Classes(_Walk):
-    """Computes log-probabilities, or logits, of some classes of each row."""
+    """Compute log-probabilities, or logits, of some classes of each row."""
 
     given: ClassRequest
 
@@ -328,7 +332,8 @@ def _power_of_two(count: int) -> int:
 
 
 def _readable(given: Any) -> Any:
-    """Return operands that kernels and cuBLAS can read; copies are made here, once per call."""
+    """Return operands that kernels and cuBLAS can read, with copies where needed, made once per
+    call."""
     hidden, bias = given.hidden, given.bias
     given = given._replace(
         hidden=hidden if 1 in hidden.stride() else hidden.contiguous(),

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of `kept_logits`: products to stored logits, then to results and gradients.
+"""The two kernels of `kept_logits`: one turns products into stored logits, the other turns these
+into results and gradients.
 
-A program of the first kernel computes a chunk of a row, and a program of the second a whole row. So
-no sum crosses programs, and every run gives the same bits. Arithmetic is fp32 throughout.
+A program of the first kernel computes a tile of a row, and a program of the second a whole row. So
+no sum is shared by programs, and every run gives the same bits. Arithmetic is fp32 throughout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .._triton.products_kernels import dot
 
 @triton.jit
 def _scaled(part, columns, vocab, scale):
-    """Return the logits of a part of a tile of products; columns that do not exist are at -inf."""
+    """Return the logits of a part of a tile of products, with -inf in columns that do not exist."""
     return part * scale + tl.where(columns < vocab, 0.0, float("-inf"))[None, :]
 
 
@@ -34,7 +35,7 @@ def _linear_divergence_kept_logits_product_kernel(
     scale,
     C: tl.constexpr,
 ):
-    """Keep the logits of tiles of products, which never leave the multiprocessor in fp32."""
+    """Store the logits of tiles of products; the fp32 products never leave the multiprocessor."""
     row_blocks = tl.cdiv(rows, C.BM)
     tiles = tl.cdiv(vocab, C.TILE)
     for tile in tl.range(
@@ -115,7 +116,7 @@ def _linear_divergence_kept_logits_keep_kernel(
 
 @triton.jit
 def _log_sum(sums_ptr, plane, tiles, PADDED: tl.constexpr):
-    """Return the log-sum-exp of a row from its tiles' maxima and sums."""
+    """Return the log-sum-exp of a row from the maxima and sums of its tiles."""
     offs = tl.arange(0, PADDED)
     mask = offs < tiles
     base = tl.load(sums_ptr + offs, mask=mask, other=float("-inf"))
@@ -128,8 +129,8 @@ def _log_sum(sums_ptr, plane, tiles, PADDED: tl.constexpr):
 
 @triton.jit
 def _times(probability, logarithm):
-    """Return the product, or 0 if the probability is 0, even if the other factor is minus
-    infinity."""
+    """Multiply a probability by a logarithm; the product is 0 if the probability is 0, even if the
+    logarithm is minus infinity."""
     return tl.where(probability == 0.0, 0.0, probability * logarithm)
 
 
@@ -145,7 +146,7 @@ def _mixed(log_p, log_q, share):
 
 @triton.jit
 def _chunk_of(ptr, sums_ptr, lse, tile, tiles, offs, mask):
-    """Return the log-probabilities of a chunk: a tile of columns in each row of the block."""
+    """Return the log-probabilities of one tile of columns for each row of the block."""
     kept = tl.load(ptr + offs, mask=mask, other=float("-inf")).to(tl.float32)
     base = tl.load(sums_ptr + tile, mask=tile < tiles, other=0.0)
     return kept + (base - lse)[:, None]
@@ -290,7 +291,8 @@ def _linear_divergence_kept_logits_spread_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the part of a row's gradient that comes from its log-sum-exp: zero without one."""
+    """Write the part of a row's gradient that comes from its log-sum-exp, or zeros if it has
+    none."""
     row = tl.program_id(0).to(tl.int64)
     sums_ptr += row * tiles
     kept_ptr += row * stride_row
@@ -332,7 +334,7 @@ def _linear_divergence_kept_logits_place_kernel(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write a row's gradient at its classes; a class that comes twice gets both numbers."""
+    """Write a row's gradient at its classes; for a class that appears twice, add both numbers."""
     row = tl.program_id(0).to(tl.int64)
     index_ptr += row * count
     factor_ptr += row * count

@@ -5,9 +5,9 @@
     linear_divergence_classes  log-probabilities (or logits) of some classes of each row, (..., k),
                              for a teacher who names k classes; its backward as the first op's
 
-The forward of the second also computes its gradients, and its backward multiplies them by the
-gradient of the loss, in place if no one can read them again. The teacher has no gradient. Ops are
-functional, opaque to Inductor and unaffected by autocast.
+The forward pass of the second op also computes its gradients, and its backward pass multiplies them
+by the gradient of the loss, in place if no code can read them again. The teacher gets no gradient.
+All three ops are functional, opaque to Inductor and unaffected by autocast.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOST_CLASSES = 1024
 
 
 class _Call(NamedTuple):
-    """The arguments of an op, as in the schema."""
+    """The arguments of `linear_divergence`, as in the schema."""
 
     hidden: Tensor  # (..., D)
     weight: Tensor  # (V, D)
@@ -64,7 +64,7 @@ class _Call(NamedTuple):
     workspace: int
 
     def request(self) -> Request:
-        """Return the request with all rows in one axis."""
+        """Return the arguments with all rows on one axis."""
         hidden, teacher = self.hidden, self.teacher
         rows = math.prod(hidden.shape[:-1])
         return Request(
@@ -164,7 +164,7 @@ def _shape_fault(given: _Call) -> str | None:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Return whether two sizes certainly differ; symbolic sizes are checked when the op runs."""
+    """Return whether two sizes are known to differ; symbolic sizes are checked when the op runs."""
     return isinstance(a, int) and isinstance(b, int) and a != b
 
 
@@ -176,9 +176,9 @@ def engine_for(device: torch.device, dtype: torch.dtype, teacher: torch.dtype | 
 
 @compat.constant_in_traces
 def makes_gradients_in_forward(dtype: torch.dtype) -> bool:
-    """Return whether a loss that is one number is best computed with its gradients.
+    """Return whether to compute the gradients of a scalar loss together with the loss.
 
-    fp16 does not have the range for gradients that are scaled afterwards.
+    The range of fp16 is too small for gradients that are scaled afterwards.
     """
     return dtype != torch.float16
 
@@ -289,7 +289,7 @@ def _weight_fault(given: _Total) -> str | None:
 
 
 def _refuse_others(needs_grad: Sequence[bool]) -> None:
-    """Raise if an operand that is not the student's needs a gradient."""
+    """Raise an error if an operand other than the student's needs a gradient."""
     names = (*_Call._fields[:6], "row_weight")
     trained = [name for name, needs in zip(names, needs_grad, strict=False) if needs]
     others = [name for name in trained if name not in names[:3]]

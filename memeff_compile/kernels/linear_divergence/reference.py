@@ -1,4 +1,5 @@
-"""The engine `reference`: the formula in plain PyTorch, by blocks of rows; any device and dtype."""
+"""The engine `reference` of divergences: the formula in plain PyTorch, for one block of rows at a
+time, on any device and in any dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .call import ClassRequest, Found, Request, reference_rows, wanted
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute a number per row, and the gradients of the rows' sum weighted by `factors`."""
+    """Compute one number per row, and the gradients of the rows' sum weighted by `factors`."""
     sums = _Gradients(given, wanted(given, factors, mask))
     rows = given.hidden.new_empty(given.rows, dtype=given.wide)
     for here in sums.blocks():
@@ -52,7 +53,7 @@ def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool
 
 
 class _Gradients:
-    """Sums the operands' gradients over blocks of rows."""
+    """The operands' gradients, summed over blocks of rows."""
 
     def __init__(self, given: Request | ClassRequest, trains: tuple[bool, ...]) -> None:
         self.given, weight = given, given.weight
@@ -62,7 +63,7 @@ class _Gradients:
         self.bias = weight.new_zeros(given.vocab, dtype=given.wide) if self.of_bias else None
 
     def blocks(self) -> Iterator[slice]:
-        """Yield the rows of each block."""
+        """Yield the rows of each block as a slice."""
         given = self.given
         itemsize = given.hidden.itemsize
         step = int(reference_rows(given.rows, given.vocab, given.workspace, itemsize))
@@ -70,7 +71,8 @@ class _Gradients:
             yield slice(first, stop)
 
     def add(self, here: slice, gradient: Tensor) -> None:
-        """Add the products of the gradient of some rows' scaled logits."""
+        """Add what the gradient of some rows' scaled logits contributes to the operands'
+        gradients."""
         gradient, dtype = gradient * self.given.scale, self.given.wide
         if self.hidden is not None:
             self.hidden[here] = gradient @ self.given.weight.to(dtype)
@@ -102,7 +104,8 @@ def _logits(
 def _divergence(
     given: Request, log_p: Tensor, log_q: Tensor, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of each row, and its gradient with respect to the student's scaled logits."""
+    """Return the divergence of each row, and its gradient with respect to the student's scaled
+    logits."""
     a1, a2, a3, a4, a5, a6, share = given.coefficients
     p, q = log_p.exp(), log_q.exp()
     log_m = None
@@ -130,8 +133,8 @@ def _divergence(
 
 
 def _product(probability: Tensor, logarithm: Tensor) -> Tensor:
-    """Return the product, with 0 where the probability is 0, even if the other factor is minus
-    infinity."""
+    """Multiply a probability by a logarithm; the product is 0 where the probability is 0, even if
+    the logarithm is minus infinity."""
     return (probability * logarithm).masked_fill_(probability == 0, 0)
 
 

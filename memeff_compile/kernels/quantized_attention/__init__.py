@@ -1,10 +1,11 @@
-"""Attention in 8 bits where no gradient is needed (SageAttention2, arXiv 2411.10958).
+"""Attention with 8-bit or 4-bit operands, where no gradient is needed (SageAttention2, arXiv
+2411.10958).
 
-    quantized_attention           softmax attention: scores of int8 codes, weights and values in
-                                  E4M3
-    quantized_attention_by_call   quantized_attention at a level that depends on the number of calls
+    quantized_attention           softmax attention: scores from int8 codes; weights and values in
+    E4M3 quantized_attention_by_call   quantized_attention at a level that depends on the number of
+    calls
 
-8 bits are enough because means are subtracted before coding:
+8 bits are enough because these means are subtracted before numbers become codes:
 
 - the mean of the keys, which changes no softmax weight;
 - the mean of the values, which is added to every output;

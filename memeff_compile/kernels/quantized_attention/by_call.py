@@ -1,19 +1,20 @@
-"""memeff::quantized_attention_by_call: attention whose level depends on how often it was called.
+"""The op memeff::quantized_attention_by_call: attention whose level depends on how often it was
+called.
 
 A diffusion model calls the same graph for every time step, and early steps tolerate fewer bits than
 late ones. The op uses a list of levels in turn and starts again after the last. `counter`, a CPU
 tensor that the op updates, holds the index of the next level, so the host chooses kernels without
 waiting for the GPU.
 
-A compiled graph carries its counters as buffers. If a site is compiled again, for example for other
-shapes, it gets the counter of its earlier graph, as long as the model's parameter and that graph
-live; two models count separately. Calls from several threads are counted one by one. Activation
-checkpoints never recompute the op, because it runs only without gradients.
+A compiled graph has its counters as buffers. If an attention call is compiled again, for example
+for other shapes, it gets the counter of its earlier graph, as long as the model's parameter and
+that graph exist; two models count separately. Calls from several threads are counted one by one.
+Activation checkpoints never recompute the op, because it runs only without gradients.
 
-If you capture a CUDA graph yourself, its kernels are chosen once. Then every replay uses the most
-precise level, and calls are not counted. Inductor leaves the op out of the graphs it captures
-itself. In float64, which is not coded, calls are not counted either, so a comparison may run in
-parallel.
+If user code captures a CUDA graph, the graph's kernels are chosen once, during the capture. Every
+replay then uses the most precise level, and calls are not counted. Inductor leaves the op out of
+the CUDA graphs that it captures. In float64, which is never quantised, calls are not counted
+either, so a float64 comparison may run in parallel.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ _counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakV
 
 
 def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> Tensor:
-    """Return the existing counter of a site, or a new one that starts at the first call.
+    """Return the existing counter of an attention call, or a new one that starts at the first
+    level.
 
-    `site` distinguishes the attention calls of one owner; each list of levels has a separate
-    counter. The counter is dropped when its owner is freed, so a new owner starts at the first
-    call.
+    `site` distinguishes the attention calls of one owner, such as a model; each list of levels has
+    a separate counter. The counter is deleted when its owner is freed, so a new owner starts at the
+    first level.
     """
     key = site, tuple(levels), id(owner)
     found = _counters.get(key)
@@ -55,13 +57,13 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
 
 
 def restart() -> None:
-    """Reset the counters of all sites to the first call."""
+    """Reset the counters of all attention calls to the first level."""
     for counter in list(_counters.values()):
         counter.zero_()
 
 
 def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
-    """Return the level of this call, and increment the counter."""
+    """Return the level for this call, and increment the counter."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return max(levels, key=PRECISION.index)
     with _one_at_a_time:

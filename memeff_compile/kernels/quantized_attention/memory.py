@@ -1,4 +1,5 @@
-"""Bytes of the codes, which exist while the op runs, as a formula in B, H, G, M, N and D.
+"""Return the bytes of the codes, which exist while the op runs, as a formula in B, H, G, M, N and
+D.
 
 G is the number of key heads. The formula includes padding: D to a power of two of at least 64, and
 N to a multiple of 128.

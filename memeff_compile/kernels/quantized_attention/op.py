@@ -1,7 +1,8 @@
 """memeff::quantized_attention: schema, validation, engines, fake.
 
-The op is opaque and functional: it never writes to q, k or v. It has no backward pass, and a
-request for a gradient raises an error instead of silently dropping the gradient.
+The op is opaque and functional: it never writes to q, k or v. Because the op is for inference, it
+has no backward pass, and a request for a gradient raises an error instead of silently dropping the
+gradient.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ def _unlike_settings(level: str, granularity: str, smooth: str | None) -> str | 
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the engine for tensors of this kind: a key of `ENGINES`."""
+    """Return the name of the engine for tensors of this kind, which is a key of `ENGINES`."""
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether a device multiplies E4M3; otherwise weights and values are fp16."""
+    """Return whether a device multiplies E4M3 numbers; if not, weights and values are fp16."""
     return where_it_runs(device).type != "cuda" or gpu(device).has_fp8
 
 

@@ -12,7 +12,7 @@ All values are read, but only every SAMPLE-th key, because the mean of keys may 
 `settle` and `total` accumulate across programs; they read the partial results.
 
 If all queries have a large common mean, the rounding error of a key causes the same error in all
-their scores. `_aligned` rounds keys so that this error almost vanishes: it moves the codes of two
+their scores. `_aligned` rounds keys so that this error almost vanishes: it changes the codes of two
 channels by whole numbers.
 """
 
@@ -58,7 +58,7 @@ def _is_counted(place, keys, mask_ptr, HAS_KEY_MASK: tl.constexpr):
 
 @triton.jit
 def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
-    """Return sums and extremes of keys and values from `start` to `stop`.
+    """Return sums and extremes of the keys and values from `start` to `stop`.
 
     `k` and `v` are pointers and strides of keys.
     """
@@ -103,7 +103,7 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
 
 @triton.jit
 def _average_queries(q, mean_ptr, block, queries, C: tl.constexpr):
-    """Write the mean of a block of queries, and their sum of squares around the mean."""
+    """Write the mean of a block of queries, and the sum of squares of their differences from it."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
@@ -116,7 +116,7 @@ def _average_queries(q, mean_ptr, block, queries, C: tl.constexpr):
 
 @triton.jit
 def _sample_queries(q, sample_ptr, scale, block, queries, C: tl.constexpr):
-    """Write the sums of a block of queries and of their squares."""
+    """Write the sums of a block of queries, and of their squares."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     q = _load_tile(q, place, place < queries, depth, C) * scale
@@ -184,7 +184,7 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
-    """Return how many keys were sampled (if WHICH is 0) or read (if it is 1), at least 1."""
+    """Return how many keys the kernel sampled (if WHICH is 0) or read (if it is 1), at least 1."""
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
@@ -219,8 +219,8 @@ def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
 def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     """Return numbers per channel that divide the queries and multiply the keys.
 
-    After that, queries and keys have the same energy in a channel, and the average is unchanged.
-    The numbers are powers of two, so 16-bit numbers stay exact.
+    After this scaling, queries and keys have the same energy (sum of squares) in each channel, and
+    the average energy is unchanged. The numbers are powers of two, so 16-bit numbers stay exact.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY
@@ -253,11 +253,11 @@ def _turn_vector(places, step, COUNT: tl.constexpr):
 def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
     """Write the factors of the channels, and the common direction of queries.
 
-    The direction is the sum of sampled queries. The kernel stores the direction, its Hadamard
-    transform, the transform's elements in two channels, the indices of these channels, and the
-    direction's share of the queries' energy. The direction is zero if this share is small. The
-    first channel is the one with the largest transformed element; in the second one the element is
-    about a third of that.
+    The direction is that of the sum of sampled queries. The kernel stores the
+    direction, its Hadamard transform, the transform's elements in two channels, the indices of
+    these channels, and the direction's share of the queries' energy. The direction is zero if this
+    share is small. The first channel is the one with the largest transformed element; in the second
+    one the element is about a third of that.
     """
     samples, queries, chunks = counts
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -340,10 +340,11 @@ def _quantized_attention_prepare_settle_kernel(
 
 @triton.jit
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
-    """Move `x` in two channels so that its rounding error is almost orthogonal to `direction`.
+    """Move `x` by whole steps in two channels so that its rounding error is almost orthogonal to
+    `direction`.
 
-    Whole steps in the first channel leave a remainder, which whole steps in the second channel
-    reduce.
+    Steps in the first channel remove most of the error along `direction`; steps in the second
+    channel remove most of the rest.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
     left = tl.sum((x - _code_of(x, LIMIT)) * direction[None, :], axis=1) / step_size
@@ -403,7 +404,8 @@ def _write_keys(k, mask_ptr, mean_ptr, made, at, keys, C: tl.constexpr):
 
 @triton.jit
 def _key_at(place):
-    """Return the key at a position of 8-bit values; see tiles_kernels._reordered."""
+    """Return the key whose value is at a position of the 8-bit values, as
+    `tiles_kernels._reordered` explains."""
     inside = place % 16
     return place - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
 
@@ -422,8 +424,8 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
     """Write codes of a block of values, and their weighted sum.
 
-    The weight is usually 1. If the queries have a large common mean, it is the key's softmax weight
-    for this mean.
+    The weight is usually 1. If the queries have a large common mean, the weight is the key's
+    softmax weight for this mean.
     """
     codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests

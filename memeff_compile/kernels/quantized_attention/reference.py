@@ -1,9 +1,9 @@
-"""The reference: the arithmetic of the kernels in plain PyTorch, on any device.
+"""The reference engine: the arithmetic of the kernels in plain PyTorch, on any device.
 
 Codes are whole numbers in fp32, so fp32 sums of their products are exact. Weights and values are
 rounded to their format and multiplied in fp32. Weights are computed for one tile of keys after the
-other with a running maximum, as in the kernels, because rounding depends on that maximum. Sums
-inside a tile are exact here; on tensor cores these sums have an error of a thousandth of the
+other, with a running maximum, as in the kernels, because rounding depends on that maximum. Sums
+inside a tile are exact in this engine; on tensor cores they have an error of a thousandth of the
 rounding error.
 """
 
@@ -64,7 +64,7 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class Codes:
-    """q, k and v as codes, in fp32.
+    """The codes of q, k and v, in fp32.
 
     A number is its code times its scale, plus the subtracted mean.
     """
@@ -162,9 +162,9 @@ def _rounded(x: Tensor, settings: Settings) -> Tensor:
 
 
 def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return sum and mean of sampled queries, (B, G, D) each.
+    """Return the sum and the mean of sampled queries, (B, G, D) each.
 
-    Both are zero if little of the queries' energy is in their mean.
+    Both results are zero if the mean has only a small part of the queries' energy (sum of squares).
     """
     seen = _sampled(q, groups)
     found, count = seen.sum(2), seen.shape[2]
@@ -174,7 +174,7 @@ def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _sampled(q: Tensor, groups: int) -> Tensor:
-    """Return the sampled queries, by key head: (B, G, some, D)."""
+    """Return the sampled queries for each key head: (B, G, some, D)."""
     stride = sampled_queries(q.shape[2])[0]
     place = torch.arange(q.shape[2], device=q.device)
     seen = q[:, :, place // QUERY_ROWS % stride == 0]
@@ -182,7 +182,8 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 
 
 def turned(x: Tensor, far: int, near: int) -> Tensor:
-    """Return the Hadamard transform of each row of (..., D), unscaled, D padded to a power of two.
+    """Return the unscaled Hadamard transform of each row of (..., D), with D padded to a power of
+    two.
 
     The transform combines `near` neighbouring channels and `far` channels that are spread over the
     head. This distributes a large number in one channel over many channels, so the codes' steps are
@@ -206,9 +207,10 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
 
     Scores do not change, and queries and keys get the same energy (sum of squares) in a channel,
     estimated from sampled rows. So a few channels with large numbers no longer make the steps of
-    all channels coarser. The average stays the same. The numbers are powers of the square root of
-    two. `whole` is the energy of sampled keys including their mean. All queries are read if their
-    means have been subtracted, otherwise only sampled queries.
+    all channels coarser. The average energy over the channels does not change. The numbers are
+    powers of the square root of two. `whole` is the energy of the sampled keys including their
+    mean. If the queries' means have been subtracted, all queries are read, otherwise only sampled
+    ones.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])
@@ -230,11 +232,12 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) -> Tensor:
-    """Return codes moved in two channels, so that their error is nearly orthogonal to `direction`.
+    """Return codes moved in two channels so that their error is nearly orthogonal to `direction`.
 
-    If queries have a large common mean, rounding a key gives all of them the same error. Most of
-    this error is removed in two channels: by whole steps in the channel where the direction is
-    largest, then by whole steps in a channel where it is about a third of that.
+    If queries have a large common mean, the rounding error of a key affects all queries in the same
+    way. Most of this error is removed in two channels: by whole steps in the channel where
+    `direction` is largest, then by whole steps in a channel where `direction` is about a third as
+    large.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)
@@ -316,7 +319,8 @@ def correction_of(mean: Tensor, k: Tensor, repeat: int) -> Tensor:
 
 
 def _largest(x: Tensor, groups: Tensor) -> Tensor:
-    """Return, for each row of (B, H, L, D), the largest absolute value in the row's group."""
+    """Return, for each row of (B, H, L, D), the largest absolute value in the group of rows that
+    shares its scale."""
     size = _sizes(x.abs().amax(3), x.sum(3), LEAST)
     found = size.new_zeros((*size.shape[:2], int(groups.max()) + 1))
     index = groups.expand(size.shape)
@@ -324,18 +328,18 @@ def _largest(x: Tensor, groups: Tensor) -> Tensor:
 
 
 def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
-    """Return absolute values that are safe divisors: at least `least`, and nan if `total` is not
-    finite."""
+    """Return absolute values that are safe to divide by: at least `least`, and nan if `total` is
+    not finite."""
     return size.clamp_min(least) + total * 0.0
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; the result is laid out as (B, M, H, D).
+    """Return attention over the keys that count, laid out in memory as (B, M, H, D).
 
-    Also return the natural logarithm of the sum of the weights, (B, H, M) fp32, or (B, H, 0) if it
-    is not requested.
+    The second result is the natural logarithm of the sum of the weights, (B, H, M) fp32, or (B, H,
+    0) if the caller does not request it.
     """
     batch, heads, queries, depth = q.shape
     out = q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)

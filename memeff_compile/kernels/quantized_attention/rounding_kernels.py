@@ -1,8 +1,8 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device code that rounds to 8 bits, for the kernels that write codes and those that read them.
+"""Device code that rounds to 8 bits, for kernels that write codes and for those that read them.
 
-A number that is not finite gets the scale nan. int8 has no nan, so with an ordinary scale, the code
-of such a number would result in an ordinary weight.
+A number that is not finite gets the scale nan. int8 has no nan, so with an ordinary scale the code
+of such a number would become an ordinary weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _e4m3_in_fp32(x):
 
 @triton.jit
 def _load_tile(x, place, is_place, depth, C: tl.constexpr):
-    """Load channels of rows in fp32; x is a pointer to a head's rows and their stride."""
+    """Load some channels of rows in fp32; x is a pointer to a head's rows and their stride."""
     ptr, stride = x
     mask = is_place[:, None]
     if C.DEPTH != C.DEPTH_BLOCK:
@@ -50,7 +50,7 @@ def _whole(x):
 
 @triton.jit
 def _size_bits(x):
-    """Return the bits of |x|, which are ordered like the numbers; nan is above infinity."""
+    """Return the bits of |x|, which have the same order as the numbers; nan is above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -62,7 +62,7 @@ def _scale_of(size, least, limit):
 
 @triton.jit
 def _codes_of_rows(x, least, LIMIT: tl.constexpr):
-    """Return rows as int8 codes, and the scale of each, which is at least `least`."""
+    """Return rows as int8 codes, and each row's scale, which is at least `least`."""
     widest: tl.constexpr = LIMIT + (LIMIT == 15)
     scale = _scale_of(tl.max(_size_bits(x), axis=1).to(tl.float32, bitcast=True), LEAST, widest)
     is_least = scale < least
@@ -75,7 +75,7 @@ def _codes_of_rows(x, least, LIMIT: tl.constexpr):
 
 @triton.jit
 def _code_of(x, LIMIT: tl.constexpr):
-    """Return the nearest code as fp32: a whole number, or with LIMIT 15 an odd one."""
+    """Return the nearest code as fp32: a whole number, or an odd number with LIMIT 15."""
     if LIMIT == 15:
         x = 2.0 * _whole(0.5 * x - 0.5) + 1.0
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
@@ -86,7 +86,7 @@ def _code_of(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def _turned_far(parts, COUNT: tl.constexpr):
-    """Return the Hadamard transform over up to 16 tensors."""
+    """Return the Hadamard transform over up to 16 tensors, element by element."""
     for bit in tl.static_range(4):
         if (1 << bit) < COUNT:
             turned = ()
@@ -102,7 +102,7 @@ def _turned_far(parts, COUNT: tl.constexpr):
 
 @triton.jit
 def _turned_near(x, NEAR: tl.constexpr):
-    """Return rows, Hadamard transformed over groups of 1, 8 or 16 neighbouring channels."""
+    """Return rows after a Hadamard transform over groups of 1, 8 or 16 neighbouring channels."""
     rows: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
     if NEAR == 1:
@@ -124,8 +124,8 @@ def _turned_near(x, NEAR: tl.constexpr):
 def _load_turned(x, place, is_place, change, C: tl.constexpr, HAS_MEAN: tl.constexpr):
     """Load rows, scale their channels, and apply the Hadamard transform.
 
-    `change` has a factor per channel and, if HAS_MEAN is set, a mean to subtract. The transform
-    combines channels that are far apart in the head, and neighbouring channels. A thread
+    `change` contains a factor per channel and, if HAS_MEAN is set, a mean to subtract. The
+    transform combines channels that are far apart in the head, and neighbouring channels. A thread
     loads most of the channels that it combines, so few numbers move between threads.
     """
     mean_ptr, factor_ptr = change

@@ -74,27 +74,27 @@ class Settings:
 
     @property
     def aligns(self) -> bool:
-        """Return whether keys are rounded with regard to the mean of queries, unlike in the
-        paper."""
+        """Return whether keys are rounded with regard to the mean of queries, which the paper does
+        not do."""
         return self.granularity == "row" and "q" not in self.smooth
 
     @property
     def evens(self) -> bool:
-        """Return whether queries and keys are scaled to the same energy in each channel, unlike in
-        the paper."""
+        """Return whether queries and keys are scaled to the same energy (sum of squares) in each
+        channel, which the paper does not do."""
         return self.granularity == "row"
 
     @property
     def turns(self) -> bool:
-        """Return whether queries and keys are Hadamard transformed before they are coded.
+        """Return whether queries and keys get a Hadamard transform before they become codes.
 
-        Scores do not change. A large number in one channel is distributed over the channels of
-        `turned`, so the codes' steps are finer.
+        The transform does not change their scores. A large number in one channel is distributed
+        over the channels of `turned`, so the codes' steps are finer.
         """
         return self.granularity == "row"
 
     def turned(self, channels: int) -> tuple[int, int]:
-        """Return how many channels are transformed together: channels far apart, and neighbours."""
+        """Return how many channels the transform combines: channels far apart, and neighbours."""
         return TURNED["small" if self.is_small else "8 bits"][channels]
 
     @property
@@ -104,7 +104,7 @@ class Settings:
 
     @property
     def is_odd(self) -> bool:
-        """Return whether codes are odd numbers, so that all 16 codes of 4 bits are used."""
+        """Return whether codes are odd numbers, so that 4-bit codes use all 16 values."""
         return self.limit == MOST_ODD
 
     @property
@@ -118,7 +118,7 @@ class Settings:
         """Return the largest factor by which a key's step may exceed its block's step.
 
         Products are computed in int8, and a 4-bit code times this multiple still fits in int8. So
-        each key has a scale of its own, while the attention kernel reads one scale per block.
+        each key has a scale of its own, although the attention kernel reads one scale per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
@@ -138,7 +138,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Values:
-    """A number format of weights and values."""
+    """A number format for weights and values."""
 
     dtype: torch.dtype | None  # the format; None for fp32, which does not round
     top: float  # the largest weight of a tile, and of a channel of v, is scaled to this
@@ -147,12 +147,12 @@ class Values:
     def offset(self) -> float:
         """Return the number that is subtracted from the running maximum, in base 2.
 
-        It makes the largest possible weight `top`.
+        With this offset, the largest possible weight is `top`.
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Return fp32 `x`, at most `top` in size, rounded to the format."""
+        """Return `x`, fp32 and at most `top` in size, rounded to the format."""
         if self.dtype is None:
             return x
         if self.dtype == torch.int8:
@@ -187,7 +187,8 @@ def settings_for(
 
 
 def sampled_queries(queries: int) -> tuple[int, int, int]:
-    """Return the stride of sampled blocks of `QUERY_ROWS`, their number, and their queries."""
+    """Return the stride between sampled blocks of `QUERY_ROWS` queries, the number of these blocks,
+    and of their queries."""
     blocks = -(-queries // QUERY_ROWS)
     stride = max(1, -(-blocks // MOST_SAMPLES))
     samples = -(-blocks // stride)
@@ -208,6 +209,7 @@ position."""
 
 
 def groups_of(granularity: str, queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """Return the group of each query and of each key, (L,) int64 each; a group shares a scale."""
+    """Return the group of each query and of each key, (L,) int64 each; the rows of a group share a
+    scale."""
     rules = zip(_SHARED[granularity], (queries, keys), strict=True)
     return [rule(torch.arange(rows.shape[2], device=rows.device)) for rule, rows in rules]

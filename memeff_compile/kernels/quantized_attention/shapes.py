@@ -1,6 +1,6 @@
-"""How the engine `tiles` cuts the work: tile sizes, warps and stages.
+"""Choose how the engine `tiles` divides the work: tile sizes, warps and stages.
 
-All sizes depend on the head dimension and the kind of GPU, never on values of tensors.
+All these sizes depend on the head dimension and the kind of GPU, never on values of tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .settings import NARROWEST
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that the attention kernel is compiled for."""
+    """The sizes for which the attention kernel is compiled."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile; divides `settings.BLOCK`
@@ -72,21 +72,21 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
 
 
 def channels_together(wide: int) -> int:
-    """Return the channels whose products with the means are added at a time."""
+    """Return how many channels' products with the queries' means are added at a time."""
     return min(64, 8192 // wide)  # wider heads would not leave enough registers
 
 
 def write_warps(wide: int) -> int:
-    """Return the warps of a program that writes codes."""
+    """Return the number of warps in a program that writes codes."""
     return WRITE_WARPS * (wide // 128 or 1)
 
 
 def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False, has_starts: bool = False) -> Shape:
-    """Return the tile of the attention kernel.
+    """Return the tile shape of the attention kernel.
 
     With `has_tables`, the kernel also loads masks, ids, corrections or scales of single keys. With
-    `has_starts` it loads the scores of the queries' means; only Hopper has room for these next to
-    its tiles.
+    `has_starts`, the kernel loads the scores of the queries' means; only Hopper has shared memory
+    for these next to its tiles.
     """
     kind, block = gpu.kind, depth_block(depth, NARROWEST)
     has_tables = has_tables or (has_starts and kind != "hopper")

@@ -1,12 +1,14 @@
-"""The engine `tiles`: codes, then queries against keys, tile by tile. CUDA, sm_80 or later.
+"""The engine `tiles` of low-bit attention: it encodes q, k and v, then combines tiles of queries
+with tiles of keys. The engine needs CUDA, sm_80 or later.
 
 A call has five launches. The first reads keys, values and some queries. The second, a small one,
 computes means and scales. The third encodes keys and values. The fourth, a small one, sums the
 rounding errors of values. The fifth encodes queries and computes attention. Masks and ids need one
-more launch, which finds the tiles that count. If means of queries are subtracted, another launch
-computes their scores first. The host never waits for the GPU or reads a value from it, and the
-grids follow from static sizes, so calls can be captured in CUDA graphs. There are no atomics: the
-same inputs give the same bits. q, k and v are read and never written to.
+more launch, which finds the tiles to visit. If means of queries are subtracted, another launch
+computes the means' scores first. The CPU never waits for the GPU or reads a value from it, and the
+grids follow from static sizes, so calls can be captured in CUDA graphs. Kernels use no atomic
+operations, so the same inputs give the same bits. The engine reads q, k and v and never writes to
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class Packed:
-    """Holds codes as the attention kernel reads them; D is padded, N is a multiple of `BLOCK`."""
+    """Codes as the attention kernel reads them; D is padded, and N is a multiple of `BLOCK`."""
 
     # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
     # loads them
@@ -56,7 +58,8 @@ class Packed:
 
 
 def _require_rows_in_reach(queries: int, keys: int) -> None:
-    """Raise if there are more rows of codes than a descriptor's 32-bit coordinates can address."""
+    """Raise an error if there are more rows of codes than a descriptor's 32-bit coordinates can
+    address."""
     for name, rows in (("queries", queries), ("keys", keys)):
         if rows >= MOST_ROWS:
             raise UnsupportedInputError(
@@ -70,7 +73,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
-    """Turn q, k and v into codes.
+    """Return q, k and v as codes.
 
     If `settings.granularity` is "row", four kernel launches do this; otherwise plain PyTorch does.
     The inputs are bf16, fp16 or fp32. The shape of q is (B, H, M, D); the shape of k and v is (B,
@@ -190,7 +193,8 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
 
 
 def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Return the launch options of the first of several kernels, and of those after it."""
+    """Return the launch options of the first of several kernels, and those of the kernels after
+    it."""
     is_early = {"EARLY": starts_early(device)}
     return is_early, ({**is_early, "launch_pdl": True} if is_early["EARLY"] else is_early)
 
@@ -265,7 +269,7 @@ def attend(
     *,
     shape: shapes.Shape | None = None,  # the tile, by default the result of `shape_for`
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; see `reference.attend`."""
+    """Return attention over the keys that count, like `reference.attend`."""
     made = pack(q, k, v, given, settings)
     if shape is None:
         is_plain = made.correction is None or settings.starts
@@ -286,7 +290,7 @@ def attend_packed(
     settings: Settings,  # the arithmetic
     shape: shapes.Shape,  # the tile
 ) -> tuple[Tensor, Tensor]:
-    """Attend with existing codes."""
+    """Return attention computed from existing codes."""
     from . import tiles_kernels as kernels
 
     batch, heads, queries, depth = q.shape
@@ -347,9 +351,10 @@ def attend_packed(
 def _operands(
     made: Packed, q: Tensor, given: Conditions, shape: shapes.Shape, is_described: bool
 ) -> tuple[Any, ...]:
-    """Return the codes of q, k and v, as descriptors of tiles if the GPU loads through descriptors.
+    """Return the codes of q, k and v, as descriptors if the GPU loads tiles through descriptors.
 
-    The result begins with q itself, its strides and the scale, for a kernel that codes the queries.
+    For a kernel that encodes the queries itself, the result begins with q, its strides and the
+    scale.
     """
     asked = (made.k_mean, made.q_mean)
     there = (made.k_scale if each is None else each for each in asked)

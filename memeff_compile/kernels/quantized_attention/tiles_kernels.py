@@ -1,18 +1,21 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of the engine `tiles`: softmax attention over 8-bit codes.
 
-Scores are products of int8 codes, exact in int32. Their scales, one per query and one per block of
-keys (or per key), are folded into the exponent in base 2, so that one multiply-add turns a score
-into the exponent of its weight. Weights are at most 448, the largest number of E4M3: an offset is
-subtracted from the running maximum. The division by the weights' sum cancels the offset.
+Scores are products of int8 codes, exact in int32. The scales of the codes, one per query and one
+per block of keys (or per key), are folded into the exponent in base 2, so that one multiply-add
+turns a score into the exponent of its softmax weight. Weights are at most 448, the largest number
+of E4M3: to ensure this, an offset is subtracted from the running maximum. The division by the sum
+of the weights cancels the offset.
 
 Each tile's product of weights and values is computed separately, then added in fp32. Tensor cores
 that multiply 8-bit floats keep only about 14 bits of a sum, too few for many keys.
 
-After the first product, weights are not in the registers where the second one reads them. So the
-values' keys are stored in the order of the weights' registers (`prepare_kernels`): `_reordered`.
+The registers in which the first product leaves the weights are not those from which the second one
+reads them. So the values' keys are stored in the order of the weights' registers by
+`prepare_kernels`; `_reordered` explains this order.
 
-UPCAST computes in fp32 where the interpreter has no 8-bit arithmetic, with the same rounding.
+With UPCAST, the kernel computes in fp32 with the same rounding, because the interpreter has no
+8-bit arithmetic.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _reordered(weight, C: tl.constexpr):
-    """Hand a tile of 8-bit weights to the second product without moving it between threads."""
+    """Pass a tile of 8-bit weights to the second product without moving data between threads."""
     weight = tl.reshape(weight, (C.ROWS, C.KEYS // 16, 2, 4, 2))
     return tl.reshape(tl.permute(weight, (0, 1, 3, 2, 4)), (C.ROWS, C.KEYS))
 
@@ -60,8 +63,8 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, start, C: tl.constexpr):
-    """Return q k^T as fp32. MAGIC_SUM adds MAGIC_VALUE to it, STARTS adds `start`, which has about
-    the same size.
+    """Return q k^T as fp32. With MAGIC_SUM, MAGIC_VALUE is added to it; with STARTS, `start` is
+    added, which has about the same size.
     """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
@@ -82,7 +85,7 @@ def _scores(q, k, start, C: tl.constexpr):
 
 @triton.jit
 def _weighted(weight, v, C: tl.constexpr):
-    """Return a tile's weights times its values, whose memory is (depth, keys)."""
+    """Return the product of a tile's weights with its values, which are stored as (depth, keys)."""
     is_8_bit: tl.constexpr = v.dtype == tl.float8e4nv
     if C.UPCAST:
         if is_8_bit:

@@ -1,7 +1,7 @@
-"""Low-bit attention with a mask that is a tensor: for comparisons, not for speed.
+"""Compute low-bit attention with a mask that is a tensor: for comparisons, not for speed.
 
-The op takes conditions, which a compiler reads from the graph. A comparison of levels on recorded
-calls has only the mask tensor.
+The op takes masking conditions, which a pass reads from the graph. A comparison of levels on
+recorded calls has only the mask's tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MASKED = -1e4
 
 @dataclass(frozen=True)
 class _Stored(Conditions):
-    """Conditions that consist of a mask tensor, (B or 1, M, N)."""
+    """Masking conditions that consist of a mask tensor, (B or 1, M, N)."""
 
     mask: Tensor
 
@@ -65,7 +65,8 @@ def attend_under_mask(
 
 
 def _shown(mask: Tensor, sizes: tuple[int, int, int]) -> Tensor | None:
-    """Return bool (B, M, N), or None for a mask that differs between heads or is a bias."""
+    """Return a mask as bool (B, M, N), or None for a mask that differs between heads or is a
+    bias."""
     if mask.dtype != torch.bool:
         is_hidden = mask <= MASKED
         if not bool(((mask == 0) | is_hidden).all()):

@@ -1,4 +1,5 @@
-"""Bytes before and after, as formulas in N (rows), K (columns) of a weight and M tokens.
+"""Return bytes before and after the rewrite, as formulas in N (rows), K (columns) of a weight and M
+tokens.
 
 The formulas count the memory that the forward pass of a linear keeps for the backward pass.
 """
@@ -17,7 +18,7 @@ def saved_before(rows: Size, columns: Size, tokens: Size, *, dtype: torch.dtype)
 
 
 def saved_after(rows: Size, columns: Size, tokens: Size) -> sympy.Expr:
-    """Return the bytes of packed weight, int8 input and its scales that the op keeps.
+    """Return the bytes of the packed weight, the int8 input and its scales, which the op keeps.
 
     Columns are rounded up to a multiple of 16.
     """

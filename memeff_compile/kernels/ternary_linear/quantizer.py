@@ -1,7 +1,8 @@
-"""The quantisers of activations: a fixed list, which graph passes and modules share.
+"""The quantisers of activations: a fixed list that graph passes and modules share.
 
-A quantiser computes a statistic of each token and a scale from it, and rounds. `scale` is codes per
-unit (a value is code / scale), or the size of a step if the model uses that form (code * scale).
+A quantiser computes a maximum or mean of each token and a scale from it, and rounds the token.
+`scale` is in codes per unit (a value is code / scale), or in units per code if the model uses that
+form (code * scale).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PER_WORD = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to quantise a token."""
+    """A way to quantise a token."""
 
     levels: float  # the code that the statistic is mapped to
     low: int  # the range of the codes
@@ -61,7 +62,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Entry:
-    """The ops that are applied to a token before it is quantised."""
+    """The operations that are applied to a token before it is quantised."""
 
     # if given, x becomes relu(x) ** 2 * up, the gate of a squared-ReLU GLU
     up: torch.Tensor | None = None
@@ -79,7 +80,7 @@ def words_for(columns: int) -> int:
 
 
 def kept(columns: int) -> int:
-    """Return the minimum number of a token's elements that remain when half of them are dropped."""
+    """Return how many of a token's elements remain at least when half of them are dropped."""
     return max(1, columns // 2)
 
 

@@ -1,8 +1,9 @@
-"""The reference: ternary linears in plain PyTorch, on any device, with exact integer sums.
+"""The reference engine: ternary linears in plain PyTorch, on any device, with exact integer sums.
 
-Weight codes are -1, 0, 1, stored as 0, 1, 2 in two bits. A 32-bit word t holds the codes of columns
-16 t .. 16 t + 15: byte b, field j is column 16 t + 4 j + b. Activations have the same order: four
-planes j of bytes c = 4 t + b. So a word that is masked to one field matches a plane.
+Weight codes -1, 0, 1 are stored as 0, 1, 2 in two bits. The 32-bit word t has the codes of columns
+16 t to 16 t + 15: byte b, field j is column 16 t + 4 j + b. Activations are stored in the same
+order: four planes j of bytes c = 4 t + b. So a word of which only field j is kept matches the plane
+j.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def unpack_codes(packed: Tensor, columns: int) -> Tensor:
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Convert transformers' layout of packed weights to this module's.
+    """Convert the packed weights of transformers to this module's layout.
 
     Transformers' layout is (N / 4, K) uint8: a byte has the codes of four rows that are N / 4
     apart.
@@ -60,7 +61,8 @@ def repack(packed: Tensor) -> Tensor:
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Return (M, K) int8 codes in the order of packed weights: (M, 4, 4 * words), zeros after K."""
+    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words), with zeros
+    after column K."""
     rows, columns = codes.shape
     words = words_for(columns)
     wide = codes.new_zeros((rows, words * PER_WORD))
@@ -69,7 +71,7 @@ def to_planes(codes: Tensor) -> Tensor:
 
 
 def from_planes(planes: Tensor, columns: int) -> Tensor:
-    """Return the (M, columns) codes from the planes of `to_planes`."""
+    """Return the (M, columns) codes from the planes that `to_planes` returned."""
     rows, _, width = planes.shape
     codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
     return codes[:, :columns]
@@ -89,7 +91,7 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def enter(x: Tensor, entry: Entry) -> Tensor:
-    """Return the tensor to quantise: x after the gate and the norm of the entry.
+    """Return the tensor to quantise: x after the gate and the norm that the entry describes.
 
     The result has the dtype of x.
     """
@@ -103,9 +105,9 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
 
 
 def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Quantise each token (row) of x, (M, K): codes (M, K) int8 and scale (M,) float32.
+    """Quantise each token (row) of x, (M, K); return codes (M, K) int8 and scales (M,) float32.
 
-    A token that contains nan, or that gives no valid scale, has the scale nan.
+    A token that contains nan, or for which no valid scale exists, has the scale nan.
     """
     kind = KINDS[quantizer.kind]
     values = x.to(compute_dtype(x.dtype, is_native=quantizer.is_native))
@@ -156,7 +158,7 @@ def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the (N, K) weights that the model's own arithmetic multiplies."""
+    """Return the dequantised (N, K) weights, as the model itself would multiply them."""
     codes = unpack_codes(packed, columns).float()
     scale = scale.reshape(()).float()
     return (codes * scale if is_step else codes / scale).to(dtype)
@@ -205,6 +207,6 @@ def product(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the (M, K) activations that the model's own arithmetic multiplies."""
+    """Return the dequantised (M, K) activations, as the model itself would multiply them."""
     values, scale = from_planes(codes, columns).float(), scale[:, None]
     return (values * scale if is_step else values / scale).to(dtype)

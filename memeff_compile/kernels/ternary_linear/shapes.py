@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels: the rows and tokens of a program, and its warps."""
+"""Tiles of the Triton kernels: rows and tokens per program, and warps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_COLUMNS = 1 << 15
 
 @dataclass(frozen=True)
 class VectorShapes:
-    """Describes a launch for few tokens.
+    """The launch for few tokens.
 
-    It gives the rows of weights per tile, the warps, and the tiles per program.
+    The fields are the rows of weights per tile, the warps, and the tiles per program.
     """
 
     rows: int
@@ -30,9 +30,9 @@ class VectorShapes:
 
 @dataclass(frozen=True)
 class TileShapes:
-    """A launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
+    """The launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
 
-    `group` consecutive tiles of rows share a tile of tokens in the cache.
+    `group` consecutive tiles of rows use the same tile of tokens, which is then in the cache.
     """
 
     tokens: int
@@ -45,9 +45,11 @@ class TileShapes:
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch for `tokens` <= 4: the fastest of a sweep, or close to it.
+    """Return the launch for `tokens` <= 4, which was the fastest or nearly the fastest of those
+    measured.
 
-    `words` are the 32-bit words of a row of weights; `rows` those of all matrices of the launch.
+    `words` is the number of 32-bit words in a row of weights; `rows` is the number of rows of all
+    matrices in the launch.
     """
     wide = 1 << (words - 1).bit_length()
     if tokens == 1 and wide == 256 and 16 * processors < rows <= 32 * processors:
@@ -69,21 +71,21 @@ tokens only once."""
 
 
 def quantizes_first(words: int, rows: int) -> bool:
-    """Return whether a separate kernel quantises up to four tokens, before the product."""
+    """Return whether a separate kernel quantises up to four tokens before the product."""
     return words * rows > WORDS_OF_ONE_LAUNCH
 
 
 def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
     """Return whether integer dot products are faster than tensor cores, whose tiles have 16 tokens.
 
-    On an H200 with nine sizes of weights, they were always faster for two tokens and never for
-    four.
+    On an H200 with nine sizes of weights, dot products were always faster for two tokens and never
+    for four.
     """
     return tokens < 3 or (tokens == 3 and not quantizes_first(words, rows))
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch for up to 4 quantised tokens: the fastest of a sweep."""
+    """Return the launch for up to 4 quantised tokens, which was the fastest of those measured."""
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
         return VectorShapes(8, 4)
@@ -93,10 +95,11 @@ def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorS
 def tile_shapes(
     tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
 ) -> TileShapes:
-    """Return the launch for more tokens: the fastest of a sweep, or close to it.
+    """Return the launch for more tokens, which was the fastest or nearly the fastest of those
+    measured.
 
     A row of weights has `width` bytes. On Hopper, four warps have enough registers for the sums of
-    128 x 128.
+    a 128 x 128 tile.
     """
     large = TileShapes(128, 128, 64, 4 if is_hopper else 8, 3)
     if tokens > 64:

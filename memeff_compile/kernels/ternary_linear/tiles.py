@@ -1,7 +1,9 @@
-"""The engine `tiles`: launches of the Triton kernels. CUDA, sm_80 or later.
+"""The engine `tiles` of ternary linears: launches of the Triton kernels. The engine needs CUDA,
+sm_80 or later.
 
-The host never waits for the GPU or reads a value from it, so calls can be captured in CUDA graphs.
-Sums of integers do not depend on order: the same inputs give the same bits, whatever the tiles.
+The CPU never waits for the GPU or reads a value from it, so calls can be captured in CUDA graphs.
+Sums of integers do not depend on their order, so the same inputs give the same bits, whatever the
+tiles.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """Return the kernels; Triton is imported only when a kernel runs."""
+    """Return the module with the kernels; it imports Triton, so this happens only when a kernel
+    runs."""
     from . import tiles_kernels
 
     return tiles_kernels
@@ -48,7 +51,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:
-    """Return Triton's name of the dtype in which a quantiser computes."""
+    """Return Triton's name for the dtype in which a quantiser computes."""
     import triton.language as tl
 
     names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -110,7 +113,7 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def _entering(x: Tensor, entry: Entry) -> tuple[Any, ...]:
-    """Return the kernel argument that describes the ops on x before quantisation."""
+    """Return the kernel argument that describes the operations on x before quantisation."""
     up = x if entry.up is None else _with_unit_stride(entry.up)
     norm = x if entry.norm is None else entry.norm.contiguous()
     return x, x.stride(0), up, up.stride(0), norm
@@ -126,9 +129,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32.
 
-    If `is_chained` is set, the next kernel of the stream, which must be a chained `product` or
-    `vectors`, may be launched before this one has ended. If `is_early` is set, this kernel may be
-    launched before the previous one has ended.
+    If `is_chained` is set, the next kernel of the stream, which must be a `product` or `vectors`
+    with `is_chained`, may start before this one has ended. If `is_early` is set, this kernel may
+    start before the kernel before it has ended.
     """
     x = _with_unit_stride(x)
     tokens, columns = x.shape
@@ -152,7 +155,7 @@ def quantize(
 
 @dataclass(frozen=True, eq=False)
 class QuantizePlan:
-    """Holds the launch arguments of a quantiser: numbers, and compile-time constants."""
+    """The launch arguments of a quantiser: numbers, and compile-time constants."""
 
     numbers: tuple[int | float, ...]
     constants: dict[str, Any]
@@ -185,7 +188,7 @@ _ASKED = ("HAS_UP", "HAS_NORM", "IS_CHAINED", "IS_EARLY")
 
 
 def _quantize_warps(columns: int, tokens: int) -> int:
-    """Return the number of warps per token: many if there are few tokens."""
+    """Return the number of warps per token, which is large if there are few tokens."""
     if tokens <= MAX_VECTORS:
         return max(1, min(16, columns // 512))
     return max(1, min(16, max(4, columns // 1024), columns // 32))
@@ -207,11 +210,12 @@ def vectors(
     leading: Sequence[int] | None = None,
     shapes: VectorShapes | None = None,
 ) -> list[Tensor]:
-    """Multiply up to four tokens with up to three matrices; quantise the tokens in the same kernel.
+    """Multiply up to four tokens by up to three matrices, and quantise the tokens in the same
+    kernel.
 
-    Results are (M, N), or (*leading, N). If `coded` is given, `x` has quantised tokens. If
-    `is_early` is set, the kernel may start, and read weights, while the previous kernel of the
-    stream is still running.
+    Results are (M, N), or (*leading, N). If `coded` is given, `x` contains tokens that are
+    quantised already. If `is_early` is set, the kernel may start, and read weights, while the
+    kernel before it is still running.
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
@@ -282,7 +286,7 @@ def product(
     bias: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    """Return the product of quantised tokens with one matrix, as `products` does."""
+    """Return the product of quantised tokens with one matrix, like `products`."""
     return products(codes, scale, sums, [packed], [weight_scale], [bias], **settings)[0]
 
 
@@ -304,8 +308,8 @@ def products(
 ) -> list[Tensor]:
     """Return the products (M, N) of quantised tokens, or (*leading, N) with M rows in total.
 
-    Up to three matrices are multiplied in one launch; only one matrix is possible if a residual is
-    added. If `is_chained` is set, the previous kernel of the stream is a chained `quantize`.
+    One launch multiplies up to three matrices, but only one if it also adds a residual. If
+    `is_chained` is set, the kernel before this one is a `quantize` with `is_chained`.
     """
     kinds = {t.dtype for t in weight_scale}, {None if t is None else t.dtype for t in bias}
     if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
@@ -351,7 +355,7 @@ def products(
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The parameters of a product's launches; they depend only on sizes."""
+    """The parameters of a product's launches, which depend only on sizes."""
 
     grid: tuple[int, int]  # of the kernel that multiplies
     constants: dict[str, Any]  # likewise
@@ -425,7 +429,7 @@ def _dequantize(
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the (N, K) weights that the model's own arithmetic multiplies."""
+    """Return the dequantised (N, K) weights, as the model itself would multiply them."""
     packed = packed.contiguous()
     out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
     _dequantize(
@@ -442,7 +446,7 @@ def dequantized_weights(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the (M, K) activations that the model's own arithmetic multiplies."""
+    """Return the dequantised (M, K) activations, as the model itself would multiply them."""
     codes = codes.contiguous()
     out = codes.new_empty((codes.shape[0], columns), dtype=dtype)
     held, words = codes.view(torch.int32), codes.shape[2] // 4

@@ -1,17 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Device code of the engine `tiles`.
+"""Device code of the engine `tiles` of ternary linears.
 
-A word of packed weights holds the codes of 16 columns, four fields of two bits in each of four
-bytes. A word that is masked to one field has four codes 0, 1, 2, ready for an integer product with
-four bytes of the activations' plane of that field. Weight codes are stored plus one, so the sum of
-a token's codes is subtracted at the end.
+A word of packed weights has the codes of 16 columns, as four fields of two bits in each of four
+bytes. A word of which only one field is kept has four codes 0, 1, 2, ready for an integer product
+with four bytes of the activations' plane for that field. Because weight codes are stored plus one,
+the sum of a token's codes is subtracted at the end.
 
 Launch these kernels with enable_fp_fusion=False: a product and the rounding after it must be two
 steps, as in PyTorch.
 
-BYTEWISE computes integer products byte by byte; the interpreter, which has no assembler, sets it.
+With BYTEWISE, integer products are computed byte by byte, because the interpreter has no assembler.
 
-Axis letters: rows are those of the weights (N), tokens those of the activations (M), words and
+Names of axes: rows are those of the weights (N), tokens those of the activations (M), words and
 bytes run over the columns.
 """
 
@@ -25,7 +25,7 @@ _ROUNDING: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: ulp 1, ties
 
 @triton.jit
 def _rounded(value, DTYPE: tl.constexpr):
-    """Round to the dtype in which the model computes."""
+    """Round numbers to the dtype in which the model computes."""
     return value.to(DTYPE).to(tl.float32)
 
 
@@ -37,7 +37,7 @@ def _scale_of_token(
     eps_rounded,
     C: tl.constexpr,
 ):
-    """Return the scale of a token, which may not be valid; `_checked` checks it."""
+    """Return the scale of a token, which may be invalid; `_checked` checks it."""
     if C.IS_MEAN:
         total = tl.sum(tl.abs(x), axis=0)
         statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), C.DTYPE)
@@ -59,10 +59,10 @@ def _scale_of_token(
 
 @triton.jit
 def _larger_half(x, kept, LOW_BIT: tl.constexpr):
-    """Set all but the `kept` largest absolute values to zero.
+    """Set all elements of a token to zero except the `kept` ones with the largest absolute values.
 
-    The smallest kept value is determined from its highest bits down, two bits at a time: one sum
-    has the counts for all three possible values of the two bits.
+    The smallest kept value is found from its highest bits down, two bits at a time: one sum has the
+    counts for all three possible values of the two bits.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
@@ -103,7 +103,7 @@ def _codes_of_token(x, scale, C: tl.constexpr):
 
 @triton.jit
 def _checked(scale):
-    """Return the scale, or nan if it is not valid."""
+    """Return the scale, or nan if it is invalid."""
     return tl.where((scale > 0.0) & (scale < float("inf")), scale, float("nan"))
 
 
@@ -115,7 +115,8 @@ def _entering_token(
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return a token in float32, rounded at each operation at which PyTorch rounds to its dtype.
+    """Return a token in float32 after the operations before quantisation, rounded wherever PyTorch
+    rounds to its dtype.
 
     If HAS_UP is set, x becomes relu(x) ** 2 * up; if HAS_NORM is set, an RMS norm follows.
     """
@@ -143,7 +144,8 @@ def _quantized_token(
     COLUMNS: tl.constexpr,  # a power of two
     C: tl.constexpr,
 ):
-    """Return a token's codes, four per word in the order of the columns; its scale; and its sum.
+    """Return a token's codes, four per word in the order of the columns, its scale, and the sum of
+    its codes.
 
     Word 4 t + j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
     """
@@ -287,7 +289,7 @@ def _ternary_linear_tiles_tokens_kernel(
 
 @triton.jit
 def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
-    """Add the products of four unsigned and four signed bytes."""
+    """Add the products of four unsigned bytes with four signed bytes."""
     if BYTEWISE:
         for byte in tl.static_range(4):
             acc += ((code >> (8 * byte)) & 255) * ((x << (24 - 8 * byte)) >> 24)
@@ -304,7 +306,7 @@ def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
 
 @triton.jit
 def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
-    """Add the products of one field of a tile of weights and its plane of the token."""
+    """Add the products of one field of a tile of weights with the field's plane of the token."""
     code, x = tl.broadcast((weight >> (2 * FIELD)) & 0x03030303, plane[None, :])
     return _dot4(code, x, acc, BYTEWISE)
 
@@ -322,7 +324,7 @@ def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
 
 @triton.jit
 def _factor(scale, weight_scale, C: tl.constexpr):
-    """Return the factor that turns an integer product into a result."""
+    """Return the factor that turns an integer product into a number of the result."""
     by_token = scale
     by_weight = weight_scale.to(tl.float32)
     if not C.IS_STEP:
@@ -340,7 +342,7 @@ def _plane(codes_ptr, place, word, words):
 
 @triton.jit
 def _sum_with(found, added_ptrs, mask):
-    """Add the residual to the rounded product."""
+    """Add the residual to the product, which is rounded first."""
     added = tl.load(added_ptrs, mask=mask, other=0.0)
     return found.to(added.dtype).to(tl.float32) + added.to(tl.float32)
 
@@ -441,7 +443,7 @@ def _ternary_linear_tiles_vectors_kernel(
 
 @triton.constexpr_function
 def _keep_field(FIELD):
-    """Return assembly code that keeps two bits of each of four bytes."""
+    """Return assembly code that keeps one field, two bits of each of four bytes."""
     if FIELD == 0:
         return "and.b32 $0, $1, 0x03030303;"
     return f"{{ .reg .b32 t; shr.b32 t, $1, {2 * FIELD}; and.b32 $0, t, 0x03030303; }}"
@@ -454,7 +456,7 @@ def _kept(packed, ASM: tl.constexpr):
 
 @triton.jit
 def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
-    """Return the codes of one field, 0 to 2, as int8; four bytes at once."""
+    """Return the codes of one field, 0 to 2, as int8, for four bytes at once."""
     if BYTEWISE:
         return ((packed >> (2 * FIELD)) & 3).to(tl.int8)
     return _kept(packed, _keep_field(FIELD))

@@ -1,1 +1,1 @@
-"""Functions for a model's attention: calibration."""
+"""Functions for a model's attention: calibration of low bits."""

@@ -1,9 +1,10 @@
-"""Measures, on the user's inputs, which attention of a model may run in low bits.
+"""Measure, on the user's inputs, which attention of a model may run in low bits.
 
-The model runs unchanged. Each call of PyTorch's attention is computed a second time at every level,
-on the same queries, keys and values, and compared with the call's result. The model continues with
-the call's result, so that no error of one layer reaches the next. As in SageAttention2, levels are
-chosen per layer and, for diffusion models, per time step. The worst score decides, not the mean.
+The model runs with its usual attention. Each call of PyTorch's attention is also computed at every
+level, on the same queries, keys and values, and compared with the call's result. The model
+continues with the exact result, so that no error of one layer reaches the next. As in
+SageAttention2, levels are chosen per layer and, for diffusion models, per time step. A level's
+worst score decides, not the mean.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 class Calibration(VerbReport, dict[str, Any]):
     """A table of levels, which `memeff.attention` takes; it can be stored as JSON.
 
-    Its keys are: `levels`, for each site a level, or a list with a level per call; `scores`, for
-    each site and level, per call, the mean and standard deviation over inputs, and the worst; and
-    `min_score`, or `share` if a share of calls was requested.
+    The table's keys are: `levels`, for each attention a level, or a list with a level per call;
+    `scores`, for each attention, level and call, the mean and standard deviation over inputs, and
+    the worst; and `min_score`, or `share` if a share of calls was requested.
     """
 
     def __str__(self) -> str:
-        """Return how many sites run in low bits, and the table as text, with the worst site
+        """Return how many attention modules run in low bits, and the table as text, the worst one
         first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
@@ -74,12 +75,12 @@ class Calibration(VerbReport, dict[str, Any]):
         return "\n".join([note, *rows])
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the table as JSON, which the option takes too."""
+        """Return the table as JSON, which the option `memeff.attention` takes too."""
         return json.dumps(self, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw, for each site and level, the mean over calls and the standard deviation of the
-        scores.
+        """Draw, for each attention and level, the mean and the standard deviation of the scores
+        over calls.
 
         The extension of `path` sets the format, which is SVG if there is no extension. Raise
         CalibrationError if matplotlib is not installed.
@@ -91,7 +92,7 @@ class Calibration(VerbReport, dict[str, Any]):
         draw_spreads(path, names, series, "score", CalibrationError, least=least)
 
     def _scores(self) -> tuple[_Scores, list[str]]:
-        """Return the scores by site, level and call, and the levels that were tried."""
+        """Return the scores by attention, level and call, and the levels that were tried."""
         scores = self["scores"]
         return scores, list(next(iter(scores.values())))
 
@@ -125,10 +126,10 @@ def calibrate_attention(
     enough.
 
     A score is cosine similarity x (1 - relative L1) of a level's result and the call's result. The
-    worst score over inputs counts. A site is the path of the module that calls attention; `#1` is
-    appended for the second attention in one call of the module, and so on. If a module is called
-    several times for one input, as in the steps of a diffusion model, each call has a score and a
-    level.
+    lowest score over all inputs counts. An attention is named by the path of the module that calls
+    it; `#1` is appended for the second attention in one call of the module, and so on. If a module
+    is called several times for one input, as in the steps of a diffusion model, each call has a
+    score and a level.
 
     Args:
         model: It runs eagerly, without gradients, and is not changed.
@@ -137,7 +138,8 @@ def calibrate_attention(
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
             `share`.
         share: Instead of `min_score`: the share of all calls that gets the second of two levels, as
-            in SageAttention2. These are the calls with the worst scores at the first level.
+            in SageAttention2. The second level goes to the calls with the worst scores at the first
+            level.
         levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
             is good enough, `exact` is chosen. For `share`, two levels, by default `4b` and `8b`;
             the second may be `exact`.
@@ -188,7 +190,8 @@ def calibrate_attention(
 def _levels(
     min_score: float | None, share: float | None, levels: Sequence[str] | None
 ) -> Sequence[str]:
-    """Return the levels to choose from, or raise if the arguments contradict each other."""
+    """Return the levels to choose from, or raise an error if the arguments contradict each
+    other."""
     for name, number in (("min_score", min_score), ("share", share)):
         if number is not None and not 0.0 <= number <= 1.0:
             raise CalibrationError(f"{name} is {number}; a number between 0 and 1 is needed.")
@@ -225,7 +228,7 @@ def restart_attention_calls() -> None:
 
 
 def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return for each call of each site the first level whose worst score is at least `least`."""
+    """Return for each attention call the first level whose worst score is at least `least`."""
     return {
         site: [
             next((level for level in levels if min(by_level[level][place]) >= least), EXACT)
@@ -282,7 +285,7 @@ def score(found: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def _watched(model: nn.Module, levels: Sequence[str], found: _Found) -> Iterator[None]:
-    """While the model runs on one input, add the scores of every attention that it calls."""
+    """Add the scores of every attention that a model calls while it runs on one input."""
     paths, inside = [""], [0]  # of the modules that run, and how often each has called attention
     calls: Counter[str] = Counter()  # that were scored, by site
 

@@ -1,4 +1,4 @@
-"""Registers low-bit attention with the core."""
+"""Register low-bit attention with the core of this package."""
 
 from __future__ import annotations
 

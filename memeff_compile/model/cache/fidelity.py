@@ -1,9 +1,9 @@
-"""Measures how a lossy KV cache changes a model's answers, on the user's inputs.
+"""Measure how a lossy KV cache changes a model's answers, on the user's inputs.
 
-The model runs twice on each input: with an exact cache, and with the prompt in a `KVCache`, from
-which the last tokens of the input are predicted. These tokens come from the input; they are not
-generated. The report compares the next token's probabilities. The similarity of neighbouring layers
-shows whether merging them can work.
+The model runs twice on each input: with an exact cache, and with a `KVCache` that contains the
+prompt, from which it predicts the last tokens of the input. These tokens come from the input; they
+are not generated. The report compares both runs' probabilities of the next token. The similarity of
+neighbouring layers shows whether merging them can work.
 
 Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
 """
@@ -40,11 +40,11 @@ _KINDS = ("keys", "values")
 
 @dataclass(frozen=True)
 class FidelityReport(VerbReport):
-    """The result of `fidelity_report`, which can be printed, and stored as JSON.
+    """The result of `fidelity_report`, which can be printed and stored as JSON.
 
     Attributes:
         settings: the settings of the cache that was compared with an exact one.
-        pairs: for each two neighbouring layers, their `layers`; for keys and for values, the mean
+        pairs: for each two neighbouring layers: their `layers`; for keys and for values, the mean
             cosine between their rows, the 5th percentile of the cosines, and a histogram of `BINS`
             from -1 to 1; `aligned`, the mean cosines of `keys` and of `values` when the two
             layers are aligned; `has_window`, whether one of them attends to a window: such layers
@@ -55,14 +55,15 @@ class FidelityReport(VerbReport):
         logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
             `kl_worst`, `agreement`, the share of positions with the same most likely token, and the
             losses `loss_exact` and `loss` of the actual tokens.
-        memory: `bytes` of the cache, the bytes `before` of keys and values in the model's dtype,
-            and their `ratio`.
-        merged: `KVCache.merged` of the last input.
-        codes: for a cache that merges, `bits`, `kl` and `ratio` of caches of as many bits, of 3 and
-            of 2 that do not.
-        maps: for each two neighbouring layers the turns of keys and of values, (heads, 2, depth,
-            depth), and the lower layer's head of each head of the upper, that align them on all
-            inputs. A cache with this report begins with them. They are not part of the JSON.
+        memory: the `bytes` of the cache, the bytes that keys and values take in the model's dtype
+            (`before`), and the `ratio` of the two.
+        merged: `KVCache.merged` for the last input.
+        codes: for a cache that merges: `bits`, `kl` and `ratio` of caches that do not merge, with
+            as many bits, with 3 and with 2.
+        maps: for each two neighbouring layers, the maps that align them on all inputs: the
+            rotations of keys and of values, (heads, 2, depth, depth), and the lower layer's head
+            for each head of the upper layer. A cache that is created with this report uses these
+            maps from the beginning. The maps are not part of the JSON.
     """
 
     settings: dict[str, Any]
@@ -77,8 +78,8 @@ class FidelityReport(VerbReport):
     )
 
     def advice(self) -> str:
-        """Return advice whether to use this cache or one that does not merge; "" if it does not
-        merge."""
+        """Return advice on whether to use this cache or one that does not merge; "" if this one
+        does not merge."""
         if not self.codes:
             return ""
         kl, ratio = self.logits["kl"], self.memory["ratio"]
@@ -158,11 +159,11 @@ class FidelityReport(VerbReport):
         return json.dumps(named, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the similarity of neighbouring layers: the mean cosine, and the middle 90 % of the
-        rows.
+        """Draw the similarity of neighbouring layers: the mean cosine, and the range of the middle
+        90 % of the rows.
 
-        The ending of `path` sets the format: SVG if it has no ending. Raise CalibrationError if
-        matplotlib is not installed.
+        The ending of `path` sets the format, which is SVG if there is no ending. Raise
+        CalibrationError if matplotlib is not installed.
         """
         names = ["-".join(map(str, pair["layers"])) for pair in self.pairs]
         series: dict[str, list[Spread]] = {"keys": [], "values": []}
@@ -190,15 +191,16 @@ def fidelity_report(
         inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, if prompts are
             padded on the left, ``attention_mask``; or a list of these. Use long inputs: the last
             `recent` tokens are exact in every cache.
-        bits: as for `KVCache`.
-        merge: as for `KVCache`.
+        bits: as in `KVCache`.
+        merge: as in `KVCache`.
         steps: number of tokens at the end of an input whose predictions are compared, at least 2.
         each_pair: also measure each two neighbouring layers merged alone, which shows where merging
             costs least. It takes one more run for each pair and input.
         settings: settings of `KVCache`, except `max_cache_len`.
 
     Returns:
-        Cosines of layers, of attention's results, divergence of probabilities, memory.
+        A report on the similarity of layers, attention's results, the divergence of probabilities,
+        and memory.
 
     Raises:
         CalibrationError: There are no inputs, an input is too short, or `steps` is.
@@ -268,7 +270,7 @@ def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: AN
 
 
 class _Run(NamedTuple):
-    """Logits and attention results for the last tokens, and the cache."""
+    """The logits and attention results for an input's last tokens, and the cache."""
 
     logits: Tensor
     attention: list[Tensor]
@@ -277,9 +279,9 @@ class _Run(NamedTuple):
 
 @torch.no_grad()
 def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = None) -> _Run:  # noqa: ANN401
-    """Run on all tokens. If there is a cache, first put the prompt into it.
+    """Run the model on all tokens of an input; if there is a cache, put the prompt into it first.
 
-    The last tokens then read the cache.
+    With a cache, the last tokens then attend to its contents.
     """
     from memeff_compile.model.cache.layers import CACHE_NAME  # transformers, slow to import
 
@@ -295,7 +297,7 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 def _without(codes: Mapping[str, float]) -> str:
-    """Describe, in words, a cache that does not merge."""
+    """Return the report's description of a cache that does not merge layers."""
     kl, ratio = codes["kl"], codes["ratio"]
     return f"{codes['bits']:.0f} bits without merging ({ratio:.2f} times smaller, KL {kl:.1e})"
 
@@ -305,7 +307,7 @@ def _all_bits(codes: Sequence[Mapping[str, float]]) -> str:
 
 
 class _Gathered:
-    """Figures of all inputs, by kind."""
+    """The measurements of all inputs, by kind."""
 
     def __init__(self) -> None:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
@@ -316,7 +318,7 @@ class _Gathered:
         self.products: dict[int, Tensor] = {}
 
     def other(self, bits: int, exact: _Run, found: _Run, size: int) -> None:
-        """Record the answers and bytes of a cache that does not merge."""
+        """Record the answers with a cache that does not merge, and its bytes."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", bits)
         self.others[bits] += size
@@ -334,7 +336,7 @@ class _Gathered:
         self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
-        """Record the similarity of neighbouring layers' rows."""
+        """Record how similar the rows of neighbouring layers are."""
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())
@@ -359,7 +361,7 @@ class _Gathered:
                 self._add(found, kind, at)
 
     def answers(self, exact: _Run, found: _Run, ids: Tensor) -> None:
-        """Record the distance between the answers."""
+        """Record how far the answers are from those with an exact cache."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl")
         self._add(wanted.argmax(-1) == got.argmax(-1), "same")
@@ -371,7 +373,7 @@ class _Gathered:
                 self._add(cosine, "attention", place)
 
     def report(self, settings: dict[str, Any], merged: list[dict[str, Any]]) -> FidelityReport:
-        """Return the report of the gathered figures."""
+        """Return the report of all measurements."""
         whole = {of: torch.cat(parts) for of, parts in self.parts.items()}
         cosines = [found for of, found in whole.items() if of[0] == "attention"]
         attention = [{"mean": float(c.mean()), "worst": float(c.min())} for c in cosines]
@@ -412,7 +414,7 @@ class _Gathered:
 
 
 def _spread(whole: Tensor) -> dict[str, Any]:
-    """Return mean, 5th percentile and histogram of cosines."""
+    """Return the mean, the 5th percentile and a histogram of cosines."""
     ordered = whole.sort().values
     counts = torch.histc(whole, BINS, -1.0, 1.0)
     return {

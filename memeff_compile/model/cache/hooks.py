@@ -1,4 +1,4 @@
-"""The calls that the core makes to KV caches: compile a model in place for `generate()`."""
+"""Let the core make a model's `generate()` use KV caches, and compile the model in place."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class CacheHooks(Hooks):
 
 
 def _use_kv_cache(request: Request) -> Callable[[], None]:
-    """Make a model's generate() create caches; return a function that undoes it."""
+    """Make a model's generate() create this package's caches; return a function that reverts
+    this."""
     model, kv_cache = request.model, request.kv_cache
     if isinstance(kv_cache, str) and kv_cache != "static":
         raise OptionError(

@@ -1,11 +1,11 @@
 """A low-bit KV cache for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
 Old tokens are stored as codes of 8, 4, 3 or 2 bits; the latest and the first few tokens stay exact.
-Layers with a sliding window stay exact. Without the backend each step decodes keys and values;
-results are correct. With the backend, attention reads the codes directly
+Layers with a sliding window stay exact. Without the backend, each step decodes all keys and values;
+results are then correct but slower. With the backend, attention reads the codes directly
 (passes/compress_kv_cache.py).
 
-Needs transformers, which is imported with this module.
+This module needs transformers, and imports it.
 """
 
 from __future__ import annotations
@@ -59,20 +59,22 @@ class KVCache(Cache):
 
     Args:
         config: the model's config.
-        max_cache_len: the most tokens that fit. More tokens raise an error on a CPU. On a GPU,
-            which must not wait for the host, logits are nan from there on.
+        max_cache_len: the largest number of tokens that fit. On a CPU, appending more tokens raises
+            an error. On a GPU, where the CPU does not wait for the number of tokens, logits are nan
+            from there on.
         bits: 16 (exact), 8, 4, 3 or 2.
-        scheme: ``kivi`` (a scale and a zero per channel of keys and per token of values) or
+        scheme: ``kivi`` (a scale and a zero point per channel of keys and per token of values) or
             ``per_head`` (one scale per token and head).
-        group: tokens that are coded together: 32, 64 or 128.
+        group: number of tokens that are encoded together: 32, 64 or 128.
         recent: at least this many of the latest tokens stay exact; a multiple of 16.
         keep_first: this many of a sequence's first tokens stay exact, because in most models all
             tokens attend to them.
-        attention_mask: for prompts padded on the left: (batch, tokens) with 0 for padding. Then
-            `keep_first` counts from the first token, and scales ignore padding.
-        merge: None, ``"minicache"``, or a `MiniCache` that says how: neighbouring layers share the
-            directions of their older tokens. This loses more than codes of 3 bits. It warns unless
-            you pass the result of `fidelity_report` for your model.
+        attention_mask: for prompts padded on the left: (batch, tokens) with 0 for padding. With a
+            mask, `keep_first` counts from the first token after the padding, and scales ignore
+            padding.
+        merge: None, ``"minicache"``, or a `MiniCache` with settings: neighbouring layers share the
+            directions of their older tokens. Merging loses more than codes of 3 bits. A warning
+            appears unless you pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -130,7 +132,7 @@ class KVCache(Cache):
         *args: Untyped,
         **how: Untyped,
     ) -> tuple[Tensor, Tensor]:
-        """Append to a layer, and return the keys and values that attention reads."""
+        """Append new keys and values to a layer, and return those that attention reads."""
         if layer_idx >= len(self.layers):
             refuse(
                 f"layer {layer_idx} of a model was given to a cache of {len(self.layers)} layers, "
@@ -139,11 +141,12 @@ class KVCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **how)
 
     def merged(self) -> list[dict[str, Any]]:
-        """Return a line per pair of layers that share directions; waits for the device.
+        """Return one line per pair of layers that share directions; this waits for the device.
 
-        A line has the pair's `layers`; the number of `merged` tokens; `kept`, the mean number of
-        rows that were kept unchanged per sequence and head, without first tokens; and `left_over`,
-        the rows per sequence and head that should have been kept but had no room.
+        A line contains the pair's `layers`; the number of `merged` tokens; `kept`, the mean number
+        of rows that were kept unchanged per sequence and head, without first tokens; and
+        `left_over`, the number of rows per sequence and head that should have been kept but did not
+        fit.
         """
         found = []
         for layer in self.layers:
@@ -162,9 +165,8 @@ class KVCache(Cache):
         return found
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
-        """Empty the cache; its tensors stay. The mask is for the next prompts.
-
-        None means no padding.
+        """Empty the cache; its tensors keep their memory. The argument is the attention mask of the
+        next prompts; None means no padding.
         """
         ours = (layer for layer in self.layers if isinstance(layer, InPlace))
         held = {tensor.shape[0] for layer in ours for _, tensor in layer.tensors()}
@@ -175,17 +177,18 @@ class KVCache(Cache):
     def begin_with_a_step(self) -> None:
         """Let a prompt of one token run as a decoding step, whose graph is compiled anyway.
 
-        Only a cache that can be compiled then has a mask, which excludes empty positions.
+        Caches that cannot be compiled are not changed, because their attention has no mask to
+        exclude empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
                 layer.is_empty = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every layer; a negative number says how many.
+        """Remove the last tokens of every layer; a negative argument is minus their number.
 
-        If a layer cannot remove as many, or has a sliding window, raise UnsupportedInputError and
-        remove none.
+        If a layer cannot remove as many tokens, or has a sliding window, raise
+        UnsupportedInputError and remove none.
         """
         remove = remaining(tokens_to_remove)
         if remove == 0:
@@ -211,7 +214,7 @@ class KVCache(Cache):
         self._change_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some sequences, in new tensors."""
+        """Keep only some sequences, in new tensors."""
         self._change_rows(lambda t: t[indices].contiguous())
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -234,12 +237,12 @@ class KVCache(Cache):
     def is_croppable(self) -> bool:
         """Return whether every layer can remove its last tokens.
 
-        transformers' layers declare this from 5.17 on.
+        The layers of transformers declare this from version 5.17 on.
         """
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
     def exact_tensors(self) -> list[Tensor]:
-        """Return keys and values of the layers that stay exact."""
+        """Return the tensors of keys and values in the layers that stay exact."""
         exact = (layer for layer in self.layers if not isinstance(layer, CodedLayer))
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 
@@ -275,12 +278,13 @@ _BOUNDED = "a window bounds what such a layer keeps"
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Warn of a request without effect, because generate() creates a new cache in each call."""
+    """Warn once of a setting without effect, because generate() creates a new cache in each
+    call."""
     warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def _kept_exact(layers: list[Untyped], bits: int) -> str:
-    """Return in words which layers stay exact although low bits were requested, or ""."""
+    """Return in words which layers stay exact although the user asked for low bits, or ""."""
     ours = [n for n, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
     coded = [n for n in ours if isinstance(layers[n], CodedLayer)]
     exact = [n for n in ours if n not in coded]
@@ -306,7 +310,7 @@ _MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
-    """Return the tensors of a layer of any kind; shared tensors appear once."""
+    """Return the tensors of any layer; tensors that layers share appear once."""
     if isinstance(layer, InPlace):
         return list(layer.tensors())
     held = [((layer, name), getattr(layer, name, None)) for name in ("keys", "values")]
@@ -314,7 +318,7 @@ def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
 
 
 def _keeps(layer: Untyped, remove: int) -> str | None:
-    """Return why a layer of any kind cannot remove its last tokens, or None."""
+    """Return why a layer cannot remove its last tokens, or None if it can."""
     if isinstance(layer, InPlace):
         return layer.keeps(remove)
     if getattr(layer, "is_croppable", False) and hasattr(layer, "crop"):
@@ -346,8 +350,8 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """Replace neighbouring layers that can be merged by layers that share directions, from a layer
-    on.
+    """Replace neighbouring layers that can be merged, from a start layer on, by layers that share
+    directions.
     """
     text = config.get_text_config(decoder=True)
     # A layer without rotary embeddings never goes with one that has them.
@@ -403,15 +407,15 @@ def _check(
 
 
 def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
-    """Return the cache among the arguments of a model, under the name that callers use."""
+    """Return the cache among the arguments of a model call, under the name that callers use."""
     cache = kwargs.get(CACHE_NAME)
     return kwargs.get(OLDER_CACHE_NAME) if cache is None else cache
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call whose first graphs serve prompts, and caches, of any length.
+    """Return a compiled call whose first graphs are valid for prompts, and caches, of any length.
 
-    Windows are moved before a step, so the same compiled step works whether they are full or not.
+    Before a step, windows are moved, so the same compiled step works whether they are full or not.
     """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:
@@ -442,10 +446,10 @@ _HOOK = "_prepare_cache_for_generation"
 
 @dataclasses.dataclass
 class _Hook:
-    """Replacement of a model's method that generate() calls; remembers the original.
+    """Replaces a method of the model that generate() calls, and stores the original.
 
-    It refers to the model itself, so that copies of the model, including pickled ones, have
-    separate hooks.
+    The replacement refers to the model, so that copies of the model, including pickled ones, get
+    hooks of their own.
     """
 
     model: Any
@@ -502,15 +506,15 @@ class _Hook:
 
     @property
     def is_off(self) -> bool:
-        """Return whether a switch of this package or of PyTorch turns everything off."""
+        """Return whether an option of this package or of PyTorch turns everything off."""
         if is_disabled() or compat.compiling_is_off():
             return True
         compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))
         return compiled is not None and compiled[1].get("memeff.preset") == "off"
 
     def undo(self) -> None:  # of this use alone
-        """Let the model create the same caches as before, unless that setting has been undone as
-        well."""
+        """Let the model create the same caches as before this setting, unless an earlier setting
+        has been undone as well."""
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)
@@ -526,7 +530,7 @@ class _Hook:
     def _cache(
         self, config: Untyped, mode: Untyped, batch_size: int, tokens: int, mask: Tensor | None
     ) -> KVCache:
-        """Return an empty cache; reuse an earlier one if its tensors are no longer in use."""
+        """Return an empty cache, which is an earlier one if its tensors are no longer in use."""
         model = self.model
         sequences = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
 
@@ -574,20 +578,22 @@ def use_kv_cache_(
 ) -> Undo:
     """Let every later ``model.generate(...)`` use a `KVCache`, also in pipelines.
 
-    A call that passes a cache, or ``use_cache=False``, is not changed. Lengths are rounded up to
-    buckets, and a cache that generate() does not return is used again in later calls. On a GPU
-    generate() compiles decoding by itself, with this backend unless you choose another one. The
-    most recent `use_kv_cache_` applies until you undo it. Copies of the model keep the setting.
+    A call that passes a cache, or ``use_cache=False``, is not changed. Lengths of caches are
+    rounded up to a few sizes, and a cache that generate() does not return is reused in later calls.
+    On a GPU generate() compiles decoding by itself, with this backend unless you choose another
+    one. The most recent `use_kv_cache_` applies until you undo it. Copies of the model keep the
+    setting.
 
     Args:
         model: a model of transformers that generates, also with PEFT's adapters or compiled.
         bits: as for `KVCache`.
-        max_cache_len: the most tokens that fit; by default the tokens that each call needs, rounded
-            up.
+        max_cache_len: the largest number of tokens that fit; by default the number that each call
+            needs, rounded up.
         settings: as for `KVCache`.
 
     Returns:
-        An object that undoes it: call it, or use it in a ``with`` statement. It is also a report.
+        An object that reverts the setting: call it, or use it in a ``with`` statement. The object
+        is also a report.
 
     Raises:
         UnsupportedInputError: The model does not generate, is an encoder-decoder or has a cache of

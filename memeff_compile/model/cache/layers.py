@@ -48,8 +48,7 @@ def refuse(sentence: str) -> None:
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Return the properties that must be equal for a tensor and the buffer to which it is
-    written."""
+    """Return the properties in which a tensor must equal the buffer to which it is written."""
     batch, heads, _, depth = tensor.shape
     return batch, heads, depth, tensor.dtype, tensor.device
 
@@ -61,7 +60,7 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def remaining(tokens_to_remove: int) -> int:
-    """Return how many tokens `crop` is to remove."""
+    """Return how many tokens remain to be removed, given the argument of `crop`."""
     if tokens_to_remove > 0:
         raise ValueError(
             f"crop was given {tokens_to_remove}; a negative number is needed: how many tokens to "
@@ -75,7 +74,7 @@ Place: TypeAlias = tuple[object, str]
 
 
 class InPlace(CacheLayerMixin):
-    """The common base of a KVCache's layers: tensors are changed in place, never moved."""
+    """The base of a KVCache's layers, whose tensors are changed in place and never moved."""
 
     is_compileable = True
     is_sliding = False
@@ -93,7 +92,7 @@ class InPlace(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new tokens; return only them if the cache was empty, otherwise all tokens."""
+        """Write new tokens; return only these if the cache was empty, otherwise all tokens."""
         new = key_states, value_states
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
             refuse(
@@ -112,30 +111,30 @@ class InPlace(CacheLayerMixin):
     def room(self) -> int:
         """Return `max_cache_len`.
 
-        If a tensor has this size, return its size instead, so that compiled code accepts any
-        length.
+        If a buffer of the layer has `max_cache_len` rows, read the number from the buffer's shape,
+        so that compiled code accepts any length.
         """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
         return self.max_cache_len
 
     def lengthy(self) -> list[Tensor]:
-        """Return the tensors whose third size is not the same in a cache of another length."""
+        """Return the tensors whose third size depends on the length of the cache."""
         return [getattr(self, name) for name in self.long]
 
     @abstractmethod
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens; the caller has checked that they fit."""
+        """Write new tokens, after the caller has checked that they fit."""
 
     @abstractmethod
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, including those just written."""
+        """Return all keys and values, including the newly written ones."""
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise for tokens that do not fit the cache, before any are written.
+        """Raise an error for tokens that do not fit the cache, before any are written.
 
-        The number of tokens in the cache is checked only if the host knows it: not on a GPU, and
-        not in a compiled graph.
+        The number of tokens is checked only if the CPU knows how many are in the cache: not on a
+        GPU, and not in a compiled graph.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:
@@ -162,22 +161,23 @@ class InPlace(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this layer's tensors, without those that layers share."""
+        """Return the bytes of this layer's tensors, without those that it shares with other
+        layers."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def keeps(self, remove: int) -> str | None:
         """Return why the last `remove` tokens cannot be removed, or None.
 
-        This layer can remove any.
+        A layer of this kind can remove any number of tokens.
         """
         return None
 
     @abstractmethod
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens, after `keeps` allowed it."""
+        """Remove the last tokens, after `keeps` has allowed this."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; a negative argument gives their number, as in transformers."""
+        """Remove the last tokens; a negative argument is minus their number, as in transformers."""
         remove = remaining(tokens_to_remove)
         why = self.keeps(remove)
         if why is not None:
@@ -193,19 +193,19 @@ class InPlace(CacheLayerMixin):
         return self.max_cache_len
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the sequences into another order, for beam search."""
+        """Put the sequences into another order, as beam search requires."""
         for _, tensor in self.tensors():
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def offload(self) -> None:
-        """Raise, because the tensors must keep their addresses."""
+        """Raise an error, because the tensors must keep their addresses."""
         refuse("offloading is not supported; the cache is small because it is coded.")
 
     prefetch = offload
 
 
 class AsTheyCome(InPlace, StaticLayer):
-    """A layer that stores keys and values unchanged, each in its dtype.
+    """A layer that stores keys and values unchanged, each in the dtype in which it arrives.
 
     Under autocast the dtypes differ: keys are rotated in fp32, values have 16 bits.
     """
@@ -214,7 +214,7 @@ class AsTheyCome(InPlace, StaticLayer):
     values: Any
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for keys and values like these."""
+        """Allocate tensors for keys and values like the given ones."""
         super().lazy_initialization(key_states, value_states)
         if self.values.dtype != value_states.dtype:  # transformers before 5.24: that of the keys
             self.values = self.values.to(value_states.dtype)
@@ -222,7 +222,7 @@ class AsTheyCome(InPlace, StaticLayer):
 
 
 class ExactLayer(AsTheyCome):
-    """A layer that has room for all tokens."""
+    """A layer with memory for all tokens."""
 
     is_croppable = True
     buffers = held = long = "keys", "values"
@@ -232,7 +232,7 @@ class ExactLayer(AsTheyCome):
         self.is_empty = True
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Also raise if there is no room for the tokens after the existing ones."""
+        """Raise an error also if the new tokens do not fit after the existing ones."""
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
             return
@@ -263,18 +263,18 @@ class ExactLayer(AsTheyCome):
         self.is_empty = left == 0
 
     def reset(self) -> None:
-        """Empty the layer; its tensors stay."""
+        """Empty the layer; its tensors keep their memory."""
         super().reset()
         self.is_empty = True
 
 
 class WindowLayer(AsTheyCome):
-    """A sliding-window layer with room for a few more tokens than the window.
+    """A sliding-window layer with memory for a few more tokens than the window.
 
-    New tokens are appended. When there is no room, the window moves to the front, which is rarer
-    with more spare room. Masks select the visible tokens. The fill level is counted on the host,
-    for masks, and on the device, for write positions. If the cache is not longer than this layer,
-    no token ever leaves it.
+    New tokens are written after the existing ones. When new tokens do not fit, the window is moved
+    to the front; with more memory, this happens less often. Masks select the visible tokens. The
+    number of tokens is counted on the CPU, for masks, and on the device, for write positions. If
+    the cache is not longer than this layer, no token ever leaves it.
     """
 
     buffers = held = long = "keys", "values"
@@ -324,7 +324,7 @@ class WindowLayer(AsTheyCome):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write to all positions at once with index_copy_, as exact layers do.
+        """Write to all positions at once with index_copy_, like exact layers.
 
         With copy_, a memory snapshot showed the prompts of all layers at the GPU's peak.
         """
@@ -334,8 +334,8 @@ class WindowLayer(AsTheyCome):
 
     @property
     def kept(self) -> int:
-        """Return how many tokens remain when the window moves: the ones that the next token
-        sees."""
+        """Return how many tokens remain when the window is moved: those that the next token attends
+        to."""
         return min(self.filled - _NONE, self.window - 1)
 
     def _latest(self, kept: int) -> tuple[Tensor, Tensor]:
@@ -345,8 +345,7 @@ class WindowLayer(AsTheyCome):
     def make_room(self, new: int) -> None:
         """Move the window to the front if ``new`` tokens do not fit after the existing ones.
 
-        This runs before a compiled step, so that there is only one compiled step: the one that
-        appends.
+        This runs before a compiled step, so that a single compiled step, which appends, is enough.
         """
         if self.is_empty or self.filled + new <= self.room + _NONE or self.kept + new > self.room:
             return
@@ -358,7 +357,7 @@ class WindowLayer(AsTheyCome):
         self.filled = kept + _NONE
 
     def require_room(self, new: int) -> None:
-        """Raise if tokens do not fit and the cache is not longer than the window."""
+        """Raise an error if tokens do not fit and the cache is not longer than the window."""
         there = self.total - _NONE
         if self.holds_all and there + new > self.max_cache_len:
             counted = f"{there} tokens and {new} more" if there else f"{new} tokens"
@@ -386,7 +385,8 @@ class WindowLayer(AsTheyCome):
         return self.total - _NONE
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last tokens cannot be removed (earlier tokens have left), or None."""
+        """Return why the last tokens cannot be removed, because earlier ones have left the window,
+        or None."""
         if self.total - _NONE == self.here or self.here - remove >= self.window - 1:
             return None
         return (
@@ -403,7 +403,7 @@ class WindowLayer(AsTheyCome):
         self.is_empty = self.total == _NONE
 
     def reset(self) -> None:
-        """Empty the layer; its tensors stay."""
+        """Empty the layer; its tensors keep their memory."""
         super().reset()
         self._start()
 
@@ -412,8 +412,8 @@ _NONE = 2
 
 
 def room_of(window: int) -> int:
-    """Return how many tokens fit into a layer with such a window: a sixteenth more, at least 16
-    more."""
+    """Return how many tokens fit into a layer with a window of this size: a sixteenth more, at
+    least 16 more."""
     return window + max(16, window // 16)
 
 
@@ -443,7 +443,8 @@ class CodedLayer(InPlace):
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for keys and values like these; raise for those that cannot be encoded."""
+        """Allocate tensors for keys and values like the given ones; raise an error for those that
+        cannot be encoded."""
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:
             refuse(
@@ -481,9 +482,9 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the maps of a layer that is aligned to another.
+        """Return the maps of a layer that is aligned to another one, or none.
 
-        They are the ops' last arguments.
+        The maps are the last arguments of the ops.
         """
         return ()
 
@@ -498,8 +499,8 @@ class CodedLayer(InPlace):
         return 0 if self.is_empty else self.counts[op_folder.LENGTH]
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last `remove` tokens cannot be removed (they are already encoded), or
-        None."""
+        """Return why the last `remove` tokens cannot be removed, because they are already encoded,
+        or None."""
         if remove == 0 or self.is_empty:
             return None
         length, coded = int(self.counts[op_folder.LENGTH]), int(self.counts[op_folder.CODED])
@@ -523,7 +524,7 @@ class CodedLayer(InPlace):
         self.is_empty = int(self.counts[op_folder.LENGTH]) == 0
 
     def reset(self) -> None:
-        """Empty the layer; its tensors stay."""
+        """Empty the layer; its tensors keep their memory."""
         self.is_empty = True
         if self.is_initialized:
             self.counts.zero_()
@@ -532,7 +533,7 @@ class CodedLayer(InPlace):
 
 
 class Starts:
-    """Holds the start of each sequence and the positions of kept tokens, which layers share."""
+    """The start of each sequence and the positions of kept tokens, which all layers share."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
@@ -546,9 +547,10 @@ class Starts:
         self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
-        """Start over with other sequences, in the existing tensors; on an error nothing is changed.
+        """Start again with other sequences, in the existing tensors; if an error is raised, nothing
+        has changed.
 
-        `held` contains the batch sizes of the layers' tensors.
+        `held` contains the batch sizes that the layers' tensors have.
         """
         other = Starts(attention_mask)
         for sequences in held:
@@ -558,7 +560,8 @@ class Starts:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
     def allocate(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
-        """Allocate the positions for layers of this shape and length, unless they exist."""
+        """Allocate the positions for layers of this shape and length, unless they are allocated
+        already."""
         if self._shape == shape:
             return
         if self._shape:
@@ -601,7 +604,7 @@ class Starts:
 
 
 def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Iterator[Any]:  # noqa: ANN401
-    """Yield a layer of its kind for each of the model's."""
+    """Yield a layer of the right kind for each layer of the model."""
     types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if isinstance(settings, dict):  # transformers before 5.20 has one for all
         settings = [settings] * len(types)

@@ -1,9 +1,9 @@
-"""The layers of a KVCache that share directions in pairs.
+"""The layers of a KVCache that share directions, two by two.
 
-The lower layer of a pair is read before the upper layer's keys and values exist. So a single token
-is written to the lower layer's window at once, and the upper layer's append merges complete groups
-of both layers. If several tokens are appended, those of the lower layer wait for those of the upper
-layer.
+In a forward pass, the lower layer of a pair is read before the upper layer's keys and values exist.
+So a single token is written to the lower layer's window at once, and the upper layer's append
+merges the complete groups of both layers. If several tokens are appended at once, those of the
+lower layer wait for those of the upper layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that the two layers of a pair share, and the lower layer's waiting tokens."""
+    """The state that the two layers of a pair share, and the tokens of the lower layer that
+    wait."""
 
     def __init__(
         self,
@@ -56,17 +57,17 @@ class Pair:
     def maps(self) -> list[Tensor]:
         """Return the tensors that align the layers, in the ops' order.
 
-        None if layers are not aligned.
+        The property is None if the layers are not aligned.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
     def find_angles(self, depth: int, device: torch.device) -> None:
-        """Get the angles of the keys' rotary embedding, by which maps are fitted."""
+        """Find the angles of the keys' rotary embedding, by which maps are fitted."""
         found = None if self.config is None else angles_of(self.config, depth)
         self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
-        """Return the error text for tokens left waiting by an interrupted forward pass."""
+        """Return the error text for tokens that wait because a forward pass was interrupted."""
         lower, upper = self.numbers
         return (
             f"a forward pass ended between layers {lower} and {upper}, which are merged: layer "
@@ -111,13 +112,15 @@ class MergedLayer(CodedLayer):
         self.settled = "merged" if settings["bits"] == op_folder.PLAIN else "in codes"
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors with an entry per sequence; shared ones come with the lower layer."""
+        """Yield the tensors with an entry per sequence; the lower layer yields the shared ones
+        too."""
         if self.is_initialized and not self.is_upper:
             yield from self.pair.tensors()
         yield from super().tensors()
 
     def own(self) -> list[Tensor]:
-        """Return the tensors of this layer alone, in the order in which the ops take them."""
+        """Return the tensors of this layer that the pair does not share, in the order in which the
+        ops take them."""
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
@@ -125,7 +128,8 @@ class MergedLayer(CodedLayer):
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the maps that the ops for view and attention take; none if not aligned."""
+        """Return the maps that the ops for view and attention take, or none if the layers are not
+        aligned."""
         held = self.pair.maps()
         return tuple(held[1:] if self.is_upper else held[:1])
 
@@ -153,7 +157,8 @@ class MergedLayer(CodedLayer):
         self.span = self.pair.span
 
     def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
-        """Refuse a report of another model; put its turns on the device."""
+        """Raise an error for a report of another model, and put the report's rotations on the
+        device."""
         if self.pair.common is None:
             return
         turns, slots = self.pair.common
@@ -177,16 +182,17 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Also raise if an interrupted forward pass has left different tokens in the two layers."""
+        """Raise an error also if an interrupted forward pass has left different tokens in the two
+        layers."""
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write a single token into the window; leave several tokens to the upper layer.
+        """Write a single token into the window, or let several tokens wait for the upper layer.
 
-        The upper layer writes its tokens and the waiting ones of the lower, and merges complete
-        groups.
+        The upper layer writes its tokens and the waiting ones of the lower layer, and merges
+        complete groups.
         """
         if not self.is_upper:
             if key_states.shape[2] != 1:
@@ -209,7 +215,8 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a dense view, including waiting tokens; nan if they do not fit."""
+        """Return all keys and values decoded, including waiting tokens, or nan if they do not
+        fit."""
         if self.pair.parked is None:
             return self._view()
         length, new = self.counts[op_folder.LENGTH], key_states.shape[2]
@@ -232,11 +239,11 @@ class MergedLayer(CodedLayer):
             self._forget()
 
     def reset(self) -> None:
-        """Empty the layer; its tensors stay."""
+        """Empty the layer; its tensors keep their memory."""
         super().reset()
         self._forget()
 
     def _forget(self) -> None:
-        """Let the next tokens find their maps as the first ones did."""
+        """Forget the maps, so that the next tokens find new ones as the first tokens did."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

@@ -1,4 +1,4 @@
-"""The settings of merging: which layers of a KV cache share directions, and how.
+"""The settings for merging: which layers of a KV cache share directions, and how.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -36,13 +36,13 @@ _WHY = {"align": " There is no map over all heads together: each head would read
 
 
 class Measured(Protocol):
-    """An object that gives the similarity of layers, as a `FidelityReport` does."""
+    """An object with the similarity of layers, such as a `FidelityReport`."""
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
         """Return, for each pair of layers, its `layers` and the cosines of its keys and values.
 
-        The `mean` cosines are those of the rows as they are; the cosines under `aligned` are those
+        The `mean` cosines are those of the unchanged rows; the cosines under `aligned` are those
         when the two layers are aligned.
         """
 
@@ -50,37 +50,39 @@ class Measured(Protocol):
     def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
         """Return the maps that align each pair of layers on the report's inputs.
 
-        They are the turns of keys and values, (H, 2, D, D), and the slots, (H,).
+        The maps are the rotations of keys and values, (H, 2, D, D), and the slots, (H,).
         """
 
 
 @dataclass(frozen=True)
 class MiniCache:
-    """Says how neighbouring layers of a `KVCache` are merged; lossy, see `fidelity_report`.
+    """How neighbouring layers of a `KVCache` are merged; `fidelity_report` measures the loss.
 
     Args:
-        start_layer: layers before it are not merged; pairs are this layer and the next, and so on.
-            By default half of the layers.
-        end_layer: layers from it on are not merged; by default all are. The last layer alone may
-            cost the most: see `fidelity_report`.
-        align: ``heads`` takes each layer's mean from its rows, matches the heads of two layers and
-            turns the upper layer's rows towards the lower's before they are merged; the maps are
-            fitted on the first tokens that the cache gets. ``none`` merges rows as they are, as
-            the paper does.
-        rule: which direction replaces two: ``slerp``, on the arc between them; ``average``, their
-            weighted mean; ``max_norm``, the longer row's.
-        t: position on the arc, or the weight: 0 is the lower layer's, 1 the upper's; by default
-            0.7 for aligned layers, and 0.5 for others.
-        gamma: rows whose distance is within this share of the largest are kept unchanged; a larger
-            share keeps more, 1 all that fit.
-        retained: room for such rows, as a share of `max_cache_len`. The rows that differ most come
-            first.
-        reading: ``distinct`` keeps the rows that differ most; ``similar``, another reading of the
-            paper's inequality, those that differ least.
-        scale: ``norm`` restores each row's length; ``projection`` makes its error smallest.
-        fidelity: the result of `fidelity_report` for the model. A cache whose layers are merged
-            warns without it, and refuses any pair whose rows have a mean cosine below `ALIKE`. Its
-            maps serve where the cache's first tokens say little.
+        start_layer: layers before it are not merged; pairs are this layer and the next, and so on,
+            by default from the middle layer on.
+        end_layer: this layer and later ones are not merged; by default, all layers up to the last
+            are. The last layer alone may cost the most: see `fidelity_report`.
+        align: ``heads`` subtracts each layer's mean from its rows, matches the heads of two layers,
+            and rotates the upper layer's rows towards those of the lower layer before they are
+            merged; the maps are fitted on the first tokens that the cache gets. ``none`` merges the
+            unchanged rows, as the paper does.
+        rule: how one direction is computed from two: ``slerp``, on the arc between them;
+            ``average``, their weighted mean; ``max_norm``, the direction of the longer row.
+        t: position on the arc, or the weight: 0 is the lower layer's direction, 1 the upper
+            layer's; by default 0.7 for aligned layers, and 0.5 for others.
+        gamma: rows whose distance is within this share of the largest distance are kept unchanged;
+            a larger share keeps more rows, and 1 keeps all that fit.
+        retained: the memory for such rows, as a share of `max_cache_len`. The rows that differ most
+            are kept first.
+        reading: ``distinct`` keeps the rows that differ most; ``similar``, another interpretation
+            of the paper's inequality, keeps those that differ least.
+        scale: ``norm`` restores each row's length; ``projection`` makes the error of each row
+            smallest.
+        fidelity: the result of `fidelity_report` for the model. Without it, a cache with merged
+            layers warns the user; with it, the cache raises an error for a pair whose rows have a
+            mean cosine below `ALIKE`. The report's maps are used if the cache's first tokens are
+            too few to fit maps.
         force: merge even if layers are not alike, without a warning.
 
     Raises:
@@ -122,15 +124,16 @@ class MiniCache:
                 raise UnsupportedInputError(f"{said}{_WHY.get(name, '')}")
 
     def position(self) -> float:
-        """Return `t`, or the default for layers that are aligned, or are not."""
+        """Return `t`, or its default for layers that are aligned or not aligned."""
         return (0.5 if self.align == "none" else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """Return the report's turns and slots for a pair of layers, if it has any."""
+        """Return the report's rotations and slots for a pair of layers, if it has them."""
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many rows a cache for so many tokens can keep: 328 of 32768 by default."""
+        """Return how many rows a cache for so many tokens can keep, such as 328 of 32768 by
+        default."""
         return math.ceil(self.retained * tokens)
 
 
@@ -143,7 +146,8 @@ _EXPECTED = {
 
 
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
-    """Raise if the layers to merge are not alike; warn if their similarity was not measured."""
+    """Raise an error if the layers to merge are not similar; warn the user if their similarity was
+    not measured."""
     if merge.force:
         return
     if merge.fidelity is None:

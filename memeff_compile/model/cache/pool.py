@@ -1,8 +1,8 @@
-"""Reuses the caches of generate(), so that their addresses stay the same from call to call.
+"""Reuse the caches of generate(), so that their addresses stay the same from call to call.
 
 A CUDA graph of a step depends on the addresses of its cache, and compiled code on its sizes. So
-lengths are rounded up to buckets, tensors are allocated before the first prompt runs, and a cache
-that is no longer in use is emptied and used again.
+lengths are rounded up to a few sizes, tensors are allocated before the first prompt runs, and a
+cache that is no longer in use is emptied and used again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Made = TypeVar("Made")
 
 
 def bucket(tokens: int) -> int:
-    """Return the length of a cache for this many tokens: at most an eighth more, at least 256."""
+    """Return the length of a cache for this many tokens: at most an eighth more, and at least
+    256."""
     step = max(_SMALLEST, (1 << (tokens - 1).bit_length() - 1) // 8) if tokens > 1 else _SMALLEST
     return -(-tokens // step) * step  # 12288 for 12096
 
@@ -48,7 +49,7 @@ class _Kept:
 
 
 class Pool:
-    """Holds the caches of one model; a copy of the model starts without caches."""
+    """The caches of one model; a copy of the model starts without caches."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +57,7 @@ class Pool:
         _pools.add(self)
 
     def clear(self) -> None:
-        """Release all caches; those in use stay alive as long as their users."""
+        """Delete all caches; those in use exist as long as their users."""
         with self._lock:
             self._kept.clear()
 
@@ -67,7 +68,7 @@ class Pool:
         mask: Tensor | None,  # of padding, for the cache
         make: Callable[[], Made],  # makes one, with the mask, for the first of these lengths
     ) -> Made:
-        """Return an empty cache of a kind; if possible, return one that was used before."""
+        """Return an empty cache of a kind, which is an earlier one if one is free."""
         with self._lock:
             alike = [k for k in self._kept if k.kind == kind and k.tokens in tokens]
             for kept in alike:
@@ -87,7 +88,7 @@ class Pool:
             return made
 
     def __reduce__(self) -> Any:  # noqa: ANN401
-        """Pickle and copy an empty pool."""
+        """Let pickling and copying create an empty pool."""
         return Pool, ()
 
 
@@ -109,7 +110,7 @@ def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
     """Return key-value heads and head dimension of this process's cache.
 
-    Return None if only the first keys will show them.
+    Return None if these are only known when the first keys arrive.
     """
     if is_cut_elsewhere(model):
         return None
@@ -131,7 +132,7 @@ def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
 
 
 def allocate(cache: Any, model: Any, sequences: int) -> None:  # noqa: ANN401
-    """Allocate a cache's tensors for a model, if their sizes are known beforehand."""
+    """Allocate a cache's tensors for a model, if their sizes are known before the first call."""
     shapes = head_shapes(model)
     if shapes is None or torch.is_autocast_enabled(model.device.type):
         return

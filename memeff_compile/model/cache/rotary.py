@@ -1,8 +1,8 @@
-"""The angles by which a model's rotary embedding turns keys, where a cache can know them.
+"""Find the angles by which a model's rotary embedding rotates keys, if a cache can know them.
 
-A cache gets keys after their rotary embedding, and only the model's config. The angles follow from
-the config; which channels turn together follows from the `rotate_half` of the model's module, which
-is tried on a few numbers.
+A cache only gets keys after their rotary embedding, and the model's config. The angles follow from
+the config; which channels rotate together follows from the `rotate_half` of the model's module,
+which is tried on a few numbers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _HALVES = (-2.0, -3.0, 0.0, 1.0)
 
 
 def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
-    """Return (D / 2,): the angle per position by which channels i and i + D / 2 turn.
+    """Return the angle per position by which channels i and i + D / 2 rotate, (D / 2,).
 
-    Return None if the angles are unknown: if neighbouring channels turn together, if some channels
-    do not turn, or if the embedding's scaling depends on the length.
+    Return None if the angles are unknown: if neighbouring channels rotate together, if some
+    channels do not rotate, or if the embedding's scaling depends on the length.
     """
     text = config.get_text_config(decoder=True)
     name = type(text).__module__.replace(".configuration_", ".modeling_")

@@ -1,9 +1,11 @@
-"""Lets generate() run without waiting for each token: the host prepares a step while another runs.
+"""Let generate() run without waiting for each token: the CPU prepares a step while another one
+runs.
 
-After each token, generate() checks whether all sequences have ended. For this it waits for the GPU;
-then the GPU waits for the host. transformers can check one step late (`DeferredStopCheck`) and
-discard the extra step, but only on one kind of device. With this module it also does so on a GPU,
-for the caches that `use_kv_cache_` creates; other caches are not affected.
+After each token, generate() checks whether all sequences have ended. For this check, the CPU waits
+for the GPU, and then the GPU waits for the CPU. transformers can check one step late
+(`DeferredStopCheck`) and discard the extra step, but only on one kind of device. With this module,
+transformers also checks one step late on a GPU, for the caches that `use_kv_cache_` creates; other
+caches are not affected.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def may_be_late(loop: Mapping[str, Any]) -> bool:
-    """Return whether one extra step is unobservable, judged from generate()'s local variables.
+    """Return whether the user cannot observe one extra step, judged from generate()'s local
+    variables.
 
-    If the length alone ends the loop there is no extra step. Otherwise an extra step could have
+    If only the length ends the loop, there is no extra step. Otherwise an extra step could have
     visible effects: it may draw one more random number, and it calls processors and criteria, whose
     state is unknown, once more.
     """
@@ -69,7 +72,7 @@ def may_be_late(loop: Mapping[str, Any]) -> bool:
 
 
 def _is_theirs(asked: object) -> bool:
-    """Return whether a processor or criterion is part of transformers and calls no user
+    """Return whether a processor or criterion belongs to transformers and calls no user
     function."""
     kind = type(asked)
     is_theirs = kind.__module__.partition(".")[0] == "transformers"

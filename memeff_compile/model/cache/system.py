@@ -1,4 +1,4 @@
-"""Registers KV caches with the core."""
+"""Register KV caches with the core of this package."""
 
 from __future__ import annotations
 

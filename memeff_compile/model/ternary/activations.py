@@ -1,8 +1,8 @@
-"""Finds the activation of a model's gated MLPs, and replaces it by the paper's squared ReLU.
+"""Find the activation function of a model's gated MLPs, and replace it by the paper's squared ReLU.
 
 BitNet a4.8 is made for `down(relu(gate(x)) ** 2 * up(x))`. Classes have different names for the
-parts of a gated MLP. So a stand-in of each MLP runs once, which shows which module is the
-activation.
+layers of a gated MLP. So each MLP's forward runs once on stand-in layers, which shows which module
+is the activation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKENS = 2
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """The MLP before a down projection, as the stand-in showed it."""
+    """The MLP before a down projection, as its run on stand-in layers showed it."""
 
     path: str
     module: nn.Module
@@ -38,17 +38,17 @@ class GatedMLP:
 
     @property
     def activation(self) -> nn.Module:
-        """Return the activation."""
+        """Return the module of the activation function."""
         return self.module.get_submodule(self.name)
 
     @property
     def place(self) -> str:
-        """Return the activation's path in the model, or the MLP's."""
+        """Return the path of the activation function in the model, or the MLP's path."""
         return ".".join(filter(None, (self.path, self.name)))
 
 
 class _Gives(nn.Module):
-    """Returns fixed numbers for any input."""
+    """A stand-in layer that returns fixed numbers for any input."""
 
     weight = torch.empty(0)  # T5 reads its dtype
 
@@ -61,7 +61,7 @@ class _Gives(nn.Module):
 
 
 class _Notes(nn.Module):
-    """Records its input, and returns fixed numbers or the input itself."""
+    """A stand-in layer that records its input, and returns fixed numbers or the input itself."""
 
     weight = torch.empty(0)
 
@@ -104,14 +104,15 @@ def _may_activate(child: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _StandIn:
-    """Runs a module's forward with children that return fixed numbers, on the CPU."""
+    """Runs a module's forward on the CPU, with stand-in layers that return fixed numbers."""
 
     module: nn.Module
     into: tuple[str, ...]  # gate and up, in either order, or one projection to both
     down: str
 
     def is_gated_by(self, name: str) -> bool:
-        """Return whether the input of down is activation(gate) * up, with this activation."""
+        """Return whether the down projection's input is activation(gate) * up, with this
+        activation."""
         first, second, active = self._draw(3)
         activation = _Notes(active)
         seen = self._into_down(first, second, {name: activation})
@@ -121,7 +122,8 @@ class _StandIn:
         )
 
     def squares(self) -> bool | None:
-        """Return whether the input of down is relu(gate) ** 2 * up, or None if that is unknown."""
+        """Return whether the down projection's input is relu(gate) ** 2 * up, or None if that is
+        unknown."""
         first, second = self._draw(2)
         first, second = first - 1.5, second - 1.5
         plain = {n: child for n, child in self.module.named_children() if _may_activate(child)}
@@ -138,7 +140,8 @@ class _StandIn:
         return [torch.rand(size, generator=draw, device="cpu") + 1 for _ in range(count)]
 
     def _into_down(self, first: Tensor, second: Tensor, own: Mapping[str, nn.Module]) -> Tensor:
-        """Return the input of down, or an empty tensor if forward has another form."""
+        """Return the down projection's input, or an empty tensor if forward computes something
+        else."""
         end = _Notes()
         parts: dict[str, nn.Module] = {part: nn.Identity() for part in self.module._modules}
         parts |= {**own, self.down: end}
@@ -187,7 +190,8 @@ def require_gated(mlps: list[GatedMLP]) -> None:
 
 
 def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
-    """Return, by path, the activations before down that are not the squared ReLU."""
+    """Return the activations, by path, that are used before a down projection and are not the
+    squared ReLU."""
     return {
         mlp.place: type(mlp.activation if mlp.name else mlp.module).__name__
         for mlp in mlps
@@ -257,7 +261,7 @@ def _holds(ancestor: str, path: str) -> bool:
 
 
 def _names_of(config: Any, activation: nn.Module) -> dict[str, str]:  # noqa: ANN401
-    """Return the entries of a config that name an activation."""
+    """Return the entries of a config that name an activation function."""
     known = getattr(sys.modules.get("transformers.activations"), "ACT2FN", {})
     found = {key: getattr(config, key, None) for key in CONFIG_KEYS}
     return {
@@ -268,6 +272,6 @@ def _names_of(config: Any, activation: nn.Module) -> dict[str, str]:  # noqa: AN
 
 
 def _comes_back(config: Any) -> bool:  # noqa: ANN401
-    """Return whether a config still names the squared ReLU after saving and loading."""
+    """Return whether a config still names the squared ReLU after it is saved and loaded."""
     saved = type(config).from_dict(config.to_dict())
     return any(getattr(saved, key, None) == "relu2" for key in CONFIG_KEYS)

@@ -1,4 +1,4 @@
-"""The calls that the core makes to ternary linears: create them before compiling, and undo them."""
+"""Let the core make a model's linears ternary before it is compiled, and undo this."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class TernaryHooks(Hooks):
 
 
 def _module(request: Request) -> Any:  # noqa: ANN401
-    """Return the model of a request; ternarize_ refuses anything that is not a module."""
+    """Return the model of a request; `ternarize_` refuses an object that is not a module."""
     return request.model
 
 
 def _skip(options: Options) -> tuple[str, ...]:
-    """Return the module paths to leave dense: those that the system's passes skip."""
+    """Return the module paths to leave dense: those that the ternary passes skip."""
     passes = ("*", *(each.facts.name for each in SYSTEM.passes))
     return tuple(path for name in passes for path in options.skip.get(name, ()))

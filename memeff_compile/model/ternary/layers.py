@@ -22,7 +22,7 @@ EPS = 1e-5
 
 
 def require_kind(kind: str) -> str:
-    """Return a known kind of quantiser, or raise an error."""
+    """Return the name of a known quantiser of tokens, or raise an error."""
     if kind not in KINDS:
         raise UnsupportedInputError(
             f"The kind is {kind!r}; one of {', '.join(map(repr, KINDS))} is needed."
@@ -43,7 +43,7 @@ def codes_per_unit(weight: Tensor) -> Tensor:
 
 
 class SquaredReLU(nn.Module):
-    """relu(x) ** 2, the activation of BitNet a4.8's gated MLP.
+    """The activation function relu(x) ** 2 of BitNet a4.8's gated MLP.
 
     Attributes:
         was: the activation that it replaced and that `undo` restores, or None.
@@ -61,21 +61,22 @@ class SquaredReLU(nn.Module):
 
     @property
     def was(self) -> nn.Module | None:
-        """Return the activation that it replaced, which is no child module: it must not be part of
-        the model."""
+        """Return the activation that this one replaced; it is not registered as a child, because it
+        must not be part of the model."""
         return self._was[0]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return a tensor like the input."""
+        """Return relu(x) ** 2, in the shape and dtype of the input."""
         return F.relu(input).square()
 
 
 class TernaryLinear(nn.Linear):
     """A trainable linear that rounds its weight to -1, 0, 1 and its input to few bits.
 
-    The weight stays a parameter in full precision. The forward pass divides it by the mean of its
-    absolute values and rounds it; tokens are quantised by `kind`. Gradients pass through both
-    unchanged. The backward pass keeps two bits per weight and a byte per input.
+    The weight stays a parameter in full precision. The forward pass multiplies the weight by a
+    scale, 1 / mean(abs(weight)), and rounds it; tokens are quantised by `kind`. Gradients pass
+    through both roundings unchanged. For the backward pass, the layer keeps two bits per weight and
+    a byte per input.
 
     Attributes:
         kind: "int8", "int4", "fp4" or "topk8"; may be set at any time.
@@ -132,9 +133,9 @@ class TernaryLinear(nn.Linear):
 class PackedTernaryLinear(nn.Module):
     """A linear with ternary weights in two bits each; for inference.
 
-    Buffers, and so part of the state dict:
+    The buffers, which are part of the state dict, are:
         packed: (out_features, ceil(in_features / 16)) int32.
-        weight_scale: codes per unit, one float32 number: a weight is its code divided by it.
+        weight_scale: one float32 number: a weight is its code divided by this scale.
         bias: (out_features,), if there is one.
 
     Attributes:
@@ -175,7 +176,7 @@ class PackedTernaryLinear(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: object, recurse: bool = True) -> PackedTernaryLinear:
-        """Move with the model, but keep the scale in float32 when the model is cast."""
+        """Move or cast the layer with the model, but keep the scale in float32."""
         scale = self.weight_scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight_scale.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""Packed ternary models in transformers' save_pretrained and from_pretrained.
+"""Save and load packed ternary models with transformers' save_pretrained and from_pretrained.
 
 config.json lists the packed linears, and from_pretrained creates them before it loads weights. This
 module needs transformers, and is imported while transformers loads its quantizers, before its
@@ -46,7 +46,8 @@ class PackedTernaryConfig(QuantizationConfigMixin):
 
 
 class PackedTernaryQuantizer(HfQuantizer):
-    """Puts packed linears where a saved model had them; their codes are loaded like any buffers."""
+    """Puts packed linears where a saved model had them; their codes are loaded like other
+    buffers."""
 
     quantization_config: PackedTernaryConfig
     # transformers' name for "loads only models that were packed before"
@@ -55,15 +56,15 @@ class PackedTernaryQuantizer(HfQuantizer):
     is_compileable = True
 
     def is_serializable(self) -> bool:
-        """Return True: the codes are buffers."""
+        """Return True, because the codes are buffers."""
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
         """Return the tensors to save, and update the entry in the model's config.
 
-        One linear also gets a weight without elements next to its codes. Otherwise, if this
-        quantizer is not registered, transformers would silently create random dense weights; the
-        weight's shape makes it raise instead.
+        In addition to its codes, one linear gets a weight without elements. Without it, a process
+        that lacks this quantizer would silently get random dense weights; because of the weight's
+        shape, transformers raises an error instead.
         """
         for path, linear in _packed(model).items():
             if not isinstance(linear.norm, _norm() | None):
@@ -122,9 +123,8 @@ AUTO_QUANTIZER_MAPPING[METHOD] = PackedTernaryQuantizer
 
 
 def know(model: nn.Module) -> set[nn.Module]:
-    """Make every transformers model inside a packed model save its quantizer entry.
-
-    Return these models.
+    """Make every transformers model inside a packed model save its quantizer entry; return these
+    models.
     """
     from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""Lets transformers find the quantizer of packed ternary models."""
+"""Let transformers find the quantizer of packed ternary models."""
 
 from __future__ import annotations
 

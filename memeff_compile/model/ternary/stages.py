@@ -1,4 +1,4 @@
-"""TernaryStages: the two stages in which BitNet a4.8 is trained."""
+"""Switch between the two stages in which BitNet a4.8 is trained (TernaryStages)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _RATES = ("initial_lr", "max_lr", "min_lr")
 
 
 class TernaryStages:
-    """The two stages of BitNet a4.8: INT8 tokens for most of training, then the hybrid scheme.
+    """The two stages of BitNet a4.8: 8-bit tokens for most of training, then the recipe of a4.8.
 
-    The optimizer state stays valid, because the parameters stay the same. Switching changes an
-    attribute of each linear, so a compiled model is compiled once more.
+    The optimizer state remains valid, because the parameters are the same objects. Switching
+    changes an attribute of each linear, so a compiled model is compiled once more.
 
     Args:
         model: A model that `ternarize_` can change, or has changed.
@@ -39,8 +39,8 @@ class TernaryStages:
         low_bit_heads: As in `ternarize_`, for the second stage.
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
             group.
-        scheduler: The scheduler of the optimizer's rate, if there is one. Its base rates change
-            too; otherwise it would set the rate of the first stage again.
+        scheduler: The scheduler of the optimizer's rate, if there is one. The scheduler's base
+            rates change too, because otherwise it would set the rate of the first stage again.
         rate: The factor of the learning rate; in the paper 1.5e-3 becomes 1e-3 (700M parameters).
         weight_decay: The weight decay of the second stage; the paper's 0.1 becomes 0.
 
@@ -104,10 +104,10 @@ class TernaryStages:
         return {"done": self.done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the given number of steps, in the stage of the next step.
+        """Continue after the stored number of steps, in the stage of the next step.
 
-        Load the states of optimizer and scheduler before or after this. They contain the rate and
-        weight decay of their stage, which are not changed twice.
+        The states of optimizer and scheduler may be loaded before or after this call. These states
+        contain the rate and weight decay of their stage, which this call does not change again.
         """
         self.done = state["done"]
         self._set_stage()
@@ -131,8 +131,8 @@ class TernaryStages:
             log.info("second stage of ternary training after %d steps", self.done)
 
     def _set_optimizer(self) -> None:
-        """Set the stage's rate and decay in groups and schedulers, unless they have them
-        already."""
+        """Set the stage's learning rate and weight decay in groups and schedulers, unless they have
+        them already."""
         is_second = self.stage == 2
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             if (_MARK in group) == is_second:
@@ -159,7 +159,7 @@ class TernaryStages:
 
 
 def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Yield the schedulers that have base rates: this one, one that it wraps, or those of a
+    """Yield the schedulers that have base rates: the given one, one that it wraps, or those of a
     sequence."""
     if hasattr(scheduler, "base_lrs"):
         yield scheduler
@@ -169,7 +169,7 @@ def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def _require_lasting(optimizer: Any, scheduler: Any, rate: float) -> None:  # noqa: ANN401
-    """Raise if a scheduler would overwrite the rate that the switch sets."""
+    """Raise an error if a scheduler would overwrite the learning rate that the switch sets."""
     if optimizer is None:
         if scheduler is not None:
             raise OptionError("TernaryStages has a scheduler and no optimizer; pass both.")

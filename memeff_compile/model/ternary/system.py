@@ -1,4 +1,4 @@
-"""Registers ternary linears with the core."""
+"""Register ternary linears with the core of this package."""
 
 from __future__ import annotations
 

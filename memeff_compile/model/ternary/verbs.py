@@ -1,4 +1,4 @@
-"""ternarize_ and pack_ternary_: convert models to ternary weights and pack them, in place."""
+"""Convert models to ternary weights and pack these, in place (ternarize_ and pack_ternary_)."""
 
 from __future__ import annotations
 
@@ -91,18 +91,18 @@ def ternarize_(
 
     Args:
         model: Any module; linears of the exact class `nn.Linear` are changed.
-        recipe: "b1.58" (INT8 tokens everywhere), "a4.8" (INT4 into attention, gate and up; the
-            larger half of attention's output in INT8; INT8 into down) or "a4.8-fp4" (FP4 instead of
-            INT4 and of the half).
-        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". It
-            overrides the recipe, and is needed for names that the recipe does not know. The first
-            matching pattern counts.
+        recipe: "b1.58" (INT8 tokens everywhere), "a4.8" (INT4 tokens for the inputs of attention,
+            gate and up; the larger half of attention's output in INT8; INT8 for the input of down)
+            or "a4.8-fp4" (FP4 instead of INT4 and of the larger half).
+        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". The
+            mapping overrides the recipe, and is needed for modules whose names the recipe does not
+            know. The first matching pattern counts.
         skip: Patterns of module paths to leave dense.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
             the model's config; the model has to train afterwards. None does not change activations,
             and the report names those for which the paper's recipe is not made.
         low_bit_heads: Bits of keys and values in attention, or the settings of `use_low_bit_heads_`
-            as a mapping. None does not change attention.
+            as a mapping. With None, attention is not changed.
 
     Raises:
         OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is
@@ -202,9 +202,8 @@ def _mlps(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> list[Gated
 
 
 def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) -> str:
-    """Give attention low-bit heads instead of its present ones.
-
-    Return a sentence for the report.
+    """Give attention low-bit queries, keys and values with new settings; return a sentence for the
+    report.
     """
     if low_bit_heads is None:
         return ""
@@ -256,7 +255,7 @@ def dense_again(model: nn.Module) -> Undone:
 
 
 def _bound(path: str, module: TernaryLinear) -> str:
-    """Return why a ternary linear cannot be replaced, or ""."""
+    """Return why a ternary linear cannot be replaced by another module, or ""."""
     if not path:
         return "it is the whole model, which cannot be replaced in place"
     if compat.is_dtensor(module.weight):
@@ -280,7 +279,7 @@ def require_recipe(recipe: str) -> None:
 
 
 def _kept_dense(model: nn.Module) -> set[nn.Module]:
-    """Return output heads, and linears that share their weight with an embedding."""
+    """Return the output heads, and the linears that share their weight with an embedding."""
     found: set[nn.Module] = set()
     for path, module in model.named_modules():
         if path.split(".")[-1] == "lm_head":
@@ -319,7 +318,7 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
 
 
 def _role_of(path: str) -> str:
-    """Return the role of a projection by its name, or "" if the name has none."""
+    """Return the role of a projection in a block, from its name, or "" if the name is unknown."""
     parts = path.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
     return next((_ROLE_OF[end] for end in ends if end in _ROLE_OF), "")
@@ -349,7 +348,7 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
 def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -> None:
     """Replace modules by new ones wherever they are used.
 
-    `what` is a word for an old module in errors.
+    `what` is a word for an old module in error messages.
     """
     if model in made:
         raise OptionError(
@@ -370,19 +369,19 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     `verb_report(model)` lists the linears and their bytes.
 
-    The full-precision weights are freed: an eighth of the memory of bf16 remains. It packs the
-    linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
-    online and offline, and the packed `BitLinear`. In transformers the scale is a factor in one
-    class and a divisor in the other; here it always divides. `save_pretrained` saves packed models
-    of transformers, and `from_pretrained` loads them packed once memeff_compile is imported. State
-    dicts can be saved and loaded: create the model, call `ternarize_` and `pack_ternary_` on it,
-    and load.
+    The full-precision weights are freed: an eighth of the memory of bf16 weights remains. The
+    function packs the linears that `ternarize_` makes, and those of transformers' BitNet models:
+    `AutoBitLinear`, online and offline, and the packed `BitLinear`. In transformers, one of these
+    classes multiplies by its scale and another divides by it; a packed linear always divides.
+    `save_pretrained` saves packed models of transformers, and `from_pretrained` loads them packed
+    once memeff_compile is imported. State dicts can be saved and loaded: create the model, call
+    `ternarize_` and `pack_ternary_` on it, and load.
 
     Args:
         model: Any module with such linears.
         layers: Further classes of linears: subclasses of nn.Linear that quantise weights by their
-            mean absolute value. The value is the kind of token quantisation, "int8", "int4", "fp4"
-            or "topk8".
+            mean absolute value. Each value of the mapping is a kind of token quantisation, "int8",
+            "int4", "fp4" or "topk8".
 
     Raises:
         OptionError: There is no linear to pack, or a linear has hooks or parametrisations.
@@ -414,7 +413,8 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
 
 def _save_as_packed(model: nn.Module) -> None:
-    """Prepare transformers models inside for saving; raise if saving would lose the packing."""
+    """Prepare the transformers models inside a model for saving; raise an error if saving would
+    lose the packing."""
     known: set[nn.Module] = set()
     for module in model.modules():
         is_saved = callable(getattr(type(module), "save_pretrained", None))

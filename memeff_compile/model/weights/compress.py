@@ -1,9 +1,9 @@
-"""compress_ and decompress_: replace a model's dense linear weights by coded weights, and back.
+"""Replace a model's dense linear weights by coded weights, and back (compress_ and decompress_).
 
-A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. Reading it
-returns the same bf16 weight, bit for bit. `state_dict` returns dense tensors, and `load_state_dict`
-accepts them. Weights are encoded one at a time, and the dense memory is freed immediately, so the
-model never takes more than its dense size plus one tensor.
+A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. Reading the
+parameter returns the same bf16 weight, bit for bit. `state_dict` returns dense tensors, and
+`load_state_dict` accepts them. Weights are encoded one at a time, and each dense weight is freed
+immediately, so the model never takes more than its dense size plus one tensor.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MIN_SIZE = 1 << 20
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """The result for one weight."""
+    """The result of `compress_` for one weight."""
 
     name: str  # as in `named_parameters()`
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class CompressedWeight:
 
 @dataclass(frozen=True)
 class CompressionReport(VerbReport):
-    """Reports which weights `compress_` compressed.
+    """The report of `compress_`: which weights were compressed, and which were not.
 
     `str()` has one line for weights that are alike in all layers, `to_json()` one entry per weight.
     """
@@ -103,22 +103,22 @@ class CompressionReport(VerbReport):
 
     @property
     def left_dense(self) -> tuple[CompressedWeight, ...]:
-        """Return the candidates that were left dense."""
+        """Return the weights that could have been compressed and were left dense."""
         return tuple(each for each in self.weights if not each.codec and not each.before)
 
     @property
     def compressed_before(self) -> tuple[CompressedWeight, ...]:
-        """Return the weights that were compressed already, and were not changed."""
+        """Return the weights that had been compressed before and were not changed."""
         return tuple(each for each in self.weights if each.before)
 
     @property
     def bytes_before(self) -> int:
-        """Return the bytes of the compressed weights in dense form."""
+        """Return the bytes that the compressed weights had in dense form."""
         return sum(each.bytes_before for each in self.compressed)
 
     @property
     def bytes_after(self) -> int:
-        """Return the bytes of the compressed weights' codes."""
+        """Return the bytes that the codes of the compressed weights take."""
         return sum(each.bytes_after for each in self.compressed)
 
     @property
@@ -133,7 +133,8 @@ class CompressionReport(VerbReport):
     def __str__(self) -> str:
         """Return the totals, then the size of each weight, or why it is unchanged.
 
-        Equal weights of several layers share a line; `details` has a line for each.
+        Weights of several layers with equal texts share a line; `details` has a line for each
+        weight.
         """
         return self._text(folds=True)
 
@@ -172,7 +173,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _line(weights: Sequence[CompressedWeight]) -> str:
-    """Return one line for weights with equal texts."""
+    """Return one line for all weights that have the same text."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
@@ -189,13 +190,13 @@ class _Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name in `named_parameters()`."""
+        """Return the parameter's name in `named_parameters()`."""
         path, _, attribute = self.owners[0]
         return f"{path}.{attribute}" if path else attribute
 
     @property
     def is_of_linears(self) -> bool:
-        """Return whether only linear layers use it."""
+        """Return whether only linear layers use the parameter."""
         return all(isinstance(module, nn.Linear) for _, module, _ in self.owners)
 
 
@@ -214,10 +215,10 @@ def compress_(
 ) -> CompressionReport:
     """Compress the weights of a model's linear layers in place.
 
-    It compresses bf16 weights that only `nn.Linear` modules use, unless you name more `layers`.
-    With `mantissa=7` this is lossless. For a few tokens, the product's kernel decodes the weight
-    itself; it sums in another order. Call it before you create an optimizer and before you compile
-    the model.
+    The function compresses bf16 weights that only `nn.Linear` modules use, unless you name more
+    `layers`. With `mantissa=7` this is lossless. For a few tokens, the kernel of the matrix product
+    decodes the weight itself; it sums in another order than a dense product. Call this function
+    before you create an optimizer and before you compile the model.
 
     Args:
         model: any module, also under PEFT; on the device where it will run.
@@ -231,14 +232,14 @@ def compress_(
             parts of a path, and `*` and `?` match as in file names.
         min_size: number of elements below which a weight stays dense.
         layers: classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and "Embedding".
-            The latter two decode the whole weight in each call. A tied head needs "Linear" and
-            "Embedding", and `skip=()`.
+            The latter two decode the whole weight in each call. If the output projection shares its
+            weight with the embedding, name both "Linear" and "Embedding", and set `skip=()`.
         inputs: for the lossy modes: the model's arguments, for each run a mapping of keyword
             arguments, a tuple or list of arguments, or the only argument. A single mapping or
             tensor is one run. Weights are then rounded so that products with such inputs lose
             less, with the same number of bits. The model runs eagerly, without gradients, in eval
             mode.
-        progress: show a bar (with tqdm, if it is installed); None: on a terminal only.
+        progress: show a progress bar (with tqdm, if it is installed); None: only on a terminal.
 
     Returns:
         The result for each weight.
@@ -280,9 +281,10 @@ def compress_(
 
 
 def compressible(model: nn.Module) -> list[Tensor]:
-    """Return the weights that `compress_` compresses by default, also those on "meta".
+    """Return the weights that `compress_` compresses by default, also those on the meta device.
 
-    The gain of each weight is not known here: one that gains less than a tenth stays dense.
+    The saving of a weight is not known here: `compress_` leaves a weight dense if its codes save
+    less than a tenth.
     """
     found = []
     for place in _places(model):
@@ -304,9 +306,9 @@ def settings_of(
     min_size: int,
     layers: Sequence[str],
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Return the codec's full name, the names to skip and the layers.
+    """Return the codec's full name, the names to skip and the layer classes.
 
-    Raise OptionError for an unknown one.
+    Raise OptionError for an unknown codec or layer.
     """
     name = _codec_name(codec, mantissa, block)
     skip = (skip,) if isinstance(skip, str) else skip
@@ -341,7 +343,8 @@ def plan(
 def coded_or_dense(
     name: str, weight: Tensor, codec: str
 ) -> tuple[CodedWeight | None, CompressedWeight]:
-    """Encode a weight that was just loaded, unless that saves less than a tenth."""
+    """Encode a weight that was just loaded, or return it dense if its codes save less than a
+    tenth."""
     sentence = supports_weight(weight, codec)
     parts = [] if sentence else encode(weight, codec)
     after, shape = sum(part.nbytes for part in parts), tuple(weight.shape)
@@ -355,13 +358,13 @@ def coded_or_dense(
 
 
 def _tell_transformers(model: nn.Module) -> None:
-    """Make save_pretrained of transformers' models save codes; see `pretrained`."""
+    """Make save_pretrained of transformers' models save codes, as `pretrained` describes."""
     if "transformers.modeling_utils" in sys.modules:
         import_module("memeff_compile.model.weights.pretrained").know(model)
 
 
 def compression_report(model: nn.Module) -> CompressionReport | None:
-    """Return the report of a model's last `compress_`, or None.
+    """Return the report of the latest `compress_` of a model, or None.
 
     The model is the argument of `compress_` or `compile(weights=...)`, or the result of `compile`.
     """
@@ -369,9 +372,9 @@ def compression_report(model: nn.Module) -> CompressionReport | None:
 
 
 def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
-    """Compress a model before it is compiled; warn if no weight was compressed.
+    """Compress a model before it is compiled; warn the user if no weight was compressed.
 
-    Raise OptionError for a function, whose weights are not known.
+    Raise OptionError if the argument is a function, because a function's weights are not known.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -388,7 +391,7 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 def decompress_(model: nn.Module) -> Changes:
     """Replace a model's compressed weights by dense ones; return their number.
 
-    The number is also a report of the weights, which you can `print`.
+    The returned number is also a report of the weights, which you can `print`.
     """
     require_module(model, "decompress_")
     found: dict[str, str] = {}
@@ -410,7 +413,7 @@ def decompress_(model: nn.Module) -> Changes:
 
 @torch.no_grad()
 def dense_again(model: nn.Module) -> Undone:
-    """Restore dense weights from lossless codes, for `undo`."""
+    """Replace coded weights by dense ones, decoded from lossless codes, for `undo`."""
     found: dict[str, str] = {}
     left: dict[str, str] = {}
     before = after = 0
@@ -446,7 +449,7 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
 
 
 def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
-    """Return the runs of a model for which weights are rounded."""
+    """Return the arguments of the runs that measure the inputs of the weights to round."""
     if parse(codec).is_lossless:
         raise OptionError(
             "compress_: inputs were given, and mantissa is 7, which keeps every bit: nothing is "
@@ -468,7 +471,7 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 
 
 class _Rounding:
-    """Rounding for a model's inputs, which are measured for some weights at a time."""
+    """Rounds weights for a model's inputs, which it measures for some weights at a time."""
 
     def __init__(
         self, model: nn.Module, chosen: Sequence[_Place], runs: list[Any], codec: str
@@ -478,9 +481,9 @@ class _Rounding:
         self.grams: dict[str, Tensor] = {}
 
     def of(self, place: _Place) -> Tensor | None:
-        """Return a rounded weight, or None if that is not possible.
+        """Return a weight rounded for its inputs, or None if that is not possible.
 
-        Call this in the order of the weights.
+        Call this for the weights in their order in the model.
         """
         if self.waiting and place is self.waiting[0]:
             count = self.groups.pop(0)
@@ -509,7 +512,7 @@ _Looked: TypeAlias = tuple[_Place, str]
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Yield each parameter of more than one dimension once, with all its owners."""
+    """Yield each parameter with more than one dimension once, with all modules that have it."""
     found: dict[int, _Place] = {}
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -527,7 +530,7 @@ def _reason(
     layers: Sequence[str],
     memory: dict[int, set[int]] | None,  # which tensors share memory; None: not allocated yet
 ) -> str:
-    """Return why a weight is left dense, or "" if it is to be compressed."""
+    """Return why a weight is left dense, or "" if it will be compressed."""
     weight = place.parameter
     held = compat.local_part(weight)
     if isinstance(held, CodedWeight):
@@ -594,7 +597,7 @@ def _is_cut_once(weight: Tensor) -> bool:
 
 
 def _layer(module: nn.Module, attribute: str) -> str:
-    """Return which of `LAYERS` a module with this weight is, or "" for any other."""
+    """Return the name in `LAYERS` of a module's class, or "" for any other class."""
     kind = type(module)
     if attribute != "weight":
         return ""
@@ -607,7 +610,7 @@ def _layer(module: nn.Module, attribute: str) -> str:
 
 
 def require_layer(module: nn.Module, attribute: str, shape: Sequence[int]) -> None:
-    """Raise CodedWeightError if a module cannot have a coded weight of this shape."""
+    """Raise CodedWeightError if a module cannot use a coded weight of this shape."""
     if not _layer(module, attribute):
         raise CodedWeightError(
             f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
@@ -644,7 +647,8 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> CompressedWeight:
-    """Encode a weight, or its rounded values, unless that saves less than a tenth."""
+    """Encode a weight, or its rounded values, or leave it dense if the codes save less than a
+    tenth."""
     weight = compat.local_part(place.parameter) if rounded is None else rounded
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
@@ -663,7 +667,7 @@ def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> C
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:
-    """Replace a parameter by another, in every module that has it."""
+    """Replace a parameter by another tensor in every module that has it."""
     if compat.tensor_hooks(place.parameter):
         raise CodedWeightError(
             f"hooks are registered on {place.name} and would be lost. Remove them first; if they "
@@ -683,7 +687,7 @@ def _put(place: _Place, value: nn.Parameter) -> None:
 
 
 def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
-    """Make a tensor this process's part of a weight; return whether it was possible."""
+    """Make a tensor this rank's part of a distributed weight; return whether it was possible."""
     old = place.parameter
     if compat.is_dtensor(old) and not compat.is_tensor_parallel(old):
         return _put_shard(place, local)
@@ -707,14 +711,14 @@ def _put_shard(place: _Place, local: Tensor) -> bool:
 
 
 def _keep_attributes(old: Tensor, new: Tensor) -> None:
-    """Copy attributes that other code has set on the replaced parameter."""
+    """Copy the attributes that other code has set on a parameter to the one that replaces it."""
     for name, attribute in vars(old).items():
         if name not in vars(new) and name not in OWN_ATTRIBUTES:
             setattr(new, name, attribute)
 
 
 def put_loaded(model: nn.Module, loaded: Mapping[str, CodedWeight]) -> None:
-    """Replace the parameters of these names by coded weights, in every module that has them."""
+    """Replace the parameters with these names by coded weights, in every module that has them."""
     places = {}
     for place in _places(model):
         for path, _, attribute in place.owners:
@@ -743,8 +747,8 @@ def _codes_in_state_dict(
     unexpected_keys: list[str],
     error_messages: list[str],
 ) -> None:
-    """Accept codes under the names of a saved folder, because the Trainer loads checkpoints this
-    way."""
+    """Let `load_state_dict` accept codes under the names of a saved folder, because the Trainer
+    loads checkpoints in this way."""
     for name, own in module._parameters.items():
         path = f"{prefix}{name}"
         parts = {part: state_dict.pop(f"{path}.{part}", None) for part in PARTS}
@@ -786,8 +790,8 @@ def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
 def _decode_in_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Return dense tensors under the usual names, unless the parameters themselves are
-    requested."""
+    """Make `state_dict` return dense tensors under the usual names, unless it was asked for the
+    parameters themselves."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, CodedWeight) and not isinstance(value, nn.Parameter):
@@ -799,7 +803,7 @@ def _decode_in_state_dict(
 
 
 def compressed_weights(model: nn.Module) -> dict[str, CodedWeight]:
-    """Return the compressed weights of a model, each under its first name."""
+    """Return the compressed weights of a model, each under the first of its names."""
     return {place.name: weight for place, weight in _coded_places(model)}
 
 
@@ -815,7 +819,8 @@ def put_coded(
 ) -> None:
     """Replace the parameter of a layer by a coded weight.
 
-    Raise CodedWeightError if the module is not one of `LAYERS`, or its weight has another shape.
+    Raise CodedWeightError if the module's class is not in `LAYERS`, or its weight has another
+    shape.
     """
     require_layer(module, attribute, coded.shape)
     expected = module._parameters[attribute]

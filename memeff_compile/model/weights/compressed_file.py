@@ -1,9 +1,9 @@
 """Save compressed weights to a safetensors file, and load them without a dense copy.
 
-Each code part of a compressed weight is a tensor of a plain dtype, named `<name>.<part>`. Other
-tensors are stored unchanged. One metadata string contains the format version, and codec, shape and
-checksum of each weight. The file also contains small buffers that a state dict omits, such as
-rotary tables. A model on the meta device gets these buffers from the file.
+Each part of a code is a tensor of a plain dtype, named `<name>.<part>`. Other tensors are stored
+unchanged. One metadata string contains the format version, and codec, shape and checksum of each
+weight. The file also contains small buffers that a state dict omits, such as tables of rotary
+angles. A model on the meta device gets these buffers from the file.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _File(Protocol):
 
 
 def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
-    """Save a compressed model to one safetensors file, with weights as codes.
+    """Save a compressed model to one safetensors file, with the codes in place of the weights.
 
     Args:
-        model: a model that `compress_` was called on.
+        model: a model whose weights `compress_` has compressed.
         path: the file to write.
 
     Returns:
@@ -95,14 +95,15 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
 def load_compressed_(
     model: nn.Module, path: str | PathLike[str], *, device: object = None
 ) -> Changes:
-    """Load a file of `save_compressed` into a model of the same architecture, without a dense copy.
+    """Load a file that `save_compressed` wrote into a model of the same architecture, without a
+    dense copy.
 
-    Buffers that a state dict omits, such as rotary tables, are not changed. A warning names those
-    that differ from the saved model's. On the meta device they come from the file, or from the
-    module's initialisation.
+    Buffers that a state dict omits, such as tables of rotary angles, keep their values. A warning
+    names the buffers that differ from those of the saved model. On the meta device these buffers
+    come from the file, or from the module's initialisation.
 
     Args:
-        model: dense or compressed, also one on the meta device.
+        model: a dense or compressed model, also one on the meta device.
         path: the file that `save_compressed` wrote.
         device: the device for weights of a model on the meta device; by default the CPU.
 
@@ -150,7 +151,8 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def warn_of_buffers(model: nn.Module, saved: Mapping[str, str], verb: str) -> None:
-    """Warn of buffers that differ from the saved model's; `saved` has the saved digests."""
+    """Warn the user of buffers that differ from the saved model's; `saved` has the saved
+    digests."""
     found, differ = digests(model), []
     for name in sorted(saved.keys() & found.keys()):
         if found[name] != saved[name]:
@@ -186,9 +188,9 @@ def _left_out(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _make_buffers(model: nn.Module, file: _File, device: object) -> None:
-    """Set the values of buffers on the meta device that a state dict omits.
+    """Set the values of those buffers on the meta device that a state dict omits.
 
-    If a buffer has no source of values, raise CodedWeightError and change no buffer.
+    If the values of a buffer are unknown, raise CodedWeightError and change no buffer.
     """
     modules, stored = dict(model.named_modules()), set(file.keys())
     made: list[tuple[nn.Module, str, Tensor]] = []
@@ -220,8 +222,9 @@ def _initialised(
 ) -> Tensor | None:
     """Return a buffer as the module's initialisation computes it, or None.
 
-    transformers has one function for all modules of a model; other modules have a method. It is
-    only called if every parameter of the module is on the meta device, so no parameter changes.
+    In transformers, a method of the model initialises all its modules; elsewhere, each module has a
+    method that initialises it. The function is only called if every parameter of the module is on
+    the meta device, so no parameter changes.
     """
     if any(each.device.type != "meta" for each in module.parameters()):
         return None
@@ -340,7 +343,7 @@ def _coded_names(note: dict[str, Any]) -> set[str]:
 
 
 def _check_names(model: nn.Module, file: _File, note: dict[str, Any]) -> None:
-    """Raise, before anything changes, if the file belongs to another model."""
+    """Raise an error, before anything changes, if the file belongs to another model."""
     held, needed = _tensor_names(file), _coded_names(note)
     known = {name for name, _ in _everything(model)}
     there = set(note["tensors"]) | (held - needed) | set(note["aliases"])

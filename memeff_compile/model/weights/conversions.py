@@ -1,4 +1,4 @@
-"""Convert tensors of a folder to compressed weights while transformers loads a model."""
+"""Convert the tensors of a folder to compressed weights while transformers loads a model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ Theirs: TypeAlias = Any
 
 
 class Join(ConversionOps):
-    """Conversion that assembles a compressed weight from its code parts."""
+    """A conversion of transformers that assembles a compressed weight from the parts of its
+    code."""
 
     def __init__(self, hf_quantizer: Theirs) -> None:
         self.hf_quantizer = hf_quantizer
 
     def __deepcopy__(self, memo: object) -> Join:
-        """Return itself.
+        """Return the conversion itself.
 
         transformers copies a conversion for each weight, and all copies need the same quantizer.
         """
@@ -65,7 +66,8 @@ class Join(ConversionOps):
 
 
 class Encode(ConversionOps):
-    """Conversion that encodes a weight that was just read, and drops the dense one."""
+    """A conversion of transformers that encodes a weight as soon as it is read, and drops the dense
+    one."""
 
     def __init__(self, hf_quantizer: Theirs) -> None:
         self.hf_quantizer = hf_quantizer

@@ -1,4 +1,4 @@
-"""The core's calls to compressed weights: compress a model before compiling, and add guards."""
+"""Let the core compress a model before it is compiled, and add guards for compressed weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memeff_compile.system import Graph, Hooks, Request, Undone
 
 
 class WeightHooks(Hooks):
-    """Compress a model before it is compiled, and guard each of its weights by one number."""
+    """Compress a model before it is compiled, and guard each compressed weight by one number."""
 
     def refuse(self, options: Options) -> None:
         if options.weights not in ("exact", "off"):

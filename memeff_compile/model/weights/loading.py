@@ -1,4 +1,4 @@
-"""from_pretrained: load a model from a folder or the hub, in the class that config.json names."""
+"""Load a model from a folder or the hub, in the class that config.json names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from memeff_compile.errors import MemeffError, OptionError
 def from_pretrained(name: str | PathLike[str], **settings: Any) -> Any:  # noqa: ANN401 - a model
     """Load a model that `save_pretrained` wrote, compressed or not, in the class it was saved from.
 
-    It calls the `from_pretrained` of transformers. Codes are read without decoding. If you pass a
-    `MemeffConfig`, dense weights are compressed one by one when they are read. The model creates
-    buffers that no checkpoint contains. `AutoModelForCausalLM.from_pretrained` does the same once
-    memeff_compile is imported.
+    The function calls the `from_pretrained` of transformers. If the saved model is compressed, its
+    codes are read without decoding. If you pass a `MemeffConfig`, dense weights are compressed one
+    by one when they are read. Buffers that no checkpoint contains are created by the model.
+    `AutoModelForCausalLM.from_pretrained` does the same once memeff_compile is imported.
 
     Args:
         name: a folder, or a name on the hub.
@@ -24,7 +24,7 @@ def from_pretrained(name: str | PathLike[str], **settings: Any) -> Any:  # noqa:
             `device_map`, `dtype` and `revision`.
 
     Raises:
-        OptionError: The name is that of a file.
+        OptionError: `name` is the path of a file instead of a folder.
         CodedWeightError: The folder is damaged, or belongs to another model or another release.
         MemeffError: The package transformers is missing.
 

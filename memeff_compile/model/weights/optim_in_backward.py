@@ -1,16 +1,18 @@
-"""optim_in_backward: updates each weight as soon as its gradient exists (LOMO).
+"""Update each weight as soon as its gradient exists, during the backward pass (optim_in_backward,
+LOMO).
 
 Only one gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
-encoded again at once, so its code is the only copy. The factory's optimizer computes the update, on
-the same bits as with dense weights. Plain SGD on a GPU decodes and updates in the gradient's
-memory, in one kernel, if no other tensor uses that memory.
+encoded again in one go, so no second copy of it exists. The update is computed by the optimizer
+that the factory returns, on the same bits as with dense weights. Plain SGD on a GPU decodes and
+updates in the gradient's memory, in one kernel, if no other tensor uses that memory.
 
-A parameter sharded by FSDP2 is updated when its gradient has been reduced, on the stream of the
-reduction. That happens once per backward pass, because autograd adds up the gathered weight's
-gradient first.
+A parameter sharded by FSDP2 is updated when FSDP2 has reduced its gradient, on the CUDA stream of
+the reduction. FSDP2 does this once per backward pass, because autograd first adds up the gradient
+of the gathered weight.
 
-The host does not wait for the GPU between updates. Whether a new value fitted into its lists is
-checked later. If it did not, the GPU has copied it to a spill buffer in host memory.
+The CPU does not wait for the GPU between updates. The CPU checks later whether the codes of a new
+value fitted into the memory of the old ones. If the codes did not fit, the GPU has copied the value
+to a spill buffer in CPU memory.
 """
 
 from __future__ import annotations
@@ -69,10 +71,11 @@ than a launch takes on the host, and are updated one by one.
 
 
 class _Queue:
-    """Holds new values that are not yet known to fit, the oldest first.
+    """New values of weights whose codes are not yet known to fit, the oldest first.
 
-    If a value does not fit, the GPU copies it to a ring of spill buffers in host memory, from which
-    it is encoded again. The host can run ahead of the GPU by as many weights as fit into that ring.
+    If the codes of a value do not fit, the GPU copies the value to a ring of spill buffers in CPU
+    memory, from which it is encoded again. The CPU can run ahead of the GPU by as many weights as
+    fit into that ring.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -90,7 +93,7 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a region of the ring for `count` elements; wait until there is a free one."""
+        """Return a region of the ring with `count` elements, after waiting until one is free."""
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
                 self._settle_oldest()
@@ -101,7 +104,8 @@ class _Queue:
         return self._ring[start : start + count]
 
     def _free(self, count: int, size: int) -> int | None:
-        """Return where `count` elements are free; those in use reach from tail to head."""
+        """Return the start of a free region of `count` elements; the used region reaches from tail
+        to head."""
         if not self._waiting:
             return 0
         tail = self._waiting[0][1]
@@ -112,10 +116,10 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Announce that the gradients of these parameters all exist and will arrive one after the
-        other.
+        """Announce that the gradients of these parameters all exist, and that their hooks will run
+        one after the other.
 
-        Parameters that one launch can update together are collected.
+        The queue then collects those parameters that one kernel launch can update together.
         """
         with self.lock, compat.without_torch_function():
             self._encode()
@@ -127,7 +131,8 @@ class _Queue:
                 self._expected = {id(each) for each in coded}
 
     def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
-        """Add a weight to those that one launch updates together, if its gradient is expected."""
+        """Add a weight to those that one launch will update together, if its gradient was
+        announced."""
         if id(weight) not in self._expected:
             return False
         with self.lock:
@@ -146,7 +151,7 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Encode the collected weights; if there is not enough memory, they stay collected."""
+        """Encode the collected weights; if memory runs out, they stay collected."""
         with self.lock:
             together = self._together
             if together is not None:
@@ -159,7 +164,8 @@ class _Queue:
                 self._head += count
 
     def add(self, value: Unsettled, count: int) -> None:
-        """Add a value; `settle` confirms it by the end of the backward pass."""
+        """Add a new value; `settle` checks by the end of the backward pass whether its codes
+        fitted."""
         if value.is_settled:
             return
         self._waiting.append((value, self._head))
@@ -168,7 +174,7 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until all values are known to fit, or are encoded again."""
+        """Wait until all new values are known to fit, and encode again those that did not."""
         with self.lock:
             self._encode()
             while self._waiting:
@@ -216,7 +222,7 @@ class _Update:
             self.held.data = self.held.data.new_empty(0)
 
     def _hold_itself(self) -> None:
-        """Let the optimizer use the weight itself, which is dense since a cast."""
+        """Let the optimizer update the weight itself, which is dense because the user cast it."""
         state = self.optimizer.state
         if self.held in state:
             state[self.parameter] = state.pop(self.held)
@@ -260,9 +266,10 @@ class _Update:
             self._empty()
 
     def _store(self, coded: CodedWeight, held: list[Tensor], by: Step | None = None) -> None:
-        """Encode the new value in a list, or the result of a step with the gradient in the list.
+        """Encode the new value of a weight, or the result of an optimizer step in the memory of its
+        gradient; the list has only that tensor.
 
-        If memory runs out, the old value stays.
+        If memory runs out, the weight keeps its old value.
         """
         with self.queue.lock:
             place = self.queue.place_for(self.room)
@@ -271,9 +278,9 @@ class _Update:
 
 
 def _clip(held: list[Tensor], max_norm: float) -> None:
-    """Scale the only gradient in a list down to a norm.
+    """Scale the gradient, the only tensor in a list, down to a maximum norm.
 
-    Do this in place if no other tensor uses the gradient's memory.
+    The scaling is in place if no other tensor uses the gradient's memory.
     """
     norm = torch.linalg.vector_norm(held[0], dtype=torch.float32)
     factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
@@ -288,7 +295,7 @@ _BEYOND = ("momentum", "nesterov", "maximize", "differentiable", "fused")
 
 
 def plain_step(optimizer: Optimizer) -> Step | None:
-    """Return the step of an optimizer that is plain SGD, or None for any other optimizer."""
+    """Return an optimizer's step if the optimizer is plain SGD, otherwise None."""
     if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
         return None
     (group,) = optimizer.param_groups
@@ -326,17 +333,17 @@ def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
 
 
 class BackwardOptimizer(VerbReport, Optimizer):
-    """The optimizers of a model whose weights are updated during the backward.
+    """The optimizers of a model whose weights are updated during the backward pass.
 
-    Code that expects an optimizer can use it. A scheduler sets learning rates through its
-    `param_groups`, of which there is one per parameter. `state_dict` saves all of them. `step` only
-    checks that the weights were updated.
+    Code that expects an optimizer, such as a scheduler or a training loop, can use this object. A
+    scheduler sets learning rates through its `param_groups`, of which there is one per parameter.
+    `state_dict` saves all of them. `step` only checks that the weights were updated.
     """
 
     def __init__(
         self, updates: Iterable[_Update], accumulate: int, max_norm: float | None, queue: _Queue
     ) -> None:
-        """Register the hooks of the updates, which `optim_in_backward` creates."""
+        """Register the hooks that update the weights; `optim_in_backward` creates this object."""
         self._updates = list(updates)
         self._queue = queue
         self._times_anew = sum(each.times_anew for each in self._coded())
@@ -352,7 +359,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self._hooks = {update.name: self._hooked(update) for update in self._updates}
 
     def __str__(self) -> str:
-        """Return the number of updated weights, as a report; `repr` has the groups."""
+        """Return a report: the number of weights that are updated; `repr` shows the parameter
+        groups."""
         often = f", once in {self.accumulate} backwards" if self.accumulate > 1 else ""
         clipped = f", gradients clipped to {self.max_norm}" if self.max_norm is not None else ""
         return (
@@ -361,7 +369,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         )
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the summary, and the optimizer of each weight, as JSON."""
+        """Return the summary, and each weight's optimizer, as JSON."""
         kinds = {name: type(each).__name__ for name, each in self.optimizers.items()}
         return json.dumps({"summary": self.summary, "optimizers": kinds}, indent=indent)
 
@@ -385,9 +393,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return cast("RemovableHandle", hook)
 
     def train(self) -> None:
-        """Register hooks again that moving the model has removed.
+        """Register the hooks again if moving the model to a device has removed them.
 
-        The Trainer calls it at each step.
+        The Trainer calls this method at each step.
         """
         for update in self._updates:
             if self._hooks and not is_updated_in_backward(update.parameter):
@@ -402,11 +410,10 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Check that the weights were updated in the backward pass.
+        """Check that the backward pass has updated the weights, and apply gradients that the user
+        set.
 
-        Apply gradients that the user set.
-
-        Raise MemeffError if a gradient is left because the hook of its weight did not run. A
+        Raise MemeffError if a weight still has a gradient because its hook did not run. A
         closure computes the loss again, as with any optimizer; its backward pass updates the
         weights.
         """
@@ -419,7 +426,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return result
 
     def _update_by_hand(self) -> None:
-        """Apply remaining gradients that the user set; raise for any others."""
+        """Apply the remaining gradients if the user set them; raise an error for any others."""
         for update in self._updates:
             if update.shard is not None and not update.shard.holds(update.parameter):
                 raise MemeffError(
@@ -440,7 +447,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """Give all lists more room, in shared allocations, if a weight has outgrown its lists."""
+        """Move the lists of all weights to larger shared allocations, if the codes of a weight have
+        outgrown theirs."""
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
         if anew > self._times_anew:
@@ -471,15 +479,15 @@ class BackwardOptimizer(VerbReport, Optimizer):
         """Ignore the assignment, because torch's constructor would set an empty state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every optimizer in the usual form, with the names of the parameters:
-        torch.distributed.checkpoint can save and load it.
+        """Return the state of every optimizer in the usual form, with the names of the parameters,
+        so that torch.distributed.checkpoint can save and load it.
         """
         return {**super().state_dict(), "names": [update.name for update in self._updates]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of `state_dict` of the same model.
+        """Restore the state that `state_dict` returned for the same model.
 
-        Raise MemeffError for another model.
+        Raise MemeffError if the state is that of another model.
         """
         names = [update.name for update in self._updates]
         groups = state_dict.get("param_groups", ())
@@ -498,7 +506,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
 
     def remove(self) -> None:
-        """Remove the hooks, so that the model's backward leaves gradients again."""
+        """Remove the hooks, so that the model's backward pass leaves gradients again."""
         self._queue.settle()
         for hook in self._hooks.values():
             hook.remove()
@@ -518,16 +526,17 @@ def optim_in_backward(
 ) -> BackwardOptimizer:
     """Update every trainable weight during the backward pass, as soon as its gradient exists.
 
-    After `loss.backward()` the weights are updated and all gradients are freed. Global-norm
+    After `loss.backward()`, all weights are updated and all gradients are freed. Global-norm
     clipping is therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips
     the gradient of each parameter by its own norm.
 
     Args:
-        model: compressed or dense, or some of both; sharded by FSDP2 if dense, and not under DDP.
+        model: a model with compressed or dense weights, or both; FSDP2 may shard a dense one; DDP
+            is not supported.
         factory: the class of an optimizer, or a function that makes the optimizer of one parameter.
         accumulate: the number of gradients per update, counted per parameter: a parameter that a
             backward pass does not reach is updated later. If it is more than one, dense gradients
-            are kept until the update, so their memory is not saved.
+            are kept until the update, so the memory for gradients is not saved.
         max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
         settings: arguments of the class, such as `lr`.
 
@@ -578,7 +587,7 @@ def optim_in_backward(
 
 
 def _with_settings(factory: Factory | type[Optimizer], settings: dict[str, Any]) -> Factory:
-    """Return a function of one parameter."""
+    """Return a function that creates the optimizer of one parameter with these settings."""
     if isinstance(factory, type) and issubclass(factory, Optimizer):
         kind: Any = factory
         return lambda parameter: cast("Optimizer", kind([parameter], **settings))

@@ -1,9 +1,9 @@
-"""Compressed models in transformers' save_pretrained and from_pretrained.
+"""Save and load compressed models with transformers' save_pretrained and from_pretrained.
 
-The folder has the usual files. config.json names the compressed weights. The weight files contain
-each code part as a plain tensor, `<name>.<part>`. transformers loads this module together with its
-quantizers, before its models exist. So the parts of this package that need torch are imported
-later, when a compressed model is used.
+The saved folder has the usual files. config.json names the compressed weights. The weight files
+contain each part of a code as a plain tensor, `<name>.<part>`. transformers loads this module
+together with its quantizers, before its models exist. So the parts of this package that need torch
+are imported later, when a compressed model is used.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class MemeffConfig(QuantizationConfigMixin):
 
     @property
     def full_codec(self) -> str:
-        """Return the codec's name with the lossy mode, as `compress_` passes it to kernels."""
+        """Return the codec's name, with the lossy mode, in the form in which kernels take it."""
         from memeff_compile.kernels.coded_weight import Format, parse
 
         lossy = (self.mantissa, self.block) if self.mantissa < 7 else ()
@@ -95,9 +95,9 @@ class MemeffConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Theirs
     ) -> Theirs:
-        """Read the description in config.json.
+        """Create the configuration from its entry in config.json.
 
-        Raise CodedWeightError if another release wrote it.
+        Raise CodedWeightError if another release wrote the entry.
         """
         if config_dict.get("version", VERSION) != VERSION:
             raise CodedWeightError(
@@ -109,9 +109,9 @@ class MemeffConfig(QuantizationConfigMixin):
         return read(config_dict, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the description for config.json.
+        """Return the entry for config.json.
 
-        For a saved model, it has only the keys that loading needs.
+        The entry of a saved model has only the keys that loading needs.
         """
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():
@@ -124,7 +124,8 @@ class MemeffConfig(QuantizationConfigMixin):
 
 
 class MemeffQuantizer(HfQuantizer):
-    """Quantizer that loads codes, or encodes weights when they are read, and saves codes."""
+    """A quantizer of transformers that loads codes, or encodes weights when they are read, and
+    saves codes."""
 
     quantization_config: MemeffConfig
     is_trainable = True
@@ -139,7 +140,7 @@ class MemeffQuantizer(HfQuantizer):
         self.conversions: Any = None  # the model's own, which a folder of codes does not need
 
     def is_serializable(self) -> bool:
-        """Return True: codes are plain tensors."""
+        """Return True, because codes are plain tensors."""
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -154,7 +155,7 @@ class MemeffQuantizer(HfQuantizer):
         return dtype
 
     def validate_environment(self, *_: object, device_map: Theirs = None, **__: object) -> None:
-        """Raise for a device map that contains a disk."""
+        """Raise an error for a device map that offloads weights to disk."""
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         if "disk" in places:
             _refuse_offloading("a part")
@@ -181,8 +182,8 @@ class MemeffQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
         """Return the conversions from tensors of the folder to weights.
 
-        Folders of compressed models use the module's parameter names. A dense checkpoint uses the
-        model's conversions, as usual.
+        For folders of compressed models, tensors have the names of the module's parameters. For a
+        dense checkpoint, the model's own conversions are used.
         """
         if not self.pre_quantized or not self.quantization_config.weights:
             return weight_conversions
@@ -295,7 +296,7 @@ AUTO_QUANTIZER_MAPPING[METHOD] = MemeffQuantizer
 def know(model: nn.Module) -> None:
     """Make every transformers model inside a model save its compressed weights as codes.
 
-    These save dense weights:
+    These models save dense weights:
 
     - a model without compressed weights;
     - a model with sharded parameters;
@@ -336,13 +337,13 @@ def _forget(module: Theirs) -> None:
 def _with_memory_of_its_own(part: Tensor) -> Tensor:
     """Return a tensor that can be saved alone, because several code parts share one storage.
 
-    The copy is on the host, so saving does not use GPU memory.
+    The copy is in CPU memory, so saving does not use GPU memory.
     """
     return part.to("cpu", copy=True) if part.nbytes != part.untyped_storage().nbytes() else part
 
 
 def _describe(said: MemeffConfig, model: Theirs) -> None:
-    """Update a model's description in config.json."""
+    """Update the entry of a model in config.json."""
     from memeff_compile.kernels.coded_weight import bits_per_weight, parse
     from memeff_compile.model.weights.compress import compressed_weights
     from memeff_compile.model.weights.compressed_file import checksum, digests
@@ -363,7 +364,7 @@ def _describe(said: MemeffConfig, model: Theirs) -> None:
 
 
 def _sentinel(weights: Mapping[str, str]) -> str:
-    """Return the name of the unused tensor that stops transformers without this quantizer."""
+    """Return the name of the unused tensor that makes transformers fail without this quantizer."""
     return max(weights)
 
 
@@ -374,7 +375,7 @@ def _here_of(model: Theirs, saved: str, known: Mapping[str, object]) -> str | No
 
 
 def _offloads(hook: Theirs) -> bool:
-    """Return whether a hook of accelerate moves weights to the device for each call."""
+    """Return whether a hook of accelerate moves weights to the device at each call."""
     return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
 
 

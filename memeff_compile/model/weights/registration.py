@@ -1,4 +1,4 @@
-"""Lets transformers find the quantizer of compressed weights."""
+"""Let transformers find the quantizer of compressed weights."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Rounds weights with regard to their inputs, so that products lose less precision with the same
+"""Round weights with regard to their inputs, so that products lose less precision with the same
 bits.
 
 Rounding each weight to the nearest number with few mantissa bits minimises the error of the
-weights. The model's quality depends on the error of products with the inputs. So the error of a
-column is compensated in later columns, by the inverse of the inputs' Gram matrix (Frantar et al.
-2022, 2210.17323), before these are rounded. The result already has the wanted number of bits, and
-encoding keeps all of them.
+weights. However, the model's quality depends on the error of the products with the inputs. So this
+module compensates the error of a column in later columns before it rounds these, by the inverse of
+the inputs' Gram matrix (Frantar et al. 2022, 2210.17323). The rounded weight already has the wanted
+number of mantissa bits, and encoding keeps all of them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield, for each run, how many of the linears with these widths get their Gram matrices in
-    it."""
+    """Yield, for each run of the model, how many linears, in order of their widths, have their
+    inputs measured in it."""
     count = held = 0
     for width in widths:
         if count and held + 4 * width * width > GRAM_BYTES:
@@ -51,9 +51,9 @@ def gram_groups(widths: Iterable[int]) -> Iterator[int]:
 def grams(
     model: nn.Module, linears: Mapping[str, Sequence[nn.Module]], runs: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """Return the Gram matrix (D, D), in fp32, of all inputs of each weight's linears.
+    """Return, for each weight, the Gram matrix (D, D) of all inputs of its linears, in fp32.
 
-    Weights that no input reached are not included.
+    Weights whose linears got no input are not included.
     """
     found: dict[str, Tensor] = {}
     with evaluating(model), _noted(linears, found):
@@ -96,10 +96,12 @@ def kept(x: Tensor, mantissa: int) -> Tensor:
 
 @torch.no_grad()
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
-    """Round a weight (V, D) to numbers that a code keeps, with regard to products with such inputs.
+    """Round a weight (V, D) to numbers that a lossy code keeps, so that products with the given
+    inputs lose little.
 
-    The largest number of a block, by which the others are divided, is not changed and stays the
-    largest. Return None if all inputs are zero or some are not finite, or the weight is not finite.
+    The largest number of a block of weights, by which the others are divided, is not changed and
+    stays the largest. Return None if all inputs are zero, or if an input or the weight is not
+    finite.
     """
     x = weight.float()
     spread = float(gram.diagonal().mean())

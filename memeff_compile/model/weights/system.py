@@ -1,4 +1,4 @@
-"""Registers compressed weights with the core."""
+"""Register compressed weights with the core of this package."""
 
 from __future__ import annotations
 

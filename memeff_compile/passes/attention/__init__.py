@@ -1,1 +1,1 @@
-"""Reads attention, its masks and its caches in a graph."""
+"""Recognise attention, its masks and its caches in a graph."""

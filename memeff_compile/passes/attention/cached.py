@@ -1,4 +1,4 @@
-"""Conditions that all passes check before they replace attention over a cache."""
+"""Check the conditions that all passes require before they replace attention over a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CHAIN = 8  # how many steps a search goes from the operands of attention to 
 
 @dataclass
 class CachedSite:
-    """Holds one attention over a cache: its call, and the nodes that only this call needs."""
+    """An attention call over a cache, and the nodes that only this call needs."""
 
     node: Node
     call: Call
@@ -26,7 +26,7 @@ class CachedSite:
 
 
 class CachedPass(GraphPass):
-    """A pass that rewrites attention over caches, one call at a time."""
+    """The base of passes that rewrite attention over caches, one call at a time."""
 
     def places(self, match: CachedSite) -> Sequence[Node]:
         return [match.node]
@@ -44,10 +44,11 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 
 
 def advice(*, is_one_row: bool) -> dict[str, Any]:
-    """Return Inductor settings for the graph: autotuning, if every product has one row.
+    """Return Inductor settings for the graph: autotuning, if every matrix product in it has one
+    row.
 
-    In a step with one row, libraries read weights at three quarters of the memory's bandwidth.
-    Kernels that Inductor generates and tunes read the weights faster.
+    For products with one row, GPU libraries read weights at three quarters of the memory's
+    bandwidth. Kernels that Inductor generates and tunes read the weights faster.
     """
     return {"coordinate_descent_tuning": True} if is_one_row else {}
 
@@ -55,7 +56,7 @@ def advice(*, is_one_row: bool) -> dict[str, Any]:
 def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) -> Decline | None:
     """Return why the ops do not support a call over a cache, or None.
 
-    ``without_causal`` is a hint.
+    ``without_causal`` is the remedy for a call with `is_causal`.
     """
     node, args, value = match.node, match.call.args, info.tensor(match.node)
     if value is None or value.requires_grad:
@@ -82,7 +83,7 @@ def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) ->
 
 
 def held_scale(call: Call) -> float | None:
-    """Return the scale as a number, and guard the values of scale and dropout."""
+    """Return the scale as a number, and add guards for the values of scale and dropout."""
     for name in ("dropout_p", "scale"):
         compat.hold_constant(call.args[name])  # symbols where everything is dynamic
     scale = compat.known_number(call.args["scale"])

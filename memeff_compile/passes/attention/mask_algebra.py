@@ -1,9 +1,9 @@
-"""An attention mask as a formula over batch, query and key index.
+"""Describe an attention mask as a formula over batch, query and key index.
 
 A tensor is described by its shape and by one scalar, a function of the tensor's index. Integers are
 sums of axes, sizes and reads of other tensors (:class:`Linear`). Booleans are formulas over such
-sums, and floating-point numbers are lists of cases. Views, broadcasts and gathers are then
-substitutions of axes, and values of tensors are never read.
+sums, and floating-point numbers are lists of cases. In these formulas, views, broadcasts and
+gathers substitute axes; no value of a tensor is ever read.
 
 Every decision is proved from the sizes, including symbolic ones; :mod:`mask_forms` recognises the
 known forms of formulas.
@@ -38,9 +38,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Read:
-    """The value of a graph's node at an index.
+    """The value that a node of the graph has at an index.
 
-    ``moment`` distinguishes reads of memory that changes.
+    ``moment`` tells apart reads of memory that changes in between.
     """
 
     node: Node
@@ -53,9 +53,9 @@ Term: TypeAlias = "Axis | Read"
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A constant plus integer multiples of terms.
+    """A constant plus integer multiples of axes, sizes and reads.
 
-    Two sums are equal if they print as the same text.
+    Two such sums are equal if they print as the same text.
     """
 
     constant: Size = 0
@@ -144,11 +144,11 @@ class Fixed:
 
 
 class AtLeastZero(_OfSum):
-    """``sum >= 0``."""
+    """The condition ``sum >= 0``."""
 
 
 class IsZero(_OfSum):
-    """``sum == 0``."""
+    """The condition ``sum == 0``."""
 
 
 class Flag(_OfRead):
@@ -157,17 +157,18 @@ class Flag(_OfRead):
 
 @dataclass(frozen=True)
 class Not:
-    """Negation of a flag or an equality. The negation of other formulas is moved inside them."""
+    """Negation of a flag or an equality. `negated` moves the negation of other formulas inside
+    them."""
 
     part: Formula
 
 
 class All(_OfParts):
-    """Conjunction."""
+    """A formula that holds where all of its parts hold."""
 
 
 class Some(_OfParts):
-    """Disjunction."""
+    """A formula that holds where at least one of its parts holds."""
 
 
 Formula: TypeAlias = "Fixed | AtLeastZero | IsZero | Flag | Not | All | Some"
@@ -176,7 +177,7 @@ TRUE, FALSE = Fixed(True), Fixed(False)
 
 
 class TooLarge(Exception):
-    """Raised if a formula has become too large to be worth reading."""
+    """A formula has become too large to be worth reading."""
 
 
 def at_least_zero(total: Linear) -> Formula:
@@ -234,7 +235,7 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula with TRUE or FALSE for conditions that follow from the sizes."""
+    """Return the formula with TRUE or FALSE in place of conditions that follow from the sizes."""
     match formula:
         case AtLeastZero(total) | IsZero(total):
             low, high = total.lowest(shape), total.highest(shape)
@@ -268,12 +269,12 @@ Scalar: TypeAlias = "Linear | Formula | Cases | Unknown | Magnitude"
 
 
 def number(value: float) -> Cases:
-    """Return a number that is the same everywhere."""
+    """Return a number that is the same at every index, as one case."""
     return Cases(((TRUE, float(value)),))
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return the cases, with equal values joined and impossible cases removed."""
+    """Return cases as a number, with equal values joined and impossible cases removed."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -302,8 +303,8 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 def allowed_by(scalar: Scalar) -> Formula | None:
     """Return which keys a mask keeps: those for which it is true, or adds zero.
 
-    A mask of numbers must add a number as low as `MASKED` to all other keys. Return None for a bias
-    that does more than mask.
+    A floating-point mask must add a number as low as `MASKED` to all keys that it removes. Return
+    None for a bias that does more than mask.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
@@ -322,7 +323,7 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a scalar, simplified, with `change` applied to its sums, reads and parts."""
+    """Return a scalar, simplified, with `change` applied to its sums, reads and subformulas."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))

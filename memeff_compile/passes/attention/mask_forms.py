@@ -1,8 +1,8 @@
-"""The conditions of a mask's formula: those on sizes, and those read from tables.
+"""Sort the conditions of a mask's formula into those on sizes and those read from tables.
 
-:func:`form_of` sorts the parts of a formula into bounds between query and key, tables of keys,
-equalities of ids, and the rest. Every claim is proved from the sizes, including symbolic ones. A
-condition without a proof stays in the form's ``rest``.
+:func:`form_of` sorts the conditions of a formula into bounds between query and key, tables of keys,
+equalities of ids, and the rest. Every bound or equality is proved from the sizes, including
+symbolic ones. A condition without a proof stays in the form's ``rest``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .mask_algebra import TRUE, AtLeastZero, Axis, Formula, IsZero, Linear, Read
 
 @dataclass(frozen=True)
 class Ids:
-    """Says that a sum over batch and query index equals a sum over batch and key index."""
+    """The condition that a sum over batch and query index equals a sum over batch and key index."""
 
     query: Linear
     key: Linear
@@ -26,7 +26,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Form:
-    """The conditions of a mask; a key counts if all of them hold."""
+    """All conditions of a mask; a query attends to a key if all of them hold."""
 
     causal: Size | None = None  # o if the mask requires ``key <= query + o``, else None
     window: Size | None = None  # w if the mask requires ``key > query - w``, else None
@@ -45,7 +45,7 @@ class Form:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the mask depends on sizes only and leaves every query a key."""
+        """Return whether the mask depends on sizes only and leaves every query at least one key."""
         return not (self.reads_data or self.positions or self.rest or self.empty)
 
     @property
@@ -55,7 +55,7 @@ class Form:
 
     @property
     def is_packed(self) -> bool:
-        """Return whether a row contains several sequences (packing)."""
+        """Return whether a sequence of the batch contains several texts (packing)."""
         return self.positions or bool(self.ids)
 
     @property
@@ -65,7 +65,8 @@ class Form:
 
     @property
     def is_sayable(self) -> bool:
-        """Return whether bounds, one table of keys and one equality of ids express the mask."""
+        """Return whether the op's arguments can express the mask: bounds, one table of keys, one
+        equality of ids."""
         return (
             not (self.positions or self.shifted or self.rest)
             and len(self.ids) + bool(self.queries) <= 1
@@ -143,7 +144,8 @@ def _is_length(part: Formula) -> bool:
 
 
 def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
-    """Return whether a number read from a tensor bounds keys, with or without the query's index."""
+    """Return whether a bound on keys, with or without the query's index, contains a number read
+    from a tensor."""
     terms = dict(part.sum.terms)
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:
@@ -153,9 +155,9 @@ def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
 
 
 def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
-    """Split a sum into a part with the query and a part with the key.
+    """Split a sum into terms with the query's index and terms with the key's index.
 
-    Return None if a term has both.
+    Return None if a term has both indices.
     """
     mine, theirs = Linear(total.constant), Linear()
     for term, times in total.terms.items():
@@ -171,7 +173,7 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Return the form with the stricter of two bounds.
+    """Return the form with the stricter of two bounds on the same index.
 
     If neither is stricter, add the new one to ``rest``.
     """
@@ -185,7 +187,7 @@ def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
 
 
 def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
-    """Drop the bound on keys that another bound implies."""
+    """Drop the bound on keys that another bound makes unnecessary."""
     causal, bound = form.causal, form.keys
     if causal is not None and bound is not None:
         if compat.statically_true(bound >= queries + causal):
@@ -216,7 +218,7 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
     """Return whether one of two keys always counts for a query.
 
-    These are the key at the query's index, and the last key that the query may see.
+    The two keys are the one at the query's index, and the last one that the query may attend to.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
@@ -231,7 +233,7 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
 
 
 def key_table(form: Form, rank: int) -> Formula:
-    """Return which keys count in which row of the batch, or TRUE if there is no table."""
+    """Return which keys of each sequence count, or TRUE if there is no table."""
     if form.keys is None:
         return algebra.both(*form.tables)
     bound = algebra.at_least_zero(-axis(rank - 1) + (form.keys - 1))
@@ -242,7 +244,7 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
     """Compare indices instead of positions, if equal ids mean that positions are consecutive.
 
     ``positions`` maps a read of ids to the position at the same index: between two equal ids of a
-    row, positions increase by one. The last two axes are query and key.
+    sequence, positions increase by one. The last two axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
     """
@@ -268,7 +270,8 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
-    """Return the two reads of ``read - other``, in both orders; an empty list for any other sum."""
+    """Return the two reads in ``read - other``, in both orders, or an empty list for any other
+    sum."""
     terms = list(total.terms.items())
     if total.constant != 0 or len(terms) != 2 or {times for _, times in terms} != {1, -1}:
         return []
@@ -279,7 +282,8 @@ def _pairs(total: Linear) -> list[tuple[Read, Read]]:
 
 
 def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
-    """Replace, in a comparison, multiples of the difference of two positions by ``by``."""
+    """Replace, in a comparison, the difference of two positions by ``by``, also if it is
+    multiplied."""
     if not isinstance(part, (AtLeastZero, IsZero)) or len(difference.terms) != 2:
         return part
     (term, sign), _ = difference.terms.items()

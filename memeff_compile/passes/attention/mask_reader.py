@@ -1,4 +1,4 @@
-"""Reads the nodes that compute a mask as a formula: an abstract interpreter, one rule per ATen op.
+"""Read the nodes that compute a mask as a formula: an abstract interpreter, one rule per ATen op.
 
 Ops are read through :mod:`canonical`. A node that no rule can read becomes a read of that node's
 value, which is always correct. A tensor to which the graph writes is never replaced by the formula
@@ -25,7 +25,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
-    """Raised if no rule can read a node."""
+    """The error of a node that no rule can read."""
 
 
 def _require(holds: bool) -> None:
@@ -35,7 +35,7 @@ def _require(holds: bool) -> None:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor as a function of its index."""
+    """A tensor, described as a function of its index."""
 
     shape: tuple[Size, ...]
     scalar: Scalar
@@ -46,7 +46,7 @@ class Value:
         return result
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
-        """Return a tensor, by default of this shape, with this tensor's entries at `index`."""
+        """Return a tensor, by default of the same shape, with this tensor's entries at `index`."""
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
 
@@ -66,7 +66,7 @@ class MaskReader:
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return the value of a node, by formulas as far as possible."""
+        """Return the value of a node, as formulas as far as rules allow."""
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
@@ -84,7 +84,7 @@ class MaskReader:
         return Mask(found, algebra.values_taken(scalar))
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
-        """Return the positions that belong to each read of ids, if the ids count breaks in
+        """Return the positions for each read of ids, if the ids count the breaks in these
         positions."""
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
@@ -141,8 +141,8 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Read an input that comes from the graph around a body, or from an earlier partition of
-        the model.
+        """Return an input's value that comes from the graph around a checkpoint, or from an earlier
+        graph partition.
         """
         if self.parent is None:
             return handed_over(node)
@@ -152,14 +152,15 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return an operand of ``reader``; for memory that changes, its value at that moment."""
+        """Return an operand of ``reader``; if its memory changes, the value at the time of
+        ``reader``."""
         if not self.info.may_be_written(node):
             return self._values[node]
         return leaf(node, self.info.value(node), moment=1 + self.info.positions[reader])
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and all nodes before it that were not read yet; operands come first."""
+    """Return ``node`` and all nodes before it that were not read yet, operands first."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False)]
@@ -179,13 +180,14 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether to read the node by a rule: a mask's inputs may depend on a whole model."""
+    """Return whether to read the node by a rule, because a mask's inputs may depend on a whole
+    model."""
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
 
 
 def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
-    """Return a tensor as a read of itself."""
+    """Return a tensor that is described only as reads of its own values."""
     shape = tuple(tensor.shape)
     found = algebra.Read(node, tuple(_index_of(shape)), moment)
     if tensor.dtype == torch.bool:
@@ -222,12 +224,12 @@ def _is_one(size: Size) -> bool:
 
 
 def _index_of(shape: Sequence[Size]) -> list[Linear]:
-    """Return the index of an entry of a tensor, zero along axes of one."""
+    """Return the index at which a broadcast tensor is read: zero along axes of size one."""
     return [Linear() if _is_one(size) else algebra.axis(p) for p, size in enumerate(shape)]
 
 
 class _Operands:
-    """The arguments of one call, as values, sizes and plain Python."""
+    """The arguments of one ATen call, as values, sizes and plain Python."""
 
     def __init__(self, reader: MaskReader, node: Node, call: Call, previous: Value | None) -> None:
         self._reader, self._node, self._call, self._previous = reader, node, call, previous
@@ -244,7 +246,7 @@ class _Operands:
         return torch.fx.node.map_arg(self.given(name), _size_of)
 
     def has(self, name: str) -> bool:
-        """Return whether an argument is given."""
+        """Return whether the call has an argument."""
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:
@@ -252,7 +254,7 @@ class _Operands:
         return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
-        """Return any argument that may be a tensor."""
+        """Return the value that describes an argument: a node or a Python number."""
         if given is PREVIOUS and self._previous is not None:
             return self._previous
         if isinstance(given, Node):
@@ -269,7 +271,7 @@ class _Operands:
         raise CannotRead
 
     def axis(self, name: str, rank: int) -> int:
-        """Return an axis counted from the front."""
+        """Return an axis argument, counted from the front."""
         place = self.plain(name)
         _require(isinstance(place, int))
         return int(place % rank) if rank else 0
@@ -304,7 +306,8 @@ def _filled(fill: Any, given: _Operands) -> Value:
 
 
 def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
-    """Return the rule for a tensor filled with a number, by default the call's argument."""
+    """Return the rule for a tensor filled with a number, by default a number from the call's
+    arguments."""
     return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
 
@@ -321,7 +324,7 @@ def _cast(given: _Operands) -> Value:
 
 
 def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return a scalar after a cast."""
+    """Return a scalar cast to a dtype."""
     if _fits(scalar, dtype):
         _require(not isinstance(scalar, (Unknown, Magnitude)))
         _require(dtype.is_floating_point or not isinstance(scalar, Cases))
@@ -351,7 +354,7 @@ def _expand(given: _Operands) -> Value:
 
 
 def _repeat(given: _Operands) -> Value:
-    """Read repetitions of axes of size one; for other axes an index would wrap around."""
+    """Read repetitions of axes of size one; along other axes an index would wrap around."""
     value, repeats = given.value(), list(given.plain("repeats"))
     sizes = [1] * (len(repeats) - len(value.shape)) + list(value.shape)
     _require(all(_is_one(a) or _is_one(b) for a, b in zip(sizes, repeats, strict=True)))
@@ -448,7 +451,7 @@ def _index(given: _Operands) -> Value:
 
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
-    """Return an index as a sum over the result's axes; it must not count from the end."""
+    """Return a gather's index as a sum over the result's axes; it must not count from the end."""
     total = _sum(broadcast(index, shape))
     low, high = total.lowest(shape), total.highest(shape)
     _require(low is not None and compat.statically_true(low >= 0))
@@ -501,7 +504,7 @@ def _compared_magnitudes(
 ) -> Formula:
     """Compare ``|x|`` with a sum.
 
-    ``|x|`` is below the sum if both x and -x are, and above it if x or -x is.
+    ``|x|`` is less than the sum if both x and -x are, and greater if x or -x is.
     """
     _require(of_numbers(0, 1) != of_numbers(1, 0))  # as for equal and different
     is_below = of_numbers(0, 1)
@@ -628,7 +631,7 @@ def _where(given: _Operands) -> Value:
 
 
 def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
-    """Read a choice, given the names of the condition and of its two branches."""
+    """Read a choice between two values, given the names of the condition and of both branches."""
     condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])
     where = as_condition(broadcast(condition, shape))
@@ -655,7 +658,7 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
 
 
 def _cumsum(given: _Operands) -> Value:
-    """Read the cumulative sum of a value that is the same at every index."""
+    """Read the cumulative sum of a value that is the same at every index, such as ones."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     scalar = value.scalar
@@ -666,7 +669,7 @@ def _cumsum(given: _Operands) -> Value:
 
 
 def _diff(given: _Operands) -> Value:
-    """Read differences of neighbours that are equal at every index, with a prepended value."""
+    """Read differences of neighbours that are the same at every index, with a prepended value."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     _require(given.plain("n") == 1 and not given.has("append"))
@@ -728,7 +731,8 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
 
 
 def reader_of(info: GraphInfo) -> MaskReader:
-    """Return this level's single reader, which reads a mask that layers share only once."""
+    """Return the single reader of this graph level, so that a mask which layers share is read
+    once."""
     reader: MaskReader | None = info.notes.get("mask_reader")
     if reader is None:
         parent = None if info.parent is None else reader_of(info.parent)
@@ -737,8 +741,8 @@ def reader_of(info: GraphInfo) -> MaskReader:
 
 
 def handed_over(node: Node) -> Value | None:
-    """Return the value of an input that an earlier partition of the model computed, if it was
-    recorded.
+    """Return the value of an input that an earlier graph partition computed, if it recorded the
+    value.
     """
     notes = compat.notes_between_pieces()
     value: Value | None = None if notes is None else notes.get(compat.example_value(node))
@@ -748,7 +752,7 @@ def handed_over(node: Node) -> Value | None:
 def hand_over(info: GraphInfo) -> None:
     """Record, for later partitions, the formulas of tensors that this partition returns.
 
-    Drop records of memory that this partition may write to, or all records if recording fails.
+    Drop records of memory that this partition may write to, and all records if recording fails.
     """
     notes = compat.notes_between_pieces()
     if notes is None:

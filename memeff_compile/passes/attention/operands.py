@@ -1,8 +1,10 @@
-"""Operands of attention: a node of the graph, and the views that give it the call's form.
+"""Describe operands of attention: a node of the graph, and the views that give it the shape of a
+call's argument.
 
-Products may have their axes in any order, join axes (batch and heads) or omit them (keys without
-heads). PyTorch's call and memeff::attention need batch, heads, length and depth. The views are
-inserted when a site is rewritten; until then only their shapes are stored.
+The operands of matrix products may have their axes in any order, join axes (batch and heads) or
+omit them (keys without heads). PyTorch's call and memeff::attention need batch, heads, length and
+depth. The views are inserted only when the attention is rewritten; until then, only their shapes
+are stored.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ Step = tuple[OpOverload, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Operand:
-    """A node, and the views that are applied to it before a call takes it."""
+    """A node, and the views that are applied to it before it becomes an argument of a call."""
 
     node: Node
     steps: tuple[Step, ...] = ()
 
     @cached_property
     def value(self) -> torch.Tensor:
-        """Return the fake tensor that a call takes."""
+        """Return the fake tensor that a call gets."""
         value = compat.example_value(self.node)
         with torch.no_grad():
             for op, args in self.steps:
@@ -46,30 +48,31 @@ class Operand:
         return value
 
     def then(self, op: OpOverload, *args: Any) -> Operand:
-        """Return the operand after one more step."""
+        """Return the operand after one more view."""
         return replace(self, steps=(*self.steps, (op, args)))
 
     @property
     def sizes(self) -> list[Any]:
-        """Return the arguments of the steps."""
+        """Return the sizes among the arguments of the views."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 
     @property
     def unexpanded(self) -> Operand | None:
-        """Return the operand before its single head was expanded, or None if it was not."""
+        """Return the operand before its single head was expanded, or None if it was not
+        expanded."""
         if not self.steps or self.steps[-1][0] is not aten.expand.default:
             return None
         before = replace(self, steps=self.steps[:-1])
         return before if same_shape(before.value.shape[:1], self.value.shape[:1]) else None
 
     def written(self, editor: Editor) -> Node:
-        """Insert the steps after the node; return their result."""
+        """Insert the views after the node, and return their result."""
         return written(editor, editor.info.current(self.node), self.steps)
 
 
 def written(editor: Editor, node: Node, steps: Sequence[Step]) -> Node:
-    """Insert steps after a node; return their result."""
+    """Insert views after a node, and return their result."""
     for op, args in steps:
         node = editor.call(op, node, *(_argument(editor, each) for each in args))
     return node
@@ -82,7 +85,8 @@ def _argument(editor: Editor, given: Any) -> Any:
 
 
 class Given(NamedTuple):
-    """Holds an operand of a chain: a node, its axes, and the order in which a call wants them."""
+    """An operand of written-out attention: a node, its axes, and the order in which a call needs
+    these."""
 
     node: Node
     axes: str
@@ -91,7 +95,7 @@ class Given(NamedTuple):
 
 @dataclass
 class Placed:
-    """The operands of a chain in the form that a call takes."""
+    """The operands of written-out attention, as arguments of a call."""
 
     operands: tuple[Operand, ...]
     result_steps: tuple[Step, ...]  # views that turn a call's result into the chain's result
@@ -102,10 +106,10 @@ class Placed:
 def placed(
     info: GraphInfo, given: Sequence[Given], result: str, sizes: dict[str, Any], *, may_split: bool
 ) -> Placed | None:
-    """Return operands in the call's form, or None if their sizes do not match.
+    """Return operands as arguments of a call, or None if their sizes do not match.
 
     Args:
-        result: the axes of the chain's result.
+        result: the axes of the attention's result.
         sizes: the sizes of the scores' axes; batch and heads are separate if any tensor has
             separate axes for them.
         may_split: whether a joint axis of batch and heads may be split as in the operands.
@@ -201,7 +205,7 @@ def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
 
 
 def permutation(node: Any, rank: int) -> list[int] | None:
-    """Return, for each axis of a transposed tensor, the axis of its operand; or None."""
+    """Return, for each axis of a transposed tensor, its axis before; or None for other nodes."""
     call = call_of(node, aten.transpose.int, aten.permute.default)
     if call is None:
         return None
@@ -214,7 +218,7 @@ def permutation(node: Any, rank: int) -> list[int] | None:
 
 
 def _unfolded(info: GraphInfo, given: Given) -> Node | None:
-    """Return the tensor of four axes whose first two axes a view has joined, or None."""
+    """Return the 4D tensor whose first two axes a view has joined, or None."""
     if FOLDED not in given.axes:
         return None
     call = call_of(given.node, *_VIEWS)

@@ -1,4 +1,4 @@
-"""Traces keys and values that were copied once per query head back to the original."""
+"""Trace keys and values that were copied for each query head back to the original."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ REPEATS = (aten.repeat_interleave.self_int, *_MERGES)  # the last op of a chain 
 
 
 def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
-    """Return the nodes up to ``node`` that repeat heads, the node they repeat, and the count."""
+    """Return the nodes up to ``node`` that repeat heads, the node before them, and the number of
+    repetitions."""
     call = read_one(node)
     if call is None:
         return None
@@ -36,7 +37,7 @@ def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] 
 
 
 def _without_expand(info: GraphInfo, node: Node, wide: Node) -> tuple[list[Node], Node, Any] | None:
-    """Read ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)``."""
+    """Read ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)`` as a repetition."""
     expand = call_of(wide, aten.expand.default)
     added = None if expand is None else call_of(expand.args["self"], aten.unsqueeze.default)
     if expand is None or added is None or added.args["dim"] not in (2, -3):

@@ -1,11 +1,12 @@
-"""Finds attention in a graph: calls of scaled_dot_product_attention, and explicitly written chains.
+"""Find attention in a graph: calls of scaled_dot_product_attention, and chains of products and
+softmax.
 
     scores = matmul(q, k.transpose(-1, -2)) * scale
     scores = tanh(scores / softcap) * softcap [+ mask]
     out = matmul(dropout(softmax(scores, -1).to(dtype), 0.0), v)
 
-All spellings of a product are read (:mod:`..graph.products`), with batch and heads as two axes or
-joined in one. In-place writes to the scores are steps of the chain. A chain matches only as a
+A product may be written in any way (:mod:`..graph.products`), with batch and heads as two axes or
+joined in one. In-place writes to the scores count as steps of the chain. A chain matches only as a
 whole: no other node may use a value between its two products.
 """
 
@@ -32,7 +33,7 @@ MAX_STEPS = 10
 
 @dataclass
 class Site:
-    """Holds one attention: its inputs, mask and scale, and the nodes that compute it."""
+    """An attention: its inputs, mask and scale, and the nodes that compute it."""
 
     node: Node  # the node that has the result
     query: Operand
@@ -77,7 +78,7 @@ class Site:
 
 
 def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
-    """Yield every attention of a graph, and a decline for each one that is not supported."""
+    """Yield every attention of a graph, and a decline for each one that cannot be rewritten."""
     for node in info.visit(info.gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -117,7 +118,7 @@ def _nodes(*values: Any) -> list[Node]:
 
 
 def dropout_active(node: Node | None, hint: str = "") -> Decline:
-    """Return the decline for attention with dropout."""
+    """Return the decline for attention with active dropout."""
     said = "attention dropout is active, and another kernel would drop other weights"
     return Decline("dropout_active", said, hint or "train with an attention dropout of 0", node)
 
@@ -126,7 +127,7 @@ def dropout_active(node: Node | None, hint: str = "") -> Decline:
 class _Walk:
     """Follows the nodes from a softmax to a product.
 
-    It records the steps, and the positions of the scores' axes.
+    The walk records the steps, and the positions of the scores' axes.
     """
 
     info: GraphInfo
@@ -164,7 +165,7 @@ _VIEWS = named("transpose permute view reshape flatten unflatten")
 
 @dataclass
 class _Weights:
-    """Describes the product of the softmax's weights with the values."""
+    """The product of the softmax's weights with the values."""
 
     node: Node
     value: Given
@@ -174,7 +175,7 @@ class _Weights:
 
 @dataclass
 class _Scores:
-    """Describes the softmax's operand: the product of queries and keys, scaled and masked."""
+    """The operand of the softmax: the product of queries and keys, scaled and masked."""
 
     node: Node
     query: Given
@@ -223,7 +224,7 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
 def _site(
     info: GraphInfo, softmax: Node, sizes: dict[str, Any], scores: _Scores, weights: _Weights
 ) -> Site | Decline:
-    """Return the site of a chain, or why the chain cannot be rewritten as attention."""
+    """Return the attention of a chain, or why the chain cannot be rewritten as attention."""
     given, walks = (scores.query, scores.key, weights.value), (scores.walk, weights.walk)
     kind = kind_among(each.node for each in given)
     if kind:
@@ -261,7 +262,7 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether all sequences share a mask, which then also broadcasts over one more axis."""
+    """Return whether all sequences share a mask, so that it broadcasts over one more axis."""
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
 
@@ -271,7 +272,7 @@ def _at(decline: Decline, softmax: Node) -> Decline:
 
 
 def axes_order(node: Node, seen: str) -> Decline:
-    """Return the decline for scores whose axes are in an order that this pass does not read."""
+    """Return the decline for scores with an order of axes that is not supported."""
     said = f"{seen}; this pass reads (batch, heads, queries, keys) and (batch, queries, keys)"
     return Decline("axes_order", said, "let the last two axes of the scores be queries, keys", node)
 
@@ -324,7 +325,7 @@ def _passes_on(node: Node, weights: Node, walk: _Walk) -> bool:
 
 
 def _alike(info: GraphInfo, node: Node) -> list[Node]:
-    """Return the users whose results have the same last two sizes."""
+    """Return the users of a node whose results have the same last two sizes as the node."""
     return [user for user in node.users if _is_floating(user) and _same_pairs(info, node, user)]
 
 
@@ -339,7 +340,7 @@ def _is_floating(node: Node) -> bool:
 
 
 def _weighted(node: Node, weights: Node, axes: str) -> tuple[Given, str] | Decline | None:
-    """Return the values with which this node multiplies the weights, and the result's axes."""
+    """Return the values that this node multiplies by the weights, and the result's axes."""
     product = product_of(node)
     if product is None or [product.left.node, product.right.node].count(weights) != 1:
         return None
@@ -382,7 +383,8 @@ def weights_used(user: Node, hint: str) -> Decline:
 def _follow_scores(
     softmax: Node, scores: Any, walk: _Walk, dtype: torch.dtype | None
 ) -> _Scores | Decline | None:
-    """Read the operand of a softmax; the softmax may compute in another dtype."""
+    """Follow the operand of a softmax back to the product; the softmax may compute in another
+    dtype."""
     info = walk.info
     if not _leads_to_product(info, scores):
         return None
@@ -417,7 +419,7 @@ def _follow_scores(
 def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
     """Return the in-place writes to scores before their reader, the last one first.
 
-    Return a Decline if another node uses the scores.
+    Return a Decline if another node reads the scores in between.
     """
     others = [user for user in scores.users if user is not reader]
     for user in others:
@@ -436,14 +438,15 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The facts about scores that are known so far. Reading goes backwards from the softmax."""
+    """The facts about scores that are known so far, while a chain is read backwards from the
+    softmax."""
 
     casts: list[torch.dtype]
     masking: _Masking = field(default_factory=lambda: _Masking())
     factors: _Factors = field(default_factory=lambda: _Factors())
 
     def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
-        """Read one step; return why it cannot be read."""
+        """Read one step of the chain; return why it cannot be read, or None."""
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
             return self._scaled(walk, node, given["other"], is_division=op is aten.div)
@@ -478,7 +481,7 @@ class _Read:
         return None
 
     def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
-        """Read the product that makes the scores."""
+        """Read the matrix product that computes the scores."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -513,7 +516,7 @@ class _Read:
 class _Factors:
     """The numbers between a product and its mask, read backwards: cap, tanh, and the scale.
 
-    They are recorded without signs, because tanh is odd.
+    The numbers are recorded without signs, because tanh is odd.
     """
 
     cap: float | None = None
@@ -522,12 +525,12 @@ class _Factors:
     is_negative: bool = False
 
     def add(self, factor: float, *, is_division: bool) -> None:
-        """Record one more factor."""
+        """Record one more multiplication."""
         (self.divided if is_division else self.multiplied).append(abs(float(factor)))
         self.is_negative ^= factor < 0
 
     def result(self) -> tuple[float, float]:
-        """Return the scale of the products and the softcap, 0 for no cap."""
+        """Return the scale of the scores and the softcap; 0 means no cap."""
         if self.cap is None:
             return self.product(), 0.0
         if self.cap in self.divided:  # divided by the cap, this leaves the scale, unrounded
@@ -536,12 +539,12 @@ class _Factors:
         return self.product() * self.cap, self.cap
 
     def product(self) -> float:
-        """Return the product of all factors read so far; under a tanh this is the cap."""
+        """Return the product of all factors read so far; before a tanh, this is the softcap."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
 def _leads_to_product(info: GraphInfo, node: Any) -> bool:
-    """Return whether a node comes from a product, over steps that scores may have."""
+    """Return whether a node comes from a matrix product, over steps that scores may have."""
     seen: set[Node] = set()
     stack = [(node, 0)]
     while stack:
@@ -564,7 +567,7 @@ _STEPS = named("to mul div add tanh masked_fill where cat sub")
 
 
 def _scores_operand(info: GraphInfo, call: Call) -> Any:
-    """Return the operand of a step that has the scores."""
+    """Return which operand of a step contains the scores."""
     given, op = call.args, call.op.overloadpacket
     if op is aten.cat:
         return given["tensors"][0]
@@ -604,13 +607,13 @@ def _number(given: Any) -> float | None:
 
 
 def _is_zero(node: Node) -> bool:
-    """Return whether a tensor contains only zeros, such as the one passed to baddbmm."""
+    """Return whether a tensor contains only zeros, such as the added operand of baddbmm."""
     call = read_one(node)
     return call is not None and call.op.overloadpacket in named("zeros new_zeros zeros_like")
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return the masking of scores, without its dtype if later casts make its number infinite."""
+    """Return the masking of scores, without its dtype if a later cast makes its number infinite."""
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
     is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)
@@ -638,7 +641,8 @@ def subclass(kind: str, node: Node | None = None) -> Decline:
 
 
 def have_one_size(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether query, key and value have four axes, one batch size and one head size."""
+    """Return whether query, key and value have four axes, the same batch size and the same head
+    size."""
     q, k, v = query.shape, key.shape, value.shape
     return len(q) == len(k) == 4 and same_shape((*k, q[0], q[3]), (*v, k[0], k[3]))
 

@@ -1,15 +1,16 @@
-"""Rewrites attention with masks for which SDPA has no argument into memeff::attention.
+"""Rewrite attention with masks for which SDPA has no argument into memeff::attention.
 
     before: mask = (arange(S) <= arange(S)[:, None]) & attention_mask[:, None, None, :]
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
     after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
 
-The op takes bounds between query and key, one table of keys, one equality of ids, and a softcap. A
-mask is passed this way only if the arguments select the same keys for every query. A query without
-keys gets the same result as in the original; if that is not possible, the pass declines.
+The op's arguments are bounds between query and key, one table of keys, one equality of ids, and a
+softcap. The pass uses these arguments only if they select the same keys for every query as the mask
+does. A query that may attend to no key gets the same result as in the original; if that is not
+possible, the pass declines.
 
 The kernel reads any other mask of a call, such as an input or a mask that adds numbers, tile by
-tile when it runs. The GPU determines which tiles are empty, once per mask for all layers.
+tile at run time. The GPU finds out which tiles of the mask are empty, once for all layers.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _MOST_STEPS_TO_AN_INPUT = 40
 
 @dataclass(frozen=True)
 class Said:
-    """The arguments of the op."""
+    """The arguments of memeff::attention."""
 
     ahead: Size | None = None  # how far ahead of a query a key may be; None for no bound
     behind: Size | None = None  # how far before a query a key may be; None for no bound
@@ -58,9 +59,10 @@ class Said:
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
-    """Return the op's arguments that replace a mask, or why there are none.
+    """Return arguments of the op that replace a mask, or why there are none.
 
-    The reason is a sentence for the mask itself, and a decline for queries without keys.
+    The reason is a sentence if it concerns the mask, and a decline if some query may attend to no
+    key.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can express it"
@@ -115,7 +117,8 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs that must be equal for query and key; a table of queries must be 1."""
+    """Return the pairs of ids that must be equal for query and key; a table of queries is compared
+    with 1."""
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
         found.append((both(*form.queries), Linear(1)))
@@ -123,7 +126,7 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
 
 
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
-    """Return the original's result for a query without keys, or why this result is not known."""
+    """Return the original's result for a query that attends to no key, or why it is not known."""
     if not form.empty or mask is None:
         return "zeros"
     if not site.between:
@@ -152,7 +155,8 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return why the op does not support a site or is not fast there, or an empty string."""
+    """Return why the op does not support this attention or is not fast for it, or an empty
+    string."""
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
         return "memeff::attention needs four axes, heads of one size, and one batch"
@@ -188,7 +192,7 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
 
 
 def why_not_read(info: GraphInfo, site: Site) -> str:
-    """Return why the op cannot read a site's mask when it runs, or an empty string."""
+    """Return why the op cannot read this attention's mask at run time, or an empty string."""
     if site.between or site.mask is None:
         return "memeff::attention reads masks for calls of scaled_dot_product_attention alone"
     mask = info.value(site.mask)
@@ -202,7 +206,7 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_added(info: GraphInfo, site: Site) -> str:
-    """Return why the op cannot add a site's mask when it runs, or "".
+    """Return why the op cannot add this attention's mask at run time, or an empty string.
 
     A bias that the graph computes and adds (ALiBi, T5) usually hides no key, so no tile could be
     skipped.
@@ -230,7 +234,8 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a node at its level and, if it is an input there, at the enclosing levels."""
+    """Return a node and, if it is an input of a checkpoint, the nodes outside that it stands for,
+    by level."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)
@@ -242,7 +247,7 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
 
 
 def handed_in(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether an earlier partition of the model computed a mask that this one reads."""
+    """Return whether this graph partition reads a mask that an earlier one computed."""
     source = _input_behind(info, mask)
     return source is not None and handed_over(source) is not None
 
@@ -255,7 +260,7 @@ def _fits(site: Site, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 
 def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
-    """Insert the op's call; return its result."""
+    """Insert the call of memeff::attention; return its result."""
     if said.reads_mask:
         nodes = [None, None, None, *_mask_and_tiles(editor, site)]
     else:
@@ -268,7 +273,7 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return a site's mask with four axes, and the codes of its tiles; all sites share both."""
+    """Return a mask with four axes, and a code per tile of it; all layers share both nodes."""
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
     owner = editor
@@ -305,7 +310,7 @@ def _with_four_axes(editor: Editor, node: Node) -> Node:
 
 
 def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
-    """Return the report's sentence for a mask that is read when the kernel runs."""
+    """Return the report's sentence for a mask that the kernel reads at run time."""
     query, result = site.query.value, info.value(site.node)
     engine = op_folder.engine_for(query.device, result.dtype, query.shape[3])
     return (
@@ -315,7 +320,8 @@ def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
 
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
-    """Return the report's sentence: the recovered operation, and the tensors that it avoids."""
+    """Return the report's sentence: the arguments that replace the mask, and the tensors that are
+    no longer built."""
     query, key, result = site.query.value, site.key.value, info.value(site.node)
     ids = said.ids[0] if said.ids else None
     told = ["softcap" if said.softcap else "", _told("key table", said.key_mask), _told("ids", ids)]
@@ -358,7 +364,7 @@ def name_of(info: GraphInfo, node: Node) -> str:
 
 
 def _told(name: str, table: Table | None) -> str:
-    """Return the name of a table and of one or two inputs that it comes from, or ""."""
+    """Return the name of a table and of one or two inputs from which it is computed, or ""."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})
@@ -368,7 +374,7 @@ def _told(name: str, table: Table | None) -> str:
 
 
 def _inputs(table: Table, node: Node) -> set[str]:
-    """Return the names of the inputs that a node is computed from."""
+    """Return the names of the inputs from which a node is computed."""
     found: set[str] = set()
     level = table.level
     seen: set[Node] = set()

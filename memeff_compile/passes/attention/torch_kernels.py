@@ -1,4 +1,4 @@
-"""Says which calls PyTorch's attention kernels support, which kernel PyTorch chooses, and the
+"""Tell which calls PyTorch's attention kernels support, which kernel PyTorch chooses, and the
 result's layout.
 
 The passes insert a call of scaled_dot_product_attention only if one of its fused kernels supports
@@ -26,12 +26,13 @@ _LARGEST_HEAD = 256
 
 
 def why_not_grouped(info: GraphInfo, site: Site) -> str:
-    """Return why the call without a mask would be slow on unexpanded keys, or an empty string.
+    """Return why a call without a mask would be slow if keys and values are not repeated, or an
+    empty string.
 
-    On a CPU, PyTorch's single fused kernel supports unexpanded keys in every floating dtype, and is
-    not slower than with expanded ones. On a GPU, the flash and cuDNN kernels support them in 16
-    bits, for heads of one size up to 256 in steps of 8. The memory-efficient kernel does not, and
-    the remaining kernel is slow.
+    On a CPU, PyTorch's single fused kernel supports fewer key heads than query heads in every
+    floating dtype, and is not slower than with repeated ones. On a GPU, the flash and cuDNN kernels
+    support this in 16 bits, for heads of one size up to 256 in steps of 8. The memory-efficient
+    kernel does not support it, and the remaining kernel is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)
@@ -58,13 +59,13 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
-    """Return why a chain cannot become one kernel, or an empty string."""
+    """Return why no fused kernel can compute a chain, or an empty string."""
     sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
     return why_no_kernel(info, info.value(site.node), *sizes)
 
 
 def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: Any) -> str:
-    """Return why no fused kernel serves heads of these sizes on the result's device, or ""."""
+    """Return why no fused kernel supports heads of these sizes on the result's device, or ""."""
     if info.checkpoints_for_nothing:
         return "PyTorch compiles no fused kernel into a checkpoint whose graph has no gradient"
     device = where_it_runs(result.device).type
@@ -84,7 +85,8 @@ def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: 
 
 @functools.cache
 def _has_narrow_statistics() -> bool:
-    """Return whether float64 attention on a CPU has float32 statistics, as in torch 2.11."""
+    """Return whether float64 attention on a CPU computes its log-sum-exp in float32, as in torch
+    2.11."""
     query = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
     statistics = aten._scaled_dot_product_flash_attention_for_cpu.default(query, query, query)[1]
     return bool(statistics.dtype != query.dtype)
@@ -95,9 +97,7 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return why attention is not rewritten in code that selects PyTorch's kernels explicitly, or
-    "".
-    """
+    """Return why attention is unchanged, if the code selects PyTorch's kernels itself, or ""."""
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
         return None
@@ -106,7 +106,8 @@ def kernels_chosen(
 
 
 def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
-    """Copy the result if its layout differs and a later node may depend on the layout."""
+    """Copy the result into the original's layout, if the layouts differ and a later node may depend
+    on it."""
     before, after = compat.example_value(old), compat.example_value(new)
     if same_shape(before.stride(), after.stride()) or not _depends_on_layout(old):
         return new

@@ -1,4 +1,4 @@
-"""The interface of a pass, and the three answers that it can give about a match in the graph."""
+"""The interface of a pass, and its three possible answers about a match in the graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .graph_info import GraphInfo, node_name
 
 @dataclass(frozen=True)
 class Decline:
-    """Says why a pass declined a match: a code, a sentence, a remedy, and the node.
+    """Why a pass declined a match: a code, a sentence, a remedy, and the node.
 
     Equal declines become one record, in which ``sites`` counts them.
     """
@@ -35,19 +35,20 @@ class Decline:
     action: Action = "declined"  # or "note", for a node that need not be a match of the pass
 
     def counted(self, node: Node) -> Decline:
-        """Return the answer for one of many equal blocks; equal answers become one record."""
+        """Return the answer with the number of equal matches; equal answers become one record."""
         return replace(self, node=node, sites=1)
 
 
 def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
-    """Return the decline for an in-place write to memory that a rewrite would read later."""
+    """Return the decline for a case where a write in place changes memory that the rewrite would
+    read later."""
     sentence = f"`{node_name(write)}` writes in place to {what}"
     return Decline("mutated", sentence, "use the out-of-place form", node)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Bytes of the tensors that a rewrite removes, before and after the rewrite, as formulas in
+    """The bytes of the tensors that a rewrite removes, before and after it, as formulas in
     sizes."""
 
     before: sympy.Expr
@@ -65,7 +66,7 @@ NOTED = (
 
 @dataclass
 class Done:
-    """Holds a rewrite's entries for the report, and tasks of the backend for the graph.
+    """A rewrite's entries for the report, and the changes that the backend must make for it.
 
     Equal matches become one record, in which ``sites`` counts them. ``inductor`` holds Inductor
     settings that suit the graph; the user's own settings override them.
@@ -85,8 +86,8 @@ class GraphPass(ABC):
     """Finds matches in a graph, checks each, and rewrites those that pass the check.
 
     ``find`` and ``check`` change nothing in the graph. ``rewrite`` edits only through the editor;
-    the pipeline verifies the result, and undoes the match if the editor refuses an edit. A match is
-    an object that ``find`` yields: a node, or any object that ``places`` can read.
+    the pipeline verifies the result, and undoes the edits of a match if the editor refuses one. A
+    match is an object that ``find`` yields: a node, or any object that ``places`` can read.
 
     Attributes:
         name: the pass's name in reports, in ``memeff.skip`` and in ``memeff.strict``.
@@ -102,14 +103,15 @@ class GraphPass(ABC):
 
     @abstractmethod
     def find(self, info: GraphInfo) -> Iterable[Any]:
-        """Yield matches, and Declines for candidates that cannot be rewritten."""
+        """Yield matches, and Declines for nodes that look like a match and cannot be rewritten."""
 
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
-        """Return why ``match`` must not be rewritten, or None."""
+        """Return why ``match`` must not be rewritten, or None if it may be."""
         return None
 
     def gain(self, info: GraphInfo, match: Any) -> Gain | None:
-        """Return the bytes the rewrite saves, or None if they do not depend on the graph alone."""
+        """Return the bytes that the rewrite saves, or None if the graph alone does not determine
+        them."""
         return None
 
     def places(self, match: Any) -> Sequence[Node]:
@@ -117,42 +119,42 @@ class GraphPass(ABC):
         return [match]
 
     def anchor(self, match: Any) -> Node:
-        """Return the node that represents ``match`` in reports."""
+        """Return the node whose source line stands for ``match`` in reports."""
         return self.places(match)[0]
 
     @abstractmethod
     def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
-        """Edit the graph.
+        """Edit the graph at one match.
 
-        The editor raises EditRefused if the result would differ for a consumer.
+        The editor raises EditRefused if a node that reads the result would get another one.
         """
 
     def dead(self, match: Any) -> Sequence[Node]:
-        """Return the nodes the rewrite leaves without users."""
+        """Return the nodes that have no users after the rewrite."""
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return further codes and sentences for the report."""
+        """Return further codes and sentences about a match for the report."""
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:
-        """Return whether the nodes that this rewrite inserts wait for other processes.
+        """Return whether the nodes that this rewrite inserts wait for other ranks.
 
-        An error in such a rewrite must end the run: if one process skipped the rewrite, the others
+        An error in such a rewrite must end the run: if one rank skipped the rewrite, the others
         would wait forever.
         """
         return False
 
     def parts(self, match: Any) -> Sequence[Any]:
-        """Return the single matches that ``match`` consists of, if it has several."""
+        """Return the matches of which ``match`` consists, if there are several."""
         return ()
 
     def identity(self) -> str:
         """Return a key that identifies this pass, and its version, in caches on disk.
 
         The key contains the source of the pass's classes and its attributes. Override this method
-        if a rewrite depends on more. A pass without a source file has a key that is valid only in
-        its process.
+        if a rewrite also depends on something else, such as a global variable. A pass without a
+        source file has a key that is valid only in its process.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:

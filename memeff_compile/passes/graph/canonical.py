@@ -1,13 +1,13 @@
-"""One form for every node: reads a Dynamo node as the equivalent ATen calls.
+"""Read every Dynamo node in one form: as the equivalent ATen calls.
 
 Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32)`` and
 ``x.to(dtype=...)`` are three different nodes. Every pass reads nodes through :func:`read`, which
 returns the pre-dispatch ATen calls with arguments bound by schema name and defaults filled in, so a
 pass handles only one form.
 
-Reading never changes the graph. There are two ways to read a node. A table (names, then schemas)
-takes microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests
-compare the table with it. If neither can read a node, the result is None, and the caller declines.
+Reading never changes the graph. A node can be read in two ways. A table of names and schemas takes
+microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests compare the
+table with it. If neither can read a node, the result is None, and the pass declines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def named(words: str) -> frozenset[Any]:
 
 
 class _Previous:
-    """Placeholder for the result of the previous call, in a reading of several calls."""
+    """A placeholder for the result of the previous call, if a node is read as several calls."""
 
     def __repr__(self) -> str:
         return "PREVIOUS"
@@ -46,7 +46,7 @@ PREVIOUS = _Previous()
 
 @dataclass(frozen=True)
 class Call:
-    """One ATen call: an overload and its arguments by schema name."""
+    """An ATen call: an overload and its arguments by schema name."""
 
     op: OpOverload
     args: Mapping[str, Any]
@@ -81,8 +81,8 @@ def read_one(node: Any) -> Call | None:
 def read_write(node: Node) -> Call | None:
     """Read an in-place write as the call whose result it writes into its first argument.
 
-    It reads ``x /= 2`` as ``div(x, 2)`` and ``x[mask] = 0.0`` as ``masked_fill(x, mask, 0.0)``.
-    Return None for any other node.
+    The function reads ``x /= 2`` as ``div(x, 2)`` and ``x[mask] = 0.0`` as ``masked_fill(x, mask,
+    0.0)``. Return None for any other node.
     """
     try:
         if node.target is operator.setitem or node.target == "__setitem__":
@@ -97,7 +97,7 @@ def read_write(node: Node) -> Call | None:
 
 
 def _written_where_true(target: Any, index: Any, value: Any) -> Call:
-    """Read ``x[mask] = value`` if the mask covers all axes, or the last ones after ``:``."""
+    """Read ``x[mask] = value`` if the mask covers all axes, or all axes after leading ``:``."""
     *leading, mask = index if isinstance(index, tuple) else (index,)
     _require(_is_tensor(target) and _is_tensor(mask))
     written, where = compat.example_value(target), compat.example_value(mask)
@@ -108,7 +108,7 @@ def _written_where_true(target: Any, index: Any, value: Any) -> Call:
 
 
 def call_of(node: Any, *ops: OpOverload) -> Call | None:
-    """Return the call if ``node`` is exactly one call of one of ``ops``, else None."""
+    """Return the ATen call of ``node`` if it is exactly one call of one of ``ops``, else None."""
     call = read_one(node)
     return call if call is not None and call.op in ops else None
 
@@ -123,7 +123,7 @@ def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = N
 
 
 class _CannotBind(Exception):
-    """Raised if arguments do not fit the schema."""
+    """Arguments do not fit the schema."""
 
 
 def _require(holds: Any) -> None:
@@ -234,7 +234,7 @@ _PLAIN_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _bind_packet(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Bind to the first overload of ``packet`` that fits, functional overloads only."""
+    """Bind the arguments to the first functional overload of ``packet`` that accepts them."""
     for overload_name in packet.overloads():
         if overload_name.endswith("out") or overload_name in ("Scalar_Tensor", "names"):
             continue
@@ -249,7 +249,7 @@ _Reader = Callable[[Node, _Args, _Kwargs], Reading]
 
 
 def _plain(name: str) -> _Reader:
-    """Read the node as one call of the named ATen op."""
+    """Read a node as one call of the ATen op with this name."""
     return lambda node, args, kwargs: (_bind_packet(getattr(aten, name), args, kwargs),)
 
 
@@ -335,7 +335,7 @@ def _activation(packet: OpOverloadPacket) -> _Reader:
 
 
 def _where_method(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``x.where(condition, other)``: the ATen op takes the condition first."""
+    """Read ``x.where(condition, other)`` as the ATen op, which takes the condition first."""
     _require(len(args) == 3 and not kwargs)
     return (_bind_packet(aten.where, (args[1], args[0], args[2]), {}),)
 
@@ -375,7 +375,7 @@ def _scalar_tensor(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _is_of_a_number(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a number comes first and a tensor second."""
+    """Return whether a call's first argument is a number and its second a tensor."""
     return len(args) == 2 and not kwargs and not _is_tensor(args[0]) and _is_tensor(args[1])
 
 
@@ -400,7 +400,8 @@ def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
-    """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the method of a tensor in one way."""
+    """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the tensor's method in the same
+    way."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         kwargs.pop("_stacklevel", None)
@@ -421,7 +422,7 @@ def _einsum(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``x.T`` and ``x.mT``: Dynamo records getattr; since torch 2.14, separate ops."""
+    """Read ``x.T`` and ``x.mT``, which Dynamo records as getattr, and since torch 2.14 as ops."""
     _require(len(args) == 2 and _is_tensor(args[0]))
     rank = compat.example_value(args[0]).dim()
     if args[1] in ("T", aten.numpy_T) and rank == 2:
@@ -646,8 +647,8 @@ def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) 
 def trace(node: Node) -> Reading | None:
     """Read ``node`` by running it alone on fake operands, or return None.
 
-    This takes milliseconds. It is the fallback for nodes without an entry in the table, and the
-    tests compare the table with it.
+    To trace one node takes milliseconds. Tracing is the fallback for nodes without an entry in the
+    table, and the tests compare the table with it.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

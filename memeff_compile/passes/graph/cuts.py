@@ -1,10 +1,10 @@
-"""Splits a graph into partitions, so that gradients arrive block by block, not all at once.
+"""Split a graph into partitions, so that gradients arrive block by block, not all at once.
 
 A compiled graph is one node for autograd: its backward pass returns all gradients together, and an
 optimizer in the backward pass would run only after that. If `optim_in_backward` updates weights,
-the graph is cut between the model's blocks, as Dynamo does for the buckets of DDP, and each
-partition is compiled separately. A value that crosses a cut is an output of one partition and an
-input of others.
+this module cuts the graph between the model's blocks, as Dynamo does for the buckets of DDP, and
+each partition is compiled separately. A value that crosses a cut is an output of one partition and
+an input of others.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 
 def starts(info: GraphInfo) -> tuple[Node, ...]:
-    """Return the nodes of a whole graph, in its current state, at which a new partition starts.
+    """Return the nodes at which a new partition of the graph starts, usually none.
 
-    Usually there are none.
-
-    A cut is made where another block of the model begins, if both sides compute gradients of
-    updated weights. Graphs with writes, with values of unknown size, or already split by DDP are
+    A new partition starts where another block of the model begins, if both sides compute gradients
+    of updated weights. Graphs with writes, with values of unknown size, or already split by DDP are
     not cut.
     """
     updated = _updated(info)
@@ -66,7 +64,8 @@ _CROSSES = (torch.Tensor, torch.SymInt)
 
 
 def candidates(info: GraphInfo) -> list[Node]:
-    """Return the nodes that a partition may contain; none if a size is known only at run time."""
+    """Return the nodes that may be put into partitions, or none if a size is known only at run
+    time."""
     nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
     return [] if any("unbacked_bindings" in node.meta for node in nodes) else nodes
 
@@ -74,8 +73,8 @@ def candidates(info: GraphInfo) -> list[Node]:
 def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
     """Return the nodes before which the graph can be cut.
 
-    Only tensors and sizes may be needed after a cut, and gradients must be on or off as at the
-    call.
+    At a cut, later nodes may need nothing but tensors and sizes from earlier nodes, and gradients
+    must be switched on or off as they are when the graph is called.
     """
     found = set()
     outside = info.region.grad, info.region.inference
@@ -92,7 +91,8 @@ def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
 
 
 def _updated(info: GraphInfo) -> dict[Node, int]:
-    """Return inputs that are weights updated in the backward, and the bytes of their gradients."""
+    """Return the inputs that are weights updated in the backward pass, and the bytes of their
+    gradients."""
     held = {node: compat.example_input(node) for node in info.placeholders}
     return {n: p.numel() * p.itemsize for n, p in held.items() if is_updated_in_backward(p)}
 
@@ -111,7 +111,7 @@ def block_of(node: Node) -> str:
 
 
 def said(info: GraphInfo, at: Sequence[Node]) -> Record:
-    """Return the record that the graph is compiled in partitions."""
+    """Return the record which says that the graph is compiled in partitions."""
     total = format_bytes(sum(_updated(info).values()))
     sentence = (
         f"compiled in {len(at) + 1} pieces, cut between blocks of the model, because its weights "
@@ -121,7 +121,8 @@ def said(info: GraphInfo, at: Sequence[Node]) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Return the record that the graph stays whole because the search for blocks failed."""
+    """Return the record which says that the graph is not split, because the search for blocks
+    failed."""
     why = f"not cut into blocks: searching for them failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
     return Record("backend", "internal_error", "cuts_failed", why, hint)
@@ -201,7 +202,7 @@ def compiled_in_pieces(
 
 
 class _Step(NamedTuple):
-    """A call of a compiled partition; values are numbered in the order of their creation."""
+    """A call of a compiled partition; its values are numbered in the order of their creation."""
 
     compiled: Callable[..., Any]
     takes: tuple[int, ...]
@@ -211,9 +212,9 @@ class _Step(NamedTuple):
 
 
 def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
-    """Tell the optimizer in the backward that a partition has computed all of its gradients.
+    """Tell `optim_in_backward` that a partition has computed all of its gradients.
 
-    One launch can then update several weights.
+    After this, one kernel launch can update several weights.
     """
     updated = [each for each in given if is_updated_in_backward(each)]
     compat.after_gradients(found, lambda: announce(updated))
@@ -265,7 +266,7 @@ def is_size(node: Node) -> bool:
 
 
 def size_inputs(gm: GraphModule) -> dict[str, Node]:
-    """Return the first input for each symbol of a graph's sizes, by the symbol's name."""
+    """Return the first input for each symbol among a graph's sizes, by the symbol's name."""
     found: dict[str, Node] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         if is_size(node):

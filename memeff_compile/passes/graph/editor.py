@@ -1,7 +1,7 @@
-"""Passes change graphs only through this module: it keeps metadata, verifies and can undo edits.
+"""The module through which passes change graphs: it keeps metadata, checks edits and can undo them.
 
 New nodes are calls of op overloads, with ``example_value``, ``stack_trace`` and ``nn_module_stack``
-filled in: AOTAutograd's cache refuses graphs without the first, and reports read the other two.
+filled in: AOTAutograd's cache refuses graphs without the first, and reports use the other two.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """Raised if an edit would change a value that a consumer can see; the match is then undone."""
+    """An edit would change a value that another node or the caller can see; its match is undone."""
 
 
 class Editor:
-    """Collects the edits of one match on one graph."""
+    """Collects the edits of one match in one graph."""
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
@@ -47,10 +47,11 @@ class Editor:
     def at(
         self, node: Node, *, like: Node | None = None, region: Region | None = None
     ) -> Iterator[None]:
-        """Insert the next nodes before ``node``, with the source line and module path of ``like``.
+        """Insert the following nodes before ``node``, with the source line and module path of
+        ``like``.
 
-        ``region`` gives the autograd and autocast state there (default: that of ``node``); inserted
-        nodes may switch gradients off.
+        ``region`` is the autograd and autocast state of the inserted nodes (default: the state of
+        ``node``); inserted nodes may switch gradients off.
         """
         before, self._at = self._at, (node, like or node, region or self.info.regions[node])
         try:
@@ -59,7 +60,8 @@ class Editor:
             self._at = before
 
     def call(self, op: OpOverload | Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """Insert a call; compute its example value under the autograd and autocast state there."""
+        """Insert a call, and compute its example value under the autograd and autocast state
+        there."""
         with self._inserting():
             node = self._adopted(self.graph.call_function(op, args, kwargs))
         node.meta["example_value"] = self._evaluate(node, args, kwargs)
@@ -71,7 +73,7 @@ class Editor:
         return node if is_same else self.call(torch.ops.aten.to.dtype, node, dtype)
 
     def hold(self, name: str, tensor: torch.Tensor) -> Node:
-        """Insert a tensor that the graph keeps and may write to: a buffer of the outer graph."""
+        """Insert a buffer that the graph keeps between calls and may write to."""
         if self.info.parent is not None:
             return self.bring_in(self.around().hold(name, tensor))
         gm, first = self.info.gm, _first_call(self.graph)
@@ -88,19 +90,19 @@ class Editor:
         return node
 
     def item(self, node: Node, index: int) -> Node:
-        """Insert ``node[index]`` for an op with several results."""
+        """Insert ``node[index]``, one result of an op with several."""
         with self._inserting():
             got = self._adopted(self.graph.call_function(operator.getitem, (node, index)))
         got.meta["example_value"] = compat.example_value(node)[index]
         return got
 
     def copy(self, node: Node, replaced: Mapping[Node, Node]) -> Node:
-        """Insert a copy of ``node`` that reads the ``replaced`` operands."""
+        """Insert a copy of ``node`` that reads other operands, as given by ``replaced``."""
         with self._inserting():
             return self._adopted(self.graph.node_copy(node, lambda n: replaced.get(n, n)))
 
     def arithmetic(self, function: Callable[..., Any], *args: Any) -> Node:
-        """Insert arithmetic on sizes."""
+        """Insert arithmetic on sizes, such as their product."""
         with self._inserting():
             node = self._adopted(self.graph.call_function(function, args))
         values = [compat.example_value(a) if isinstance(a, Node) else a for a in args]
@@ -128,7 +130,7 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return the node with this key if this match or an earlier one built it, otherwise build
+        """Return the node with this key, built by this match or an earlier one; otherwise build
         it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
@@ -137,9 +139,9 @@ class Editor:
         return found
 
     def around(self) -> Editor:
-        """Return the editor of the graph around this body.
+        """Return the editor of the graph around this checkpoint body.
 
-        Both are committed or undone together.
+        Both editors commit or undo their edits together.
         """
         assert self.info.parent is not None
         if self._outer is None:
@@ -147,9 +149,8 @@ class Editor:
         return self._outer
 
     def bring_in(self, node: Node) -> Node:
-        """Return a node of a graph around this body as an input of the body.
-
-        Add the input if necessary.
+        """Return a node of a graph around this body as an input of the body, adding the input if
+        necessary.
         """
         if node.graph is self.graph:
             return node
@@ -179,7 +180,8 @@ class Editor:
         return node
 
     def _adopted(self, node: Node) -> Node:
-        """Record a new node; give it the source line, module path and region of its position."""
+        """Record a new node, and give it the source line, module path and region of its
+        position."""
         assert self._at is not None
         _, like, region = self._at
         self._inserted(node)
@@ -190,13 +192,15 @@ class Editor:
         return node
 
     def replace(self, old: Node, new: Node) -> None:
-        """Let every user of ``old`` use ``new``; refuse if a user could see a difference."""
+        """Let every user of ``old`` use ``new``; raise EditRefused if a user could see a
+        difference."""
         self.reroute([user for user in old.users if user is not new], old, new)
         self.info.replaced[old] = new
         self._undo.append(partial(self.info.replaced.pop, old, None))
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
-        """Let only ``users`` read ``new`` instead of ``old``; refuse if the two differ."""
+        """Let only ``users`` read ``new`` instead of ``old``; raise EditRefused if the two
+        differ."""
         difference = describe_difference(compat.example_value(old), compat.example_value(new))
         if difference:
             raise EditRefused(f"{old.name} would change {difference}")
@@ -213,12 +217,11 @@ class Editor:
         self.touch(output)
 
     def touch(self, node: Node) -> None:
-        """Record that the operands of a node must be checked before these edits become
-        permanent."""
+        """Record that the operands of a node must be checked when these edits are committed."""
         self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:
-        """Let the checkpoint of this body save the results of some calls."""
+        """Let the checkpoint whose body this is save the results of some calls."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
@@ -264,9 +267,7 @@ class Editor:
             return op(*values[0], **values[1])
 
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
-        """Return the fake mode of the operands, or of any value of the graph, including this rank's
-        parts inside DTensors.
-        """
+        """Return the fake mode of the operands, or of any value in the graph, also in DTensors."""
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
         fake: Any = next(filter(compat.is_fake, map(compat.local_part, values)))
         return fake.fake_mode

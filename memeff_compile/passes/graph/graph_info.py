@@ -1,6 +1,6 @@
-"""Answers questions about a captured graph: roles, regions, writes, source lines, module paths.
+"""Answer questions about a captured graph: roles, regions, writes, source lines, module paths.
 
-This module never changes the graph. Sizes may be symbolic. No answer turns a symbol into a number,
+This module never changes the graph. Sizes may be symbolic. No answer replaces a symbol by a number,
 because that would add a guard and so cause recompilations.
 """
 
@@ -25,7 +25,7 @@ from .module_names import ModuleNames, module_stack
 
 @dataclass(frozen=True)
 class Region:
-    """The states of autograd, autocast and inference mode around a node."""
+    """The autograd, autocast and inference mode in which a node runs."""
 
     grad: bool
     inference: bool
@@ -34,7 +34,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Write:
-    """Holds an in-place write: the node that does it, and the tensors to which it may write."""
+    """A write in place: the node that does it, and the tensors to which it may write."""
 
     node: Node
     position: int
@@ -46,7 +46,7 @@ _CHECKPOINTS = ("tag_activation_checkpoint",)
 
 @dataclass
 class GraphInfo:
-    """One level of a captured graph: the module itself, or the body of a checkpoint inside it."""
+    """One level of a captured graph: the whole graph, or the body of a checkpoint inside it."""
 
     gm: GraphModule
     options: Options
@@ -70,7 +70,7 @@ class GraphInfo:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the graph again, because an edit changes positions and regions."""
+        """Read the graph again after an edit, because an edit changes positions and regions."""
         self.notes.clear()
         for name in self.__dict__.keys() - self.__dataclass_fields__.keys():
             del self.__dict__[name]  # the stored result of a cached_property
@@ -83,7 +83,8 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the candidates of a pass's search for which the search has not raised an error."""
+        """Yield the nodes that a pass's search visits, without those for which the search raised an
+        error."""
         outer = self.candidate
         for node in candidates:
             if node not in self.left_out:
@@ -92,7 +93,8 @@ class GraphInfo:
         self.candidate = outer
 
     def current(self, node: Node) -> Node:
-        """Return the node that now replaces ``node``: matches are found before any edit."""
+        """Return the node that now stands in place of ``node``, because matches are found before
+        any edit."""
         while node in self.replaced:
             node = self.replaced[node]
         return node
@@ -102,7 +104,7 @@ class GraphInfo:
         return read_one(node)
 
     def tensor(self, node: Any) -> torch.Tensor | None:
-        """Return the fake tensor of ``node``, or None when it is not a recorded tensor."""
+        """Return the fake tensor of ``node``, or None if its value is no recorded tensor."""
         value = compat.example_value(node) if isinstance(node, Node) else None
         return value if isinstance(value, torch.Tensor) else None
 
@@ -134,7 +136,8 @@ class GraphInfo:
         return held | said
 
     def says(self, size: int | torch.SymInt) -> bool:
-        """Return whether a size is a number, or can be computed from sizes of the inputs."""
+        """Return whether a size is a number, or can be computed from sizes of the graph's
+        inputs."""
         return isinstance(size, int) or self._says(compat.size_formula(size))
 
     def _says(self, formula: Any) -> bool:
@@ -144,7 +147,7 @@ class GraphInfo:
 
     @property
     def is_called_once(self) -> bool:
-        """Return whether exactly one call runs this body."""
+        """Return whether exactly one call runs this checkpoint body."""
         if self.parent is None or self.called_by is None:
             return False
         body: Any = self.called_by.args[0]
@@ -153,10 +156,8 @@ class GraphInfo:
 
     @property
     def checkpoints_for_nothing(self) -> bool:
-        """Return whether this is a checkpoint's body with gradients on, in a graph with gradients
-        off.
-
-        No output of that graph needs a gradient.
+        """Return whether a checkpoint runs with gradients on, although no output of its graph needs
+        a gradient.
         """
         *_, root = self.outward()
         results = compat.pytree.tree_leaves(root.output.args[0])
@@ -170,18 +171,18 @@ class GraphInfo:
 
     @cached_property
     def needs_grad(self) -> bool:
-        """Return whether a backward may follow: gradients are on, and a result needs one."""
+        """Return whether a backward pass may follow: gradients are on, and a result needs one."""
         values = map(self.tensor, self.placeholders)
         return self.region.grad and any(v is not None and v.requires_grad for v in values)
 
     def outward(self) -> Iterator[GraphInfo]:
-        """Yield this level and the enclosing levels, from the inside out."""
+        """Yield this level of the graph and the levels around it, from the inside out."""
         yield self
         if self.parent is not None:
             yield from self.parent.outward()
 
     def inward(self) -> Iterator[GraphInfo]:
-        """Yield this level and the checkpoints' bodies in it, from the outside in."""
+        """Yield this level of the graph and the checkpoint bodies in it, from the outside in."""
         yield self
         for body in self.bodies():
             yield from body.inward()
@@ -195,7 +196,8 @@ class GraphInfo:
         return any(compat.has_checkpoint_policy(level.gm) for level in self.outward())
 
     def bodies(self) -> Iterator[GraphInfo]:
-        """Yield the bodies of activation checkpoints: the only nested graphs passes may edit."""
+        """Yield the bodies of activation checkpoints, the only nested graphs that passes may
+        edit."""
         for node in self.gm.graph.nodes:
             target = node.target
             if not isinstance(target, HigherOrderOperator) or target.name() not in _CHECKPOINTS:
@@ -217,7 +219,8 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """Follow ``node`` out of checkpoint bodies to the whole graph's placeholder, if any."""
+        """Follow ``node`` out of checkpoint bodies to the placeholder of the whole graph, if it is
+        one."""
         if node.op != "placeholder":
             return None
         if self.parent is None:
@@ -226,16 +229,17 @@ class GraphInfo:
         return None if outer is None else self.parent.root_placeholder(outer)
 
     def module_path(self, node: Node) -> str:
-        """Return the module path ``node`` was called in, such as ``model.layers.0.mlp``."""
+        """Return the path of the module in which ``node`` was called, such as
+        ``model.layers.0.mlp``."""
         return self.module_names(node)[0]
 
     def module_names(self, node: Node) -> tuple[str, ...]:
-        """Return every name of the module ``node`` was called in, that of its path first."""
+        """Return every name of the module in which ``node`` was called, its path first."""
         stack = module_stack(node)
         return self.names.of(*stack[-1]) if stack else ("",)
 
     def module_key(self, node: Node) -> str:
-        """Return a key that identifies a call of ``node``'s module.
+        """Return a key that identifies one call of the module of ``node``.
 
         Keys of repeated calls end in `@1` etc.
         """
@@ -259,7 +263,8 @@ class GraphInfo:
         return [write for write in writes if write.targets]
 
     def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
-        """Return a node after ``first``, up to ``last``, that may write to memory of ``nodes``."""
+        """Return a node after ``first``, up to ``last``, that may write to the memory of
+        ``nodes``."""
         lo, hi = self.positions[first], self.positions[last]
         for write in self.writes:
             if lo < write.position <= hi and self.may_write(write, nodes):
@@ -267,8 +272,9 @@ class GraphInfo:
         return None
 
     def written_alike(self, node: Node, first: int, last: int) -> Node | None:
-        """Return a node after position ``first``, up to ``last``, that may write to memory of
-        ``node``. Inputs of another dtype are assumed not to share its memory.
+        """Return a node after position ``first``, up to ``last``, that may write to the memory of
+        ``node``. Unlike `written_between`, this method assumes that inputs of another dtype do not
+        share this memory.
         """
         value = self.tensor(node)
         for write in self.writes:
@@ -280,16 +286,16 @@ class GraphInfo:
         return None
 
     def may_write(self, write: Write, nodes: Iterable[Node]) -> bool:
-        """Return whether a write may hit the memory of one of ``nodes``."""
+        """Return whether a write may change the memory of one of ``nodes``."""
         return any(self.may_share_memory(t, node) for node in nodes for t in write.targets)
 
     def may_share_memory(self, a: Node, b: Node) -> bool:
         """Return whether the memory of two nodes may overlap.
 
-        It may overlap if both have the same fake storage, or if both are inputs of unknown memory.
-        Inputs of different dtypes are assumed not to overlap: a key/value cache is not the mask.
-        With ``inner="eager"`` this is not assumed. AOTAutograd assumes that different storages are
-        different memory; eager does not.
+        Their memory may overlap if both have the same fake storage, or if both are inputs of
+        unknown memory. Inputs of different dtypes are assumed not to overlap: a key/value cache is
+        not the mask. With ``inner="eager"``, inputs of different dtypes may overlap. AOTAutograd
+        assumes that different storages are different memory; eager does not.
         """
         if a is b:
             return True
@@ -317,8 +323,8 @@ class GraphInfo:
 
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
-        """Return the written storages, whether some written memory is unknown, and the dtypes of
-        written user memory.
+        """Return the written storages, whether unknown memory is written, and the dtypes of written
+        tensors of the user.
         """
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
@@ -327,8 +333,8 @@ class GraphInfo:
         return {key for key in keys if key is not None}, None in keys, users_dtypes
 
     def _is_user_memory(self, value: torch.Tensor) -> bool:
-        """Return whether the memory of ``value`` belongs to a graph input that is no parameter or
-        buffer."""
+        """Return whether ``value`` has the memory of a graph input that is neither a parameter nor
+        a buffer."""
         return self._inputs_by_storage.get(compat.storage_key(value), False)
 
     @cached_property
@@ -359,7 +365,7 @@ def _short_path(path: str) -> str:
 
 
 def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:
-    """Return the region of the nodes after ``node``."""
+    """Return the region after ``node``, which may have entered or left one."""
     if node.op != "call_function" or isinstance(node.target, OpOverload):
         return current
     name = getattr(node.target, "__name__", "")
@@ -386,7 +392,7 @@ def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) 
 
 
 def ambient_region() -> Region:
-    """Return the caller's region, in which the backend was called."""
+    """Return the region in which the user's code called the compiled function."""
     return Region(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
@@ -398,7 +404,8 @@ _SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 def written_by(node: Node) -> tuple[Node, ...]:
-    """Return the tensors ``node`` may write to in place; empty for a pure node."""
+    """Return the tensors to which ``node`` may write in place, or none for a node without side
+    effects."""
     if node.op == "call_module":
         return tuple(node.all_input_nodes)
     if node.op == "call_method":
@@ -456,7 +463,8 @@ def _is_told_inplace(node: Node) -> bool:
 
 @lru_cache(maxsize=4096)
 def _written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return positions and names of the arguments that an op writes to; PyTorch is asked once."""
+    """Return positions and names of the arguments to which an op writes; PyTorch is asked once per
+    op."""
     arguments = enumerate(compat.schema(op).arguments)
     return tuple(
         (index, each.name)
@@ -478,8 +486,8 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
-    """Return the operands to which a body may write: all if it has any write, otherwise none of
-    them."""
+    """Return the operands to which a nested graph may write: all if it has any write, otherwise
+    none."""
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]
@@ -495,7 +503,7 @@ def levels_of(gm: GraphModule) -> list[GraphModule]:
 
 
 def kind_among(nodes: Iterable[Node | None]) -> str:
-    """Return the type of the first operand that is a subclass of tensors, or ""."""
+    """Return the type of the first operand that is a tensor subclass, or an empty string."""
     values = (compat.example_value(node) for node in nodes if node is not None)
     odd = (v for v in values if isinstance(v, torch.Tensor) and not compat.is_fake(v))
     return next((type(value).__name__ for value in odd), "")
@@ -509,7 +517,7 @@ def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def node_name(node: Node) -> str:
-    """Return the name of the operation for reports."""
+    """Return the name of a node's operation for reports."""
     if isinstance(node.target, str):
         return node.target
     if isinstance(node.target, OpOverload):
@@ -518,7 +526,7 @@ def node_name(node: Node) -> str:
 
 
 def storage_of(value: torch.Tensor) -> int | None:
-    """Return a key of the memory of a tensor, or None if it has no storage."""
+    """Return a key that identifies the memory of a tensor, or None if it has no storage."""
     try:
         return compat.storage_key(value)
     except (RuntimeError, NotImplementedError):  # raised by torch for sparse and wrapped tensors

@@ -1,8 +1,8 @@
-"""Names of modules as in `named_modules()` of the compiled model, found by identity.
+"""Find names of modules, as in `named_modules()` of the compiled model, by the modules' identity.
 
-Dynamo names a module by its access path: `L['self'].__dict__['_modules']['base_model']` in a
-model of PEFT, `L['trainer'].model.lm_head` in a method of a trainer, `L['self'].lm_head` in a part
-of a model after a graph break. The keys of its stacks are the numbers of the modules.
+Dynamo names a module by its access path: `L['self'].__dict__['_modules']['base_model']` in a model
+of PEFT, `L['trainer'].model.lm_head` in a method of a trainer, `L['self'].lm_head` in a submodule
+after a graph break. In Dynamo's stacks of modules, the keys are ids of the modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def clean_module_path(path: str) -> str:
 
 
 def module_stack(node: Node) -> list[tuple[str, str]]:
-    """Return ids and Dynamo's paths of the modules of ``node``, the outermost first."""
+    """Return the modules in which ``node`` was called, as ids and Dynamo's paths, the outermost
+    first."""
     stack = node.meta.get("nn_module_stack") or {}
     return [
         (str(key).partition("@")[0], entry[0] if isinstance(entry, tuple) else str(entry))
@@ -47,7 +48,7 @@ class ModuleNames:
         self._running: list[nn.Module] | None = None
 
     def of(self, number: str, path: str) -> tuple[str, ...]:
-        """Return all names of a module, the name for reports first."""
+        """Return all names of a module; the first one is for reports."""
         if (number, path) not in self._found:
             self._found[number, path] = tuple(dict.fromkeys(self._names(number, path)))
         return self._found[number, path]
@@ -89,7 +90,7 @@ class ModuleNames:
 
 
 def _first_module(path: str) -> nn.Module | None:
-    """Return the first module on one of Dynamo's paths."""
+    """Return the first module on one of Dynamo's access paths."""
     value: Any = compat.frame_variables().get(path[:1])
     for step in _STEP.findall(path[1:]):
         try:

@@ -1,8 +1,8 @@
-"""Runs the passes over a captured graph, in order: match, check, rewrite, verify, record.
+"""Run the passes over a captured graph, in order: match, check, rewrite, verify, record.
 
-A match is rewritten completely or not at all. If an edit would change a value that a consumer sees,
-the match is undone. If a built-in pass raises, only this match is undone and reported; the other
-matches are rewritten.
+A match is rewritten completely or not at all. If an edit would change a value that another node or
+the caller sees, the match is undone. If a built-in pass raises an error, only this match is undone
+and reported; the other matches are rewritten.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRACE_NAME = "memeff_report"
 
 @dataclass
 class Outcome:
-    """Result of the passes on one graph."""
+    """The result of the passes on one graph."""
 
     report: GraphReport
     changed: bool = False
@@ -88,7 +88,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
 
 
 class _Run:
-    """The records and results of one run."""
+    """The records and results of the passes on one graph."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -123,7 +123,7 @@ class _Run:
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
         """Run one pass on one level of the graph.
 
-        If the pass raises, only this match is skipped.
+        If the pass raises an error for a match, only this match is skipped.
         """
         for found in self._found(graph_pass, info):
             self._try(graph_pass, info, found)
@@ -131,7 +131,8 @@ class _Run:
             self.records += _said((), lambda: _notes(graph_pass, info))
 
     def _found(self, graph_pass: GraphPass, info: GraphInfo) -> list[Any]:
-        """Return a pass's matches; if the search raises, repeat it without that candidate."""
+        """Return a pass's matches; if the search raises an error at a node, repeat it without that
+        node."""
         info.left_out.clear()
         while True:
             found: list[Any] = []
@@ -152,7 +153,8 @@ class _Run:
                 self._append(record, is_counted=True)
 
     def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
-        """Rewrite one match, or its parts one by one if that fails; return whether all worked."""
+        """Rewrite a match; if that fails, rewrite its parts one by one; return whether all were
+        rewritten."""
         editor = Editor(info)
         try:
             self._serve(graph_pass, info, found, editor)
@@ -213,7 +215,7 @@ class _Run:
         self.records.extend(notes)
 
     def _keep(self, info: GraphInfo) -> None:
-        """Copy, once, the graphs that an edit at this level may change."""
+        """Keep a copy of the graphs that an edit at this level may change, made once."""
         for level in info.outward():  # an edit of a checkpoint's body may give it more arguments
             if not any(module is level.gm for module, _ in self.snapshot):
                 self.snapshot.append((level.gm, compat.copy_graph(level.gm)))
@@ -235,7 +237,7 @@ class _Run:
         self._append(_with_all_places(record, info, nearby), is_counted=decline.sites > 0)
 
     def _append(self, record: Record, *, is_counted: bool) -> None:
-        """Add a record, or merge it into an equal one of another layer."""
+        """Add a record, or merge it into an equal record of another layer."""
         for place, earlier in enumerate(self.records if is_counted else ()):
             if record.says_the_same_as(earlier):
                 self.records[place] = earlier.joined(record)
@@ -250,7 +252,7 @@ def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) ->
 
 
 def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:
-    """Call a pass for report text; return a default if it raises."""
+    """Call a pass for report text; return a default if the pass raises an error."""
     try:
         return answer()
     except Exception:
@@ -263,7 +265,7 @@ def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
 
 
 def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
-    """Return the notes of a pass about a whole graph, in addition to those of its matches."""
+    """Return what a pass notes about a whole graph, in addition to its matches."""
     said = graph_pass.notes(info) if graph_pass.enabled(info) else ()
     return [Record(graph_pass.name, "note", code, _sentence(text)) for code, text in said]
 
@@ -271,7 +273,7 @@ def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
 def _records(
     graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
 ) -> tuple[Record, list[Record]]:
-    """Return the records of a rewrite: its own, and those of its notes."""
+    """Return the records of a rewrite: that of the change, and those of its notes."""
     said, sites = (done.action, done.code, _sentence(done.sentence)), max(done.sites, 1)
     notes = [
         Record(NOTED, action, code, _sentence(sentence), "", *where)
@@ -294,7 +296,7 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the user's line of ``node``, and its module path or that of the nodes around it.
+    """Return the user's line of ``node``, and its module path or that of the nodes next to it.
 
     For a loss in a wrapped model (PEFT), this is the head's path.
     """

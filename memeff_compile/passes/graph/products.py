@@ -1,11 +1,11 @@
-"""One form for products of batches of matrices: ``@``, bmm, baddbmm, and einsum of two tensors.
+"""Read products of batches of matrices in one form: ``@``, bmm, baddbmm, and einsum of two tensors.
 
     q @ k.transpose(-1, -2)                             left "abyz", right "abzx", result "abyx"
     torch.einsum("bhid,bhjd->bhij", q, k)               left "bhid", right "bhjd", result "bhij"
 
 Each axis has a letter, as in einsum. The product sums over the one letter that both operands have
-and the result does not. If an operand lacks a letter of the result, or has size one there, it is
-constant along that axis.
+and the result does not. If an operand lacks a letter of the result, or has size one there, the
+operand broadcasts along that axis.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Product:
-    """``alpha * left @ right + beta * added``, in any spelling."""
+    """The product ``alpha * left @ right + beta * added``, however it is written."""
 
     left: Factor
     right: Factor
@@ -52,7 +52,7 @@ _RANKS = (3, 4)
 
 
 def product_of(node: Any) -> Product | None:
-    """Read a node as a product of two tensors of three or four axes each, or return None."""
+    """Read a node as a product of two tensors with three or four axes, or return None."""
     call = read_one(node)
     if call is None:
         return None

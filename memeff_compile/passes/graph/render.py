@@ -1,4 +1,4 @@
-"""Prints a captured graph as text that is the same on every supported torch.
+"""Print a captured graph as text that is the same on every supported torch.
 
 Inputs have the names of the user's model, operations the names of their canonical ATen calls, and
 sizes are s0, s1 in order of appearance. The text has no file paths and no generated names. Golden

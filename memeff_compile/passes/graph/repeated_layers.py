@@ -1,8 +1,8 @@
-"""Repeated layers of a graph: each distinct layer is compiled once.
+"""Find the repeated layers of a graph, so that each distinct layer is compiled once.
 
-A model of 26 layers is captured as one graph with 26 copies of a layer, and compilers compile each
-copy. This module cuts the graph between layers; equal partitions share one compiled function, in
-the forward and in the backward pass.
+A model with 26 layers is captured as one graph with 26 copies of a layer, and compilers would
+compile each copy. This module cuts the graph between layers; equal partitions share one compiled
+function, in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 
 
 def _borders(info: GraphInfo) -> list[Node]:
-    """Return the first node of each layer, and the first node after the last layer of each
-    stack."""
+    """Return the first node of each layer, and the first node after each stack of layers."""
     nodes = candidates(info)
     allowed = crossed_by_tensors(info, nodes)
     blocks = [block_of(node) for node in nodes]
@@ -105,7 +104,7 @@ def _borders(info: GraphInfo) -> list[Node]:
 
 
 def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
-    """Return whether a call for each layer may slow down the graph by more than 1 %."""
+    """Return whether layers take so little time that one call per layer may cost more than 1 %."""
     layers = len({block_of(node) for node in borders} - {""})
     values = [value for value in map(info.tensor, info.placeholders) if value is not None]
     on_gpu = next((value.device for value in values if value.is_cuda), None)
@@ -117,9 +116,9 @@ def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
 
 
 def _operations(info: GraphInfo) -> int:
-    """Return about how many floating-point operations the linears of layers do.
+    """Return the approximate number of floating-point operations that the linears of layers do.
 
-    Other operations are left out: attention, convolutions, and experts in one tensor.
+    Other operations do not count: attention, convolutions, and experts in one tensor.
     """
     total = 0
     for module in levels_of(info.gm):
@@ -130,7 +129,7 @@ def _operations(info: GraphInfo) -> int:
 
 
 def _operations_of(node: Node, *, needs_grad: bool) -> int:
-    """Return the operations of a linear: a matrix times an operand with its depth."""
+    """Return the operations of a linear: a matrix times an operand of its input width."""
     result = _floating(node)
     if result is None or result.dim() < 2:
         return 0
@@ -156,7 +155,7 @@ def _floating(node: Node) -> torch.Tensor | None:
 
 
 def _stack(block: str) -> str:
-    """Return the name that the layers of one stack have in common."""
+    """Return the part of their name that the layers of one stack have in common."""
     return block.rstrip("_0123456789")
 
 
@@ -171,9 +170,9 @@ def _keys(info: GraphInfo, pieces: Sequence[Piece]) -> list[Hashable]:
 def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hashable]) -> bool:
     """Merge sizes that each layer stores for itself, such as the length of its cache.
 
-    Layers are compared without their layer numbers in the names of sizes. If they are equal, and
-    the sizes in the current call are too, guards require equal sizes in later calls; otherwise the
-    graph is compiled again. Return whether sizes were merged.
+    To compare layers, their numbers are removed from the names of sizes. If layers are then equal,
+    and these sizes are equal in the current call, guards require equal sizes in later calls;
+    otherwise the graph is compiled again. Return whether any sizes were merged.
     """
     sizes = size_inputs(info.gm)
     if len(sizes) < LEAST:
@@ -210,9 +209,9 @@ _ANY_LAYER = re.compile(r"(?<=[.\[])\d+(?=[\].]|$)(?<!\(\)\[\d)")
 
 
 def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
-    """Return whether a write may reach a tensor that was computed on the other side of a border.
+    """Return whether a write may change a tensor that was computed in another layer.
 
-    A tensor that is written only in the layer that creates it may cross a border, because its
+    If only the layer that creates a tensor writes to it, later layers may read it, because the
     writes are finished.
     """
     if not info.writes:
@@ -278,8 +277,7 @@ remedy."""
 
 
 def said(found: Repeated) -> Record | None:
-    """Return a note on how many layers share how many compiled functions, or why no layers share
-    one."""
+    """Return a note on how many layers share how many compiled functions, or why none do."""
     if found.why_not:
         why, hint = WHY_NOT[found.why_not]
         return Record("backend", "declined", found.why_not, f"each layer is compiled: {why}", hint)
@@ -291,7 +289,7 @@ def said(found: Repeated) -> Record | None:
 
 
 def undecided(error: Exception) -> Record:
-    """Return a note that the graph is not cut because the search for layers failed."""
+    """Return a note which says that the graph is not cut, because the search for layers failed."""
     why = f"searching for repeated layers failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph is compiled whole. Please report it."
     return Record("backend", "internal_error", "layers_failed", why, hint)

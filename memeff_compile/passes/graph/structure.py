@@ -1,4 +1,4 @@
-"""The structure of a graph and its inputs as a key: equal keys mean equal compiled code.
+"""Describe the structure of a graph and its inputs as a key: equal keys mean equal compiled code.
 
 Two layers of a model are captured as two partitions that differ in node names and in weights. One
 compiled function can run both if everything that a compiler may read is equal: operations,
@@ -25,9 +25,9 @@ def structure(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Hashable:
     """Return a key that two graphs share only if both can run the same compiled code.
 
     Args:
-        gm: the graph. Names of its nodes and the values of its input tensors do not count.
-        inputs: the values with which it is compiled, real or fake; omitted for the body of an
-            operation.
+        gm: the graph. The names of its nodes and the values of its input tensors are not in the
+            key.
+        inputs: the example values for which it is compiled, real or fake; none for a nested graph.
     """
     places: dict[Node, int] = {}
     lines: list[Hashable] = []
@@ -42,7 +42,7 @@ def structure(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Hashable:
 
 
 def with_names(key: Hashable, names: Mapping[str, str]) -> Hashable:
-    """Return a key with other names for the symbols of sizes."""
+    """Return a key in which the symbols of sizes have other names."""
     if isinstance(key, tuple):
         return tuple(with_names(each, names) for each in key)
     if isinstance(key, str) and key:
@@ -54,7 +54,8 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 
 
 def _attribute(gm: GraphModule, node: Node) -> Hashable:
-    """Describe an attribute's value: a body by its structure, other values by identity."""
+    """Describe the value of an attribute: a nested graph by its structure, other values by
+    identity."""
     value: Any = gm
     for name in str(node.target).split("."):
         value = getattr(value, name)
@@ -108,7 +109,7 @@ def _input(value: Any, storages: dict[int, int]) -> Hashable:
 
 
 def _subclass(value: Any, storages: dict[int, int]) -> Hashable:
-    """Describe a subclass of Tensor by the tensors it is made of, or by identity."""
+    """Describe an instance of a Tensor subclass by its inner tensors, or by identity."""
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is None:
         return ("object", id(value))

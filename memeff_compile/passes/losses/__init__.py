@@ -1,1 +1,1 @@
-"""Reads a head and its loss in a graph, and writes the op's call."""
+"""Recognise a head and its loss in a graph, and insert the op's call."""

@@ -1,4 +1,5 @@
-"""Checks whether memeff::linear_cross_entropy can replace a site, and returns the reason if not."""
+"""Check whether memeff::linear_cross_entropy can replace a head's losses, and return the reason if
+not."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """Check the readers of logits whose head is split over ranks."""
+    """Check the nodes that read the logits of a head which is split over ranks."""
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""
         folded = fold(tail.chain)
@@ -127,7 +128,8 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a decline for a detached loss or a partly detached tail. Metrics may be detached."""
+    """Return a decline for a detached loss or a tail of which a part is detached. Metrics may be
+    detached."""
     trains = info.tensor(site.head.node)
     if trains is None or not trains.requires_grad:
         return None

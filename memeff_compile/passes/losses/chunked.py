@@ -1,10 +1,10 @@
-"""Reads the op of `F.linear_cross_entropy(options=...)`: a head and its loss in one node.
+"""Read the op of `F.linear_cross_entropy(options=...)` as a head and its loss in one node.
 
     loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)             mean, sum
     losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)  none
 
-The options choose the rows of a chunk and the precision of sums. They do not change the meaning, so
-the pass makes these choices itself; its sums are at least as precise.
+The options of this function choose the rows of a chunk and the precision of sums. These options do
+not change what is computed, so the pass chooses both itself; its sums are at least as precise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_chunked(tail: Tail) -> bool:
 
 
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
-    """Read PyTorch's op as a head and its loss, both of which are the same node."""
+    """Read PyTorch's op as a head and its loss, which are the same node here."""
     call = read_one(node)
     if call is None:
         said = f"`{node_name(node)}` is called with arguments this pass does not read"
@@ -73,8 +73,7 @@ def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
 
 
 def _dtype_fault(info: GraphInfo, node: Node, a: Any) -> Decline | None:
-    """Return a decline for dtypes with which PyTorch's op sums in another dtype than memeff's
-    op."""
+    """Return a decline for dtypes in which PyTorch's op sums differently from memeff's op."""
     given = [info.tensor(a[name]) for name in ("input", "linear_weight", "linear_bias")]
     dtypes = {value.dtype for value in given if value is not None}
     served = {*dtypes, torch.float32} if min(d.itemsize for d in dtypes) < 4 else dtypes

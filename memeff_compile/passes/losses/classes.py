@@ -1,8 +1,9 @@
-"""Reads the log-probabilities of several classes of each row, as losses on a teacher's top k take.
+"""Read the log-probabilities of several classes of each row, which losses on a teacher's top k
+classes use.
 
     log_softmax(z)[..., i], softmax(z)[..., i] or z[..., i], by gather or take_along_dim
 
-`losses/tails.py` reads one class per row, which the op of the loss computes.
+`losses/tails.py` reads one class per row, which the fused loss's op computes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GATHERS = ("gather", "take_along_dim")
 
 @dataclass
 class Classes:
-    """Numbers of k classes of each row."""
+    """Numbers of k classes of each row, read from a head's logits."""
 
     node: Node  # the gather, which is replaced
     student: Side
@@ -37,7 +38,7 @@ class Classes:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Return the heads that are read."""
+        """Return the heads whose logits are read."""
         return (self.student,)
 
 
@@ -77,7 +78,7 @@ def read_classes(
 
 
 def _comes_from(info: GraphInfo, index: Node, head: Node) -> bool:
-    """Return whether classes are chosen by these logits themselves, as a router chooses experts."""
+    """Return whether the classes are chosen from these logits, as a router chooses experts."""
     seen, queue, first = set[Node](), [index], info.positions[head]
     while queue:
         node = queue.pop()

@@ -1,9 +1,9 @@
-"""Reads divergences between the softmaxes of two logits tensors, in any spelling of their sums.
+"""Read divergences between the softmaxes of two logits tensors, however their sums are written.
 
-A number per class is read as a polynomial in probabilities and log-probabilities of each side, and
-in logarithms of a mixture of both. So `kl_div`, hand-written sums, symmetric and Jensen-Shannon
-divergences and cross entropies with a teacher's probabilities all become the six factors of
-`Coefficients`.
+The numbers that a loss sums over the classes are read as a polynomial in probabilities and
+log-probabilities of student and teacher, and in logarithms of a mixture of both. So `kl_div`,
+hand-written sums, symmetric and Jensen-Shannon divergences and cross entropies with a teacher's
+probabilities all become the six factors of `Coefficients`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _NOTHING = 1e-12  # terms that cancel
 
 @dataclass(frozen=True)
 class Side:
-    """The logits of one side: those of a head, or a tensor that exists in the graph anyway."""
+    """The logits of student or teacher: those of a head, or a tensor that exists in the graph
+    anyway."""
 
     key: tuple[Any, ...]
     chain: Chain | None
@@ -42,7 +43,7 @@ class Side:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the head and the steps after it."""
+        """Return the head and the steps from it to the softmax."""
         if self.chain is None:
             return ()
         return (*self.chain.head.nodes, *(step.node for step in self.chain.steps))
@@ -67,7 +68,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Expression:
-    """Holds a number per class: a polynomial, and the numbers per row that multiply it."""
+    """A value per class: a polynomial, and the numbers per row that multiply it."""
 
     terms: Terms
     masks: tuple[Mask, ...] = ()
@@ -79,7 +80,7 @@ class Expression:
 
 @dataclass
 class Divergence:
-    """A divergence, and the steps of the graph after its numbers per row."""
+    """A divergence, and the nodes that use its numbers per row."""
 
     node: Node  # the node that is replaced
     student: Side
@@ -110,7 +111,8 @@ class DivergenceReader:
         self._read: dict[Node, tuple[Expression | None, tuple[Node, ...]]] = {}
 
     def divergences(self, node: Node) -> Iterable[Divergence | Decline]:
-        """Yield the divergence whose sum over the classes is ``node``, or why it cannot be read."""
+        """Yield the divergence whose sum over the classes is ``node``, or the reason why it cannot
+        be read."""
         self.visited = []
         found = self._reduced(node)
         if found is None:
@@ -145,7 +147,8 @@ class DivergenceReader:
         yield match
 
     def _add_totals(self, match: Divergence, reduction: str) -> None:
-        """Join later totals of the same two sides, reduced alike, that are added to this one."""
+        """Join later sums of the same two logits tensors that are reduced alike and added to this
+        one."""
         node, factor, steps = match.node, 1.0, list[Node]()
         while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
             (user,) = node.users
@@ -178,7 +181,7 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Read a total of this reduction, multiplied by numbers."""
+        """Read a sum or mean with this reduction, multiplied by numbers."""
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
             return None
         call, reduced = read_one(node), self._reduced(node)
@@ -251,7 +254,8 @@ class DivergenceReader:
         return Expression(terms), reduction, a["self"]
 
     def expression(self, node: Any, depth: int = 0) -> Expression | None:
-        """Read a number per class as a polynomial, or return None for other nodes."""
+        """Read the values per class that a node has as a polynomial, or return None for other
+        nodes."""
         number = constant(node)
         if number is not None:
             return Expression({(): number})
@@ -335,7 +339,7 @@ class DivergenceReader:
         return None
 
     def _filled(self, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Read a fill with zeros, of masked rows or of classes whose logits are infinite."""
+        """Read a fill with zeros: of masked rows, or of classes whose logits are infinite."""
         if constant(a["value"]) != 0:
             return None
         found, mask = self.expression(a["self"], depth), a["mask"]
@@ -355,7 +359,7 @@ class DivergenceReader:
         return found
 
     def _selected(self, node: Node, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Read the rows that a mask selects; a sum over all rows counts the others as zero.
+        """Read the rows that a boolean mask selects; a sum over all rows counts the others as zero.
 
         Dynamo captures such a selection if `torch._dynamo.config.capture_dynamic_output_shape_ops`
         is set.
@@ -388,7 +392,7 @@ class DivergenceReader:
         return compat.statically_true(given.shape[-1] == 1)
 
     def _kl(self, given: Mapping[str, Any], depth: int = 0) -> Expression | None:
-        """Read target * (log target - input)."""
+        """Read target * (log target - input), as in `kl_div`."""
         value, other = self.info.tensor(given["input"]), self.info.tensor(given["target"])
         if value is None or other is None or not same_shape(value.shape, other.shape):
             return None
@@ -404,7 +408,8 @@ class DivergenceReader:
         return None if inner is None else _expressed(_product({(probability,): 1}, inner.terms))
 
     def _mixture(self, a: Mapping[str, Any], op: Any, depth: int) -> Expression | None:
-        """Read log(a q + b p) and logsumexp of [log q + log a, log p + log b]; a + b is 1."""
+        """Read the logarithm of a mixture: log(a q + b p), or logsumexp of [log q + log a, log p +
+        log b]; a + b is 1."""
         if op is aten.log.default:
             found = self.expression(a["self"], depth)
             if found is None or found.masks:
@@ -434,7 +439,8 @@ class DivergenceReader:
         return self._headless(node)
 
     def side(self, soft: Soft, node: Node) -> Side:
-        """Return the side of a softmax; equal softmaxes have the same side."""
+        """Return the logits of a softmax as student or teacher; equal softmaxes give the same
+        object."""
         chain, trains = soft.chain, self.info.value(node).requires_grad
         rows = tuple(step.effect for step in chain.row_steps)
         points = [(s.kind, s.value) for s in chain.steps if s.kind in ("mul", "div", "tanh")]
@@ -443,7 +449,7 @@ class DivergenceReader:
         return self.sides.setdefault(key, Side(key, chain, None, 1.0, trains, node))
 
     def _headless(self, node: Node) -> Atom | None:
-        """Read a softmax of logits that no head of this graph makes."""
+        """Read a softmax of logits that no head of this graph computes."""
         way: list[Node] = []
         start = back_over(node, _SAME, way)
         call = call_of(start, aten.log_softmax.int, aten.softmax.int)
@@ -499,7 +505,7 @@ class DivergenceReader:
         return side.chain is None, self.info.positions[side.node]
 
     def _follow(self, match: Divergence, rows: Any) -> None:
-        """Include later steps that turn the numbers per row into one number."""
+        """Extend a divergence by the later nodes that turn its numbers per row into one number."""
         steps = _Steps([], 1.0)
         node = match.node
         while len(node.users) == 1 and len(steps.nodes) < _MAX_DEPTH:
@@ -529,9 +535,10 @@ class DivergenceReader:
             node = user
 
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
-        """Join a later sum of the same two sides that is added to this one or subtracted from it.
+        """Join a later sum of the same two logits tensors that is added to this one or subtracted
+        from it.
 
-        The joined sum replaces both, so it includes the steps so far.
+        The joined sum replaces both, so it includes the nodes read so far.
         """
         if call.op not in (aten.add.Tensor, aten.sub.Tensor) or call.args["alpha"] != 1:
             return False
@@ -559,7 +566,7 @@ class DivergenceReader:
         return True
 
     def _sum_of_rows(self, node: Any, depth: int = 0) -> Expression | None:
-        """Read numbers per row that are sums over the classes, multiplied by numbers and added."""
+        """Read numbers per row: sums over the classes, multiplied by numbers and added."""
         call = read_one(node) if isinstance(node, Node) else None
         if call is None or depth > _MAX_DEPTH or len(node.users) != 1:
             return None
@@ -614,7 +621,7 @@ class DivergenceReader:
 
 @dataclass
 class _Steps:
-    """Steps after a number per row that multiply it."""
+    """The nodes after a number per row that multiply it."""
 
     nodes: list[Node]
     factor: float
@@ -632,7 +639,7 @@ _SAME = named("to.dtype detach.default contiguous.default clone.default alias.de
 
 
 def _asserts(node: Node, seen: list[Node]) -> bool:
-    """Return whether assertions alone read a size; add it and its readers to `seen`."""
+    """Return whether only assertions read a size; add it and its readers to `seen`."""
     name = node_name(node)
     seen.append(node)
     if name in _ASSERTIONS:
@@ -646,7 +653,7 @@ _ASSERTIONS = ("_assert_scalar", "_check", "sym_constrain_range_for_size", "_che
 
 
 def _multiplier(call: Any, node: Any) -> float | None:
-    """Return the number by which a step multiplies `node`, or None for other steps."""
+    """Return the number by which a node multiplies `node`, or None for other nodes."""
     a = call.args
     if call.op is aten.neg.default:
         return -1.0
@@ -659,7 +666,7 @@ def _multiplier(call: Any, node: Any) -> float | None:
 
 
 def kl_arguments(node: Node) -> dict[str, Any] | None:
-    """Return the arguments of F.kl_div by name, or None if they are not plain."""
+    """Return the arguments of F.kl_div by name, or None if they cannot be read."""
     names = ("input", "target", "size_average", "reduce", "reduction", "log_target")
     defaults = {"size_average": None, "reduce": None, "reduction": "mean", "log_target": False}
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -724,7 +731,8 @@ def _added(
 
 
 def _product(left: Terms, right: Terms) -> dict[tuple[Atom, ...], float] | None:
-    """Return the product, or None if a term has more than two atoms, which no divergence has."""
+    """Return the product of two polynomials, or None if a term has more than two factors, which no
+    divergence has."""
     terms: dict[tuple[Atom, ...], float] = {}
     for some, each in left.items():
         for others, factor in right.items():
@@ -742,14 +750,14 @@ def _expressed(
 
 
 def _only(expression: Expression) -> Atom | None:
-    """Return the only atom of an expression."""
+    """Return the only factor of an expression."""
     items = list(expression.terms.items())
     is_one = len(items) == 1 and len(items[0][0]) == 1 and items[0][1] == 1.0
     return items[0][0][0] if is_one else None
 
 
 def _mixed(shares: Mapping[Any, float]) -> Expression | None:
-    """Return the logarithm of a mixture; `shares` has the share of each side."""
+    """Return the logarithm of a mixture; `shares` has the weight of student and teacher in it."""
     if len(shares) != 2 or min(shares.values()) <= 0:
         return None
     whole = sum(shares.values())
@@ -789,7 +797,8 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the factors of the six sums, or None if there are other terms."""
+    """Return the coefficients of the six sums that the op knows, or None if there are other
+    terms."""
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}
     for atoms, each in terms.items():
@@ -812,7 +821,7 @@ def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | No
 def _joined(
     left: Coefficients, first: float, right: Coefficients, second: float
 ) -> Coefficients | None:
-    """Return first * left + second * right, or None if their mixtures differ."""
+    """Return first * left + second * right, or None if they contain different mixtures."""
     if left.has_mixture and right.has_mixture and left.share != right.share:
         return None
     pairs = zip(left, right, strict=True)

@@ -1,7 +1,7 @@
-"""Inserts the op call of a site, and the few ATen nodes that compute each tail's result from it.
+"""Insert the op call of a site, and the few ATen nodes that compute each tail's result from it.
 
-Tails over the same rows, with the same modifiers and targets, share one call. Reductions, class
-weights, label smoothing and casts stay ATen nodes over N numbers, for the inner compiler to fuse.
+Tails that use the same rows, modifiers and targets share one call. Reductions, class weights, label
+smoothing and casts stay ATen nodes over N numbers, which the inner compiler fuses.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group tails that one op call can compute: they have the same rows, modifiers and targets, and
-    all inputs exist in time.
+    """Group the tails that one op call can compute: they have the same rows, modifiers and targets,
+    and all inputs exist before the first of them.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -60,9 +60,10 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
-    """Join statistics of several parts of the rows, such as chunks, into one call over all rows.
+    """Join tails that use several parts of the rows, such as chunks, so that one op call over all
+    rows computes their statistics.
 
-    They are not joined if the parts together have less than half of the rows.
+    The parts are not joined if they have less than half of the rows together.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -106,7 +107,7 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Follow a target back over reshapes and copies, to a source to which no node writes."""
+    """Follow a target back over reshapes and copies to a node that no later node writes to."""
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
         is_narrower = call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32)
@@ -125,8 +126,9 @@ _TARGET_MOVES = named(
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     """Return the nodes to compute again if one op call for ``group`` runs before its first tail.
 
-    Return None if that is unsafe. Targets that are computed later, such as a shift after a z-loss,
-    are integer views and copies of inputs that no node writes to, so they cost almost no time.
+    Return None if computing these nodes again could give other values. Targets that are computed
+    late, such as a shift after a z-loss, are integer views and copies of inputs that no node writes
+    to, so computing them again costs almost no time.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -157,7 +159,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
     """Return a node that writes to targets or class weights after the op call of ``group`` and
-    before its last tail. The op reads them at its call, but the tails originally read them later.
+    before its last tail. The op reads these tensors when it is called; in the original graph, the
+    tails read them later.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -165,10 +168,10 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the op of ``group`` is inserted, and the region there.
+    """Return the node before which the op for ``group`` is inserted, and its region.
 
-    The node is the first tail. If that is a metric and another tail needs gradients, it is the node
-    that switched gradients off.
+    The node is the first tail of the group. If that tail is a metric without a gradient and another
+    tail needs gradients, it is the node that switched gradients off.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -180,7 +183,8 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 
 
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
-    """Insert the op and the results of ``group``; return nodes that are now computed earlier."""
+    """Insert the op and the results of ``group``; return the nodes that are now computed
+    earlier."""
     anchor, region = _place(info, group)
     named = min((t.node for t in group), key=info.positions.__getitem__)
     again = _late(info, group)
@@ -206,8 +210,8 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
 
 
 def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
-    """Let a node that reads the shape of logits read one feature of the hidden states, expanded to
-    V.
+    """Let a node that reads the shape of the logits read an expanded column of the hidden states
+    instead.
     """
     head, e = read.chain.head, editor
     depth = compat.known_size(info.value(head.hidden).shape[-1])
@@ -221,9 +225,10 @@ def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
 
 
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
-    """Return whether a call's losses become one number, so that the forward can compute gradients.
+    """Return whether a call's losses become one number, so that its forward pass can compute
+    gradients.
 
-    Return False in an activation checkpoint, because its forward runs twice.
+    Return False in an activation checkpoint, because the forward pass runs twice there.
     """
     tail = group[0]
     hidden = info.tensor(tail.chain.head.hidden)
@@ -252,7 +257,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 
 def gathered(group: Sequence[Tail]) -> list[str]:
-    """Return the names of the per-row values that a call gathers over ranks with other classes."""
+    """Return the names of the per-row values that a call gathers from all ranks."""
     extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
@@ -260,7 +265,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how often ranks gather numbers per row in a call."""
+    """Return how often the ranks gather numbers per row during a call."""
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
@@ -280,8 +285,8 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 
 
 class GroupEmitter:
-    """Inserts the op and, for each tail, the few ATen nodes that turn the op's rows into the tail's
-    result."""
+    """Inserts the op and, for each tail, the few ATen nodes that turn the op's per-row results into
+    the tail's result."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
@@ -300,7 +305,7 @@ class GroupEmitter:
         self._silent = False
 
     def op_call(self) -> None:
-        """Insert the op over the selected rows."""
+        """Insert the op for the rows that the tails use."""
         e, head = self.editor, self.head
         key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
         size = compat.known_size(self.info.value(head.hidden).shape[-1])
@@ -344,7 +349,7 @@ class GroupEmitter:
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _call(self, *operands: Node | None, **settings: Any) -> Node:
-        """Insert the op, or its variant for classes that are split over ranks."""
+        """Insert the op, or its variant for a head whose classes are split over ranks."""
         e, split = self.editor, self.split
         if split is None:
             whole, adapted = op_folder.linear_cross_entropy, op_folder.linear_cross_entropy_adapted
@@ -353,16 +358,17 @@ class GroupEmitter:
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
-        """Return this rank's part of an operand."""
+        """Return this rank's part of an operand that is split over ranks."""
         if self.split is None:
             return node
         return shards.here(self.editor, self.head, node, summed)
 
     def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
-        """Return the inputs of the head's low-rank parts, and the matrices they are multiplied by.
+        """Return the inputs of the head's low-rank products, and the matrices that they are
+        multiplied by.
 
-        Several parts are joined into one, whose rank is the sum of theirs. Scales are applied to N
-        numbers instead of V.
+        Several low-rank products are joined into one, whose rank is the sum of theirs. The scales
+        of these products multiply the op's low-rank inputs instead of V numbers per row.
         """
         e, lows, ups = self.editor, list[Node](), list[Node]()
         for part in self.head.parts:
@@ -377,7 +383,7 @@ class GroupEmitter:
         return [e.call(aten.cat.default, lows, -1), e.call(aten.cat.default, ups, -1)]
 
     def _moved(self, node: Node, steps: Sequence[Step], size: Any) -> Node:
-        """Replay row moves, and the scales of rows between them, on hidden states."""
+        """Apply row moves, and the scales of rows between them, to the hidden states."""
         e, done = self.editor, 0
         for factor in self.modifiers.factors:
             if factor.rows is not None:
@@ -386,13 +392,13 @@ class GroupEmitter:
         return replay_rows(e, node, steps[done:], size)
 
     def _scaled(self, node: Node) -> Node:
-        """Multiply by the factors that all rows share."""
+        """Multiply by the factors that are the same for all rows."""
         shared = [factor for factor in self.modifiers.factors if factor.rows is None]
         return self._times(node, shared) if shared else node
 
     def _times(self, node: Node, factors: Sequence[Factor]) -> Node:
-        """Multiply in fp32 if the product has 16 bits, so that a factor's gradient is summed in
-        fp32.
+        """Multiply in fp32 if the product has 16 bits, so that the gradient of a factor is summed
+        in fp32.
         """
         e, dtype = self.editor, self.info.value(node).dtype
         node = e.cast(node, wide(dtype))
@@ -410,7 +416,8 @@ class GroupEmitter:
         return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 
     def _columns(self, vector: Node) -> Node:
-        """Return the elements of a vector over all classes that belong to this rank's classes."""
+        """Return the elements of a vector over all classes that belong to the classes of this
+        rank."""
         if self.split is None:
             return vector
         shard = self.split.shard
@@ -418,7 +425,7 @@ class GroupEmitter:
         return self.editor.call(aten.slice.Tensor, vector, 0, shard.first, stop)
 
     def _total_call(self, operands: Sequence[Node | None], low_rank: Sequence[Node]) -> None:
-        """Insert the op that returns the loss itself and the gradients."""
+        """Insert the op that returns the reduced loss and the gradients."""
         e, tail = self.editor, self.group[0]
         row_weight = norm = None
         if tail.class_weight is not None or tail.reduction == 1:
@@ -459,7 +466,7 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the op's results in the form that the current tail needs."""
+        """Return one of the op's per-row results for the rows that the current tail uses."""
         item = self._items[index]
         value = self.info.tensor(item)
         if self._silent and value is not None and value.requires_grad:
@@ -467,7 +474,7 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
-        """Return how many row steps are applied before the op: those that all tails share."""
+        """Return how many row moves are applied before the op: those that all tails share."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):
@@ -514,9 +521,8 @@ class GroupEmitter:
         return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
-        """Reshape ``node`` to `shape`.
-
-        If sizes are unknown, reshape it to the shape of the node that ``like`` returns.
+        """Reshape ``node`` to `shape`, or, if sizes are unknown, to the shape of the node that
+        ``like`` returns.
         """
         if same_shape(shape, self.info.value(node).shape):
             return node
@@ -528,7 +534,7 @@ class GroupEmitter:
         return self._as_wide(node, self.info.value(like).shape, lambda: like)
 
     def result(self, tail: Tail) -> Node:
-        """Insert the result of ``tail``, computed from the op's rows."""
+        """Insert the result of ``tail``, computed from the op's per-row results."""
         e = self.editor
         self._silent = is_silent(self.info, tail)
         if tail.kind == "loss":
@@ -545,7 +551,7 @@ class GroupEmitter:
         return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
     def _entry(self, tail: Tail) -> Node:
-        """Return the element of each row at its target, as a gather or a one-hot sum does."""
+        """Return the logit of each row at its target, as a gather or a one-hot sum does."""
         e, found, factor = self.editor, self._rows(_NLL), tail.factor
         if tail.kind == "log_prob":
             factor = -factor  # the op returns minus the log-probability
@@ -571,7 +577,7 @@ class GroupEmitter:
         return self.editor.call(aten.mul.Scalar, node, factor)
 
     def _statistic(self, tail: Tail) -> Node:
-        """Return one number per row for ``tail``, computed from the op's rows."""
+        """Return one number per row for ``tail``, computed from the op's per-row results."""
         kind = tail.kind
         if kind in SUMS:
             return self._by_number(self._class_sum(kind), tail.factor)
@@ -593,7 +599,7 @@ class GroupEmitter:
         return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
-        """Select the tail's rows from those of the op, in the tail's shape."""
+        """Select the tail's rows from the op's per-row results, in the tail's shape."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)
@@ -642,7 +648,7 @@ class GroupEmitter:
         return e.call(aten.mul.Tensor, picked, kept)
 
     def _smooth_rows(self, tail: Tail, kept: Node) -> Node:
-        """Sum over classes of weight * (lse - z), zero in ignored rows."""
+        """Return the sum over the classes of weight * (lse - z), with zero in ignored rows."""
         e = self.editor
         lse = self._rows(_LSE)
         if tail.class_weight is None:

@@ -1,13 +1,14 @@
-"""Reads how logits are computed from hidden states: the head, then row moves and pointwise steps.
+"""Read how logits are computed from hidden states: a head, then row moves and pointwise steps.
 
     hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
     bias}*
 
-A head may be a sum of products: one wide product and low-rank products, as of LoRA adapters.
+A head may be a sum of products: one with the full weight, and low-rank products, as of LoRA
+adapters.
 
-Row moves do not touch the class dimension, so they commute with the product and the pointwise
-steps. They are applied to the hidden states instead. Pointwise steps fold into ``scale``,
-``softcap`` and ``bias``.
+Row moves do not touch the class dimension, so they give the same result before the product as after
+it. The rewrite applies row moves to the hidden states. Pointwise steps become the arguments
+``scale``, ``softcap`` and ``bias`` of the op.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _HEAD_WIDTH = 4  # a head is wider than this times its input
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank product added to a head's: ``scale * low @ up.T``."""
+    """A low-rank product that is added to a head's product: ``scale * low @ up.T``."""
 
     low: Node
     up: Node
@@ -63,9 +64,9 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Head:
-    """The product that makes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``.
+    """The product that computes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``.
 
-    If the head has low-rank parts, ``node`` is the sum with them.
+    If the head has low-rank products, ``node`` is the sum with these.
     """
 
     node: Node
@@ -80,12 +81,13 @@ class Head:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the products and the nodes that add them, in order."""
+        """Return the nodes of the products, and of the sums that add them, in order."""
         return (*self.summed, self.node)
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """Return the dtype of low-rank products: the head's, or fp32 if they differ."""
+        """Return the dtype of the low-rank products: the head's, or fp32 if they differ from each
+        other."""
         if all(part.dtype == self.compute_dtype for part in self.parts):
             return self.compute_dtype
         return wide(self.compute_dtype)
@@ -93,7 +95,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor that logits are multiplied by or divided by: one number, or one per row."""
+    """A tensor that multiplies or divides logits: one number, or one number per row."""
 
     node: Node
     is_divisor: bool
@@ -103,7 +105,8 @@ class Factor:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector over the vocabulary that is added to the logits, and the steps after it."""
+    """A vector over the vocabulary that is added to the logits, and the later steps that change
+    it."""
 
     node: Node
     classes: tuple[int, int] | None = None  # its classes that remain at the end
@@ -112,15 +115,15 @@ class Vector:
 
 @dataclass(frozen=True)
 class Step:
-    """One node between the head and a consumer.
+    """One node between the head and a node that uses the logits.
 
     kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
-    (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (selects some of
-    them), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with its
-    value. If the graph computes a value from a number of the user (``dynamic=True`` turns these
-    into symbols), a guard on ``symbol`` keeps the value constant. ``classes`` are the first kept
-    class and the class after the last one. If a step also moves rows, ``whole`` is the complete
-    call of its node.
+    (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (selects some
+    classes), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with
+    its value. If the graph computes the value from a number that the user passed (``dynamic=True``
+    turns these into symbols), a guard on ``symbol`` keeps the value constant. ``classes`` are the
+    first kept class and the class after the last one. If a step also moves rows, ``whole`` is the
+    complete call of its node.
     """
 
     node: Node
@@ -133,13 +136,13 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key that is equal for row steps that have the same effect on the same rows."""
+        """Return a key that is equal for row moves with the same effect on the same rows."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A head and the steps from it to ``node``, in order."""
+    """A head, and the steps from it to ``node``, in order."""
 
     head: Head
     steps: tuple[Step, ...]
@@ -154,20 +157,21 @@ class Chain:
     def row_key(self) -> tuple[Any, ...]:
         """Return a key that is equal for chains with the same rows in the same order.
 
-        It has one entry per row step, up to the last step that selects or reorders rows.
+        The key has one entry per row move, up to the last one that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether the rows of this chain are among those of another chain of this head."""
+        """Return whether this chain has only rows that another chain of the same head has too."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
     @property
     def classes(self) -> tuple[int, int] | None:
-        """Return the first kept class of the head and the one after the last; None for all."""
+        """Return the first class that the steps keep, and the one after the last; None if they keep
+        all."""
         return _left(self.steps)
 
     @property
@@ -182,7 +186,7 @@ class Chain:
 
     @property
     def detached(self) -> bool:
-        """Return whether the chain blocks the gradient."""
+        """Return whether a step blocks the gradient."""
         return any(s.kind == "detach" for s in self.steps)
 
     @property
@@ -197,7 +201,7 @@ class Chain:
 
 
 def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the classes that remain after some steps, as indices before these steps."""
+    """Return the classes that remain after some steps, with their indices before these steps."""
     first = None
     for start, stop in (step.classes for step in steps if step.classes is not None):
         first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
@@ -220,9 +224,9 @@ _MAX_PARTS = 8  # low-rank products added to a head's
 
 
 class HeadReader:
-    """Reads chains of one graph, each node once.
+    """Reads the chains of one graph, each node once.
 
-    If ``tracing`` is set, it also reads nodes by traces, which take milliseconds.
+    If ``tracing`` is set, the reader also reads nodes by tracing them, which takes milliseconds.
     """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
@@ -231,7 +235,7 @@ class HeadReader:
         self._products = 0  # products of two tensors alike whose operands are being read
 
     def chain(self, node: Node) -> Chain | Decline:
-        """Return the chain that ends in ``node``, or a Decline with the reason."""
+        """Return the chain that ends in ``node``, or a Decline that says why there is none."""
         if node not in self._chains:
             self._chains[node] = self._read_chain(node)
         return self._chains[node]
@@ -276,7 +280,7 @@ class HeadReader:
         return True
 
     def row_operand(self, node: Node) -> Node | None:
-        """Return the operand whose rows ``node`` moves, casts or detaches; never traces."""
+        """Return the operand whose rows ``node`` moves, casts or detaches, without tracing."""
         reading = read(node)
         if not reading or reading[0].op not in _MOVE_OPS:
             return None
@@ -286,7 +290,7 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return ``chain`` extended by later nodes, if each of them is a step (of one of
+        """Return ``chain`` extended by later nodes, as long as each of them is a step (of one of
         ``kinds``)."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
@@ -418,7 +422,7 @@ class HeadReader:
         return None
 
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
-        """Return the (V, D) weight of a (D, V) operand that is a plain transpose of it."""
+        """Return the (V, D) weight whose plain transpose is the (D, V) operand."""
         call = read_one(node)
         swaps = call is not None and (call.op is aten.t.default or _permutation(call, 2) == [1, 0])
         return (call.args["self"], False) if call is not None and swaps else (node, True)
@@ -443,7 +447,7 @@ class HeadReader:
     ) -> tuple[Node, bool]:
         """Follow a weight or a bias through casts and transposes.
 
-        Each cast must preserve all values, or the product must cast to the same dtype anyway.
+        Each cast must keep all values, or the product must cast to the same dtype anyway.
         """
         while (call := call_of(node, aten.to.dtype)) is not None:
             before, after = self.info.tensor(call.args["self"]), self.info.value(node)
@@ -465,7 +469,7 @@ class HeadReader:
         return read(node) or (trace(node) if self.tracing else None)
 
     def _chain_operand(self, node: Node) -> Node | None:
-        """Return the operand through which ``node`` may carry logits."""
+        """Return the operand of ``node`` that may be logits."""
         if node.op not in ("call_function", "call_method"):
             return None
         if (source := shards.moved(node)) is not None:
@@ -494,10 +498,10 @@ class HeadReader:
     def _is_scale(
         self, left: Node, left_value: torch.Tensor, right: Node, right_value: torch.Tensor
     ) -> bool:
-        """Return whether the first operand of a product is a scale and the second one the logits.
+        """Return whether a product's first operand is a scale and its second one the logits.
 
-        The wider operand is the logits. If both are equally wide, the operand that comes from a
-        head is the logits.
+        The wider of the two operands is the logits. If both operands are equally wide, the one that
+        comes from a head is the logits.
         """
         if same_shape(left_value.shape, right_value.shape):
             return self._products < _MAX_PRODUCTS and self._comes_second(left, right)
@@ -619,7 +623,7 @@ class HeadReader:
     def _factor(
         self, node: Node, factor: Node, is_divisor: bool, head: Head, moved: bool
     ) -> Step | Decline:
-        """Read a tensor that scales logits: a number for all rows, or one for each."""
+        """Read a tensor that scales logits: one number for all rows, or one number per row."""
         value, scaled = self.info.value(factor), self.info.value(node)
         logits, verb = self.info.tensor(self._chain_operand(node)), _describe(node)
         if logits is None or not value.is_floating_point():
@@ -725,9 +729,9 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Fold the pointwise steps of a chain, in order.
+    """Turn the pointwise steps of a chain, in order, into arguments of the op.
 
-    The results are scale, softcap, bias, the tensors that scale the logits, and the remaining
+    The arguments are scale, softcap, bias, the tensors that scale the logits, and the remaining
     classes.
     """
     pairs: list[tuple[str, Any]] = []
@@ -757,7 +761,7 @@ def fold(chain: Chain) -> Modifiers | Decline:
 
 
 def _is_held_by_module(node: Node) -> bool:
-    """Return whether an input of the graph is a parameter or a buffer of a module."""
+    """Return whether an input of the graph is a module's parameter or buffer."""
     name = compat.source_name(node)
     return any(part in name for part in ("._parameters[", "._buffers[", "_modules["))
 
@@ -794,14 +798,15 @@ def _known_integer(value: Any) -> int | None:
 
 
 def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
-    """Return whether the last dimension certainly has this size."""
+    """Return whether the last dimension is known to have this size."""
     if value is None or width is None or value.dim() < 1:
         return False
     return compat.statically_true(value.shape[-1] == width)
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
-    """Insert the row moves of ``steps`` on the hidden states (last dimension D instead of V)."""
+    """Insert the row moves among ``steps`` again, on the hidden states (last dimension D instead of
+    V)."""
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
     return hidden
@@ -832,9 +837,9 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Return how ``call`` moves rows: same, reshape, rows, move or detach.
+    """Return the kind of row move of ``call``: same, reshape, rows, move or detach.
 
-    Return None for any other call.
+    Return None for a call that is no row move.
     """
     op, args = call.op, call.args
     last = rank - 1
@@ -888,7 +893,8 @@ def _is_vector(value: torch.Tensor) -> bool:
 
 
 def _describe(node: Node) -> str:
-    """Return the name of the operation; for one of several results, the name of their op."""
+    """Return the name of a node's operation; for one of several results, that of the op which
+    returns them."""
     return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
 
 

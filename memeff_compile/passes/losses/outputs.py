@@ -1,7 +1,6 @@
-"""Logits among the outputs of a graph: which of them can be returned as deferred tensors, and the
-plan.
+"""Decide which logits among a graph's outputs can be returned as deferred tensors, and plan this.
 
-There are two callers: the fused loss, for logits that the model returns with the loss, and
+Two callers use this module: the fused loss, for logits that the model returns with the loss, and
 `defer_logits`, for logits of a training graph that has no loss.
 """
 
@@ -53,7 +52,7 @@ SPREAD_SENTENCE = (
 
 @dataclass(frozen=True)
 class LogitsOutput:
-    """Holds logits among the graph's outputs: their positions, and how they are computed."""
+    """Logits among the graph's outputs: their positions, and how they are computed."""
 
     node: Node
     chain: Chain
@@ -61,7 +60,7 @@ class LogitsOutput:
 
 @dataclass
 class Returned:
-    """A head whose logits a training graph returns."""
+    """A head whose logits a training graph returns, and these outputs."""
 
     head: Node
     outputs: list[LogitsOutput]
@@ -70,8 +69,8 @@ class Returned:
 def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
     """Return the heads of a training graph whose logits are among its outputs.
 
-    If there are none, return output layers that are too narrow to be recognised as a head by their
-    shape.
+    If there are none, return linears whose result is returned and that are too narrow to be
+    recognised as a head by their shape.
     """
     if not info.needs_grad or info.parent is not None:
         return []
@@ -105,7 +104,7 @@ def is_unused(info: GraphInfo, match: Returned) -> bool:
 
 
 def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
-    """Return why logits that are only returned cannot be deferred, or None."""
+    """Return why returned logits without a loss in the graph cannot be deferred, or None."""
     hint = "compute the loss inside the compiled function (pass labels=)"
     alone = _not_deferrable(match.head, _why_no_loss(info, match), hint)
     return alone or check(info, match.outputs, hint)
@@ -162,7 +161,7 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
     """Return why these outputs cannot be deferred (or dropped), or None.
 
-    ``way_out`` is the remedy for the case that no loss in the graph reads them.
+    ``way_out`` is the remedy to report if no loss in the graph reads the logits.
     """
     if not outputs:
         return None
@@ -224,8 +223,8 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
 
 
 def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] | str:
-    """Return A and B of the head's low-rank parts, and the adapter's steps, so that deferred logits
-    can have the same bits as the model's; or why that is not possible.
+    """Return the LoRA matrices of a head and their steps, so that deferred logits can have the same
+    bits as the model's; or why that is not possible.
     """
     said = "the adapter of the head does not add a number times B(A(hidden states)) to them"
     said += ", for example because of a dropout before A"
@@ -251,7 +250,8 @@ def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] |
 
 
 def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[LogitsOutput]]:
-    """Group outputs that share memory: views of each other, or of a tensor that is not returned."""
+    """Group the outputs that share memory: views of each other, or of a tensor that is not
+    returned."""
     groups: list[list[LogitsOutput]] = []
     for output in outputs:
         for group in groups:
@@ -264,7 +264,8 @@ def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[Lo
 
 
 def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
-    """Return the tensor whose memory an output shares: the first one on its chain of views."""
+    """Return the tensor whose memory an output shares: the earliest one of which the output is a
+    view."""
     chain = output.chain
     way = [chain.head.node, *(step.node for step in chain.steps)]
     first = next(
@@ -278,7 +279,7 @@ def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The tensor that some outputs are views of, and its dimensions in memory order."""
+    """The tensor of which some outputs are views, and its dimensions in memory order."""
 
     base: LogitsOutput
     order: tuple[int, ...]
@@ -294,7 +295,8 @@ class _Layout:
 
 
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
-    """Return how deferred logits can stand for the memory of these outputs, or why they cannot."""
+    """Return how deferred logits can have the memory layout of these outputs, or why they
+    cannot."""
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)
     if any(other.node is not base.node for other in others):
@@ -325,7 +327,8 @@ def _behind(output: LogitsOutput, base: LogitsOutput) -> tuple[Step, ...]:
 def rewrite(
     info: GraphInfo, outputs: Sequence[LogitsOutput], editor: Editor
 ) -> tuple[list[DeferredOutput], list[Note]]:
-    """Replace the outputs by hidden states (or None); return the plan and the notes."""
+    """Replace the outputs by hidden states (or None); return the plan and the notes for the
+    report."""
     if not outputs:
         return [], []
     values: Any = info.output.args[0]
@@ -373,7 +376,7 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return the views of some steps; sizes that vary become further outputs of the graph."""
+    """Return some steps as view operations; sizes that vary become further outputs of the graph."""
 
     def given(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):

@@ -1,11 +1,12 @@
-"""Reads heads whose classes DTensor splits over ranks, and merges their parts.
+"""Read heads whose classes DTensor splits over ranks, and insert nodes that combine the ranks'
+results.
 
     x = DTensor.from_local(h, mesh, (Replicate,))
     l = linear(x, W)                          W: Shard(0), this rank's classes
     z = l.redistribute(placements=(Replicate,)).to_local()
 
-All ranks of a group have to make the same edits, otherwise a collective would hang. So decisions
-here depend only on layouts and on sizes of whole tensors.
+All ranks of a group must make the same edits, because otherwise a collective would hang. So this
+module decides only from layouts and from sizes of whole tensors.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ HINT = (
 
 
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
-    """Return the report's sentence.
+    """Return the sentence for the report on a head that is split over ranks.
 
-    It gives this rank's classes, and says how often the ranks gather how many numbers.
+    The sentence names this rank's classes, and how often the ranks gather how many numbers.
     """
     shard = split.shard
     last = shard.first + shard.columns - 1
@@ -45,7 +46,7 @@ def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
 
 
 def moved(node: Node) -> Node | None:
-    """Return the operand of a call that moves data between ranks or takes this rank's part, or
+    """Return the operand of a call that sends data between ranks or takes this rank's part, or
     None.
     """
     if node_name(node) not in ("redistribute", "to_local", *_CLOSURES) or not node.args:
@@ -61,7 +62,8 @@ _CLOSURES = (
 
 
 def lost(node: Node) -> Decline | None:
-    """Return why logits are no longer complete after they were moved between ranks, or None."""
+    """Return why logits lack classes or rows after ranks exchanged data, or None if they are
+    complete."""
     source: Any = node.args[0]
     before, after = compat.example_value(source), compat.example_value(node)
     if compat.is_dtensor(after):
@@ -83,7 +85,7 @@ def is_everywhere(value: Any) -> bool:
 
 
 def _is_by_classes(logits: Any) -> bool:
-    """Return whether ranks have the whole logits, or some classes of every row."""
+    """Return whether ranks have the whole logits, or all rows for some of the classes."""
     from torch.distributed.tensor import Shard
 
     places = [p for p in logits.placements if not p.is_replicate()]
@@ -124,7 +126,7 @@ def _declined(said: str, node: Node) -> Decline:
 
 
 def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> Node:
-    """Insert, once and before the head, this rank's part of one of its operands."""
+    """Insert a node for this rank's part of one of the head's operands, once, before the head."""
 
     def build() -> Node:
         with editor.at(head.node):

@@ -1,10 +1,11 @@
-"""Reads probabilities and log-probabilities back to the logits they come from.
+"""Read probabilities and log-probabilities back to the logits from which they are computed.
 
     logits -> log_softmax | x - logsumexp(x) | log(softmax) -> {view, slice, cast, detach}*
     logits -> softmax | exp(log-probabilities)              -> {view, slice, cast, detach}*
     logits -> logsumexp | log(sum(exp(x))), where x may be the logits minus their maximum
 
-Moving rows after a softmax or before it gives the same result, so moves join the chain.
+Moving rows before a softmax or after it gives the same result, so row moves become steps of the
+chain.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ _TRANSPARENT = ("rows", "reshape", "same", "move", "detach", "to")
 
 @dataclass(frozen=True)
 class Soft:
-    """Probabilities or their logarithms, read from a graph.
+    """Probabilities or their logarithms that the graph computes from logits.
 
-    It holds the logits, moved in the same way, and the nodes from the logits to these values.
+    The object has the logits, with the same row moves, and the nodes from the logits to these
+    values.
     """
 
     chain: Chain
@@ -42,10 +44,10 @@ class Soft:
 
 @dataclass(frozen=True)
 class Peak:
-    """The maximum of each row's logits, which is subtracted from them or added again.
+    """The maximum of each row's logits, which the graph subtracts from them or adds again.
 
-    If it is subtracted and added again, its value does not matter, and its gradient cancels if both
-    uses have one.
+    If the maximum is both subtracted and added again, its value does not matter, and its gradient
+    cancels if both uses have one.
     """
 
     logits: Node
@@ -61,14 +63,15 @@ class Peak:
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether adding one maximum cancels subtracting the other, also in gradients."""
+        """Return whether adding one maximum undoes the subtraction of the other, also for
+        gradients."""
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
 
 @dataclass(frozen=True)
 class Total:
-    """A log-sum-exp over the classes, minus the maximum that was subtracted from the logits, if
-    any.
+    """A log-sum-exp over the classes, minus the maximum that the graph subtracted from the logits,
+    if any.
     """
 
     chain: Chain
@@ -78,7 +81,8 @@ class Total:
 
 
 class SoftmaxReader:
-    """Reads one graph; it asks `HeadReader`, which may trace, only where it finds a softmax."""
+    """Reads one graph; it asks `HeadReader`, which may trace nodes, only where it finds a
+    softmax."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
@@ -86,7 +90,7 @@ class SoftmaxReader:
     def log_probs(self, node: Any) -> Soft | Decline | None:
         """Read log-probabilities over the classes.
 
-        Return None for other nodes, a Decline if they come from no head.
+        Return None for other nodes, and a Decline if the log-probabilities come from no head.
         """
         return self._read(node, self._start_of_log_probs)
 
@@ -95,7 +99,7 @@ class SoftmaxReader:
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:
-        """Read probabilities over the class dimension, or return None for other nodes."""
+        """Read probabilities over the classes, or return None for other nodes."""
         soft = self._read(node, self._start_of_probs)
         return soft if isinstance(soft, Soft) else None
 
@@ -195,7 +199,7 @@ class SoftmaxReader:
         return Total(chain, peak, keepdim, (*before, *way))
 
     def _peak_added(self, call: Call) -> Total | None:
-        """Read a log-sum-exp to which the subtracted maximum is added again."""
+        """Read a log-sum-exp to which the graph adds the subtracted maximum again."""
         pairs = (call.args["self"], call.args["other"]), (call.args["other"], call.args["self"])
         for inner, other in pairs if call.args["alpha"] == 1 else ():
             left, right = self.info.tensor(inner), self.info.tensor(other)
@@ -209,7 +213,8 @@ class SoftmaxReader:
         return None
 
     def peak_taken_off(self, node: Any) -> Peak | None:
-        """Return the maximum that was subtracted from logits, if ``node`` is this difference."""
+        """Return the maximum that the graph subtracted from logits, if ``node`` is this
+        difference."""
         call = call_of(node, aten.sub.Tensor)
         if call is None or call.args["alpha"] != 1:
             return None
@@ -261,7 +266,7 @@ class SoftmaxReader:
         return found if isinstance(found, Soft) else None
 
     def _over(self, logits: Node, dim: Any, through: tuple[Node, ...]) -> Soft | Decline | None:
-        """Read a softmax of ``logits``, which may be log-probabilities themselves."""
+        """Read a softmax of ``logits``; these may themselves be log-probabilities."""
         peak = self.peak_taken_off(logits)
         if peak is not None and peak.is_over(dim):
             logits, through = peak.logits, (*peak.through, logits, *through)
@@ -302,7 +307,7 @@ _TOTALS = named("log.default add.Tensor logsumexp.default squeeze.dim")
 
 
 def negated(node: Node) -> Node | None:
-    """Return the tensor whose negative ``node`` is."""
+    """Return the tensor that ``node`` is the negative of."""
     call = call_of(node, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar)
     if call is None or (call.op is not aten.neg.default and call.args["other"] not in (-1, -1.0)):
         return None
@@ -328,7 +333,8 @@ def _of_maximum(node: Any) -> tuple[Any, int]:
 
 
 def is_shift(node: Node) -> bool:
-    """Return whether a node only subtracts a maximum from the logits, whose gradient cancels."""
+    """Return whether a node only subtracts the rows' maximum from the logits, so that its gradient
+    cancels."""
     if call_of(node, aten.detach.default) is not None and node.users:
         users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
         if all(user is not None for user in users):
@@ -354,5 +360,5 @@ def broadcast_operand(node: Node) -> Node | None:
 
 
 def class_position(chain: Chain, rank: int) -> int:
-    """Return the dimension in which a chain's result of this rank has its classes."""
+    """Return the dimension that has the classes in a chain's result on this rank."""
     return 1 if chain.moved and rank > 1 else max(rank, 1) - 1

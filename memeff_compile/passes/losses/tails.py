@@ -1,8 +1,8 @@
-"""Finds the readers of logits: losses, gathered log-probabilities, log-sum-exps, metrics.
+"""Find the nodes that read logits: losses, gathered log-probabilities, log-sum-exps, metrics.
 
-A *tail* is one consumer of logits that memeff::linear_cross_entropy can compute; a *site* is a head
-and all its tails. For a node that looks like a loss but cannot be read, the reader returns a
-Decline.
+A *tail* is a node that uses logits and whose result memeff::linear_cross_entropy can compute; a
+*site* is a head and all its tails. For a node that looks like a loss but is not recognised, the
+reader returns a Decline.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .targets import INDICES, OneHot, counts_up, read_one_hot
 
 @dataclass(frozen=True)
 class Tail:
-    """One consumer of logits that the op can compute.
+    """A node whose result the op can compute from logits.
 
     kind is, with a target, ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
-    log-probabilities) or ``logit`` (gather on the logits themselves); without one, ``lse``
+    log-probabilities) or ``logit`` (gather on the logits themselves); without a target, ``lse``
     (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p) or
     ``mean_logit`` (the sum of p times the logits), ``log_prob_sum`` or ``logit_sum`` (over the
     classes). ``reduction`` is 0 for a number per row, 1 for their mean and 2 for their sum.
@@ -61,7 +61,7 @@ class Tail:
 
     @property
     def name(self) -> str:
-        """Return the kind's name in reports."""
+        """Return the name of the tail's kind for reports."""
         if self.node is self.chain.head.node:
             return "linear_cross_entropy"
         if self.kind in ENTROPIES:
@@ -83,20 +83,21 @@ LOSSES = ("loss", "log_prob", "entropy", "neg_entropy", "log_prob_sum")
 
 
 def reads_sum(tail: Tail) -> bool:
-    """Return whether a tail needs the sum of each row's logits: every class then has a gradient."""
+    """Return whether a tail needs the sum of each row's logits, so that every class has a
+    gradient."""
     return tail.label_smoothing > 0 or tail.spread != 0 or tail.kind in SUMS
 
 
 def is_silent(info: GraphInfo, tail: Tail) -> bool:
     """Return whether no gradient flows back through ``tail``: it is detached, under no_grad, or an
-    index."""
+    integer."""
     value = info.tensor(tail.node)
     return value is None or not value.requires_grad
 
 
 @dataclass(frozen=True)
 class Picked:
-    """The element at one class index in each row of ``source``."""
+    """The element of ``source`` at one class index per row."""
 
     source: Node
     index: Node
@@ -106,7 +107,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return the fields of a tail that describe its kind."""
+        """Return the fields of a tail that say what it computes."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -120,7 +121,7 @@ class SizeRead:
 
 
 def reads_a_size(node: Node) -> bool:
-    """Return whether a node reads the shape of its operand alone."""
+    """Return whether a node reads only the shape of its operand."""
     return node_name(node) in ("size", "sym_size")
 
 
@@ -143,7 +144,7 @@ _TAIL_NAMES = frozenset(
 
 
 class TailReader:
-    """Reads which results the nodes of one graph compute from logits."""
+    """Finds the results that the nodes of one graph compute from logits."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
@@ -152,7 +153,8 @@ class TailReader:
         self.untraced = HeadReader(info, tracing=False)
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
-        """Yield the tails that ``node`` reads from logits, or why it is not supported."""
+        """Yield the tails that ``node`` computes from logits, or a Decline that says why one is not
+        supported."""
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
             return
@@ -254,7 +256,7 @@ class TailReader:
         )
 
     def _one_hot_classes(self, node: Node, chain: Chain | Decline, a: Any) -> OneHot | None:
-        """Read class probabilities that are the one-hot form of class indices, smoothed or not."""
+        """Read class probabilities that are class indices in one-hot form, smoothed or not."""
         value, target = self.info.tensor(a["self"]), self.info.tensor(a["target"])
         if value is None or target is None or a["weight"] is not None or value.dim() != 2:
             return None
@@ -269,7 +271,7 @@ class TailReader:
             yield from self._entry(node, picked)
 
     def _indexed(self, node: Node) -> Iterable[Tail | Decline]:
-        """Read ``x[arange(rows), targets]``: in each row, the element at the target."""
+        """Read ``x[arange(rows), targets]``: the element of each row at its target."""
         picked = self._picked_by_index(node)
         if isinstance(picked, Decline):
             yield picked
@@ -325,7 +327,8 @@ class TailReader:
         return Decline("rows_differ", said, f"{hint}states to the rows that count", node)
 
     def _entry(self, node: Node, picked: Picked) -> Iterable[Tail | Decline]:
-        """Read one class per row of logits, of log-probabilities, or of their negatives."""
+        """Read the element at one class per row of logits, of log-probabilities, or of their
+        negatives."""
         source, index = picked.source, picked.index
         soft = self.softmax.signed_log_probs(source)
         if isinstance(soft, Decline):
@@ -358,7 +361,7 @@ class TailReader:
             yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
 
     def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x are logits minus their
+        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x is logits minus their
         maximum.
         """
         for left, right, sign in ((a["self"], a["other"], -1.0), (a["other"], a["self"], 1.0)):
@@ -391,7 +394,7 @@ class TailReader:
             return
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
-        """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]``, if no node uses the values."""
+        """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]`` as an argmax, if no node uses the values."""
         pair, index = node.args
         call = call_of(pair, aten.max.dim, aten.topk.default) if index in (1, -1) else None
         if call is None or not isinstance(pair, Node):
@@ -402,7 +405,7 @@ class TailReader:
             yield from self._top(node, {"keepdim": True, **call.args}, (pair, *others))
 
     def _top(self, node: Node, a: Any, through: tuple[Node, ...] = ()) -> Iterable[Tail]:
-        """Read an argmax over the classes of logits, or of their probabilities in any form."""
+        """Read an argmax over the classes of logits, or of any form of their probabilities."""
         source = a["self"]
         value = self.info.tensor(source)
         if value is None or value.dim() == 0 or not isinstance(a["dim"], int):
@@ -438,8 +441,8 @@ class TailReader:
             yield from self._class_sum(node, a, reduction, is_mean=True)
 
     def _is_over_a_dimension(self, a: Any, reduction: int) -> bool:
-        """Return whether a sum is over one dimension, or over all, in the dtype of the numbers or a
-        wider one."""
+        """Return whether a sum is over one dimension or all, in the dtype of the numbers or a wider
+        one."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
         if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False
@@ -552,7 +555,8 @@ class TailReader:
             return
 
     def _by_hand(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read an explicitly written log-sum-exp, with or without subtracting its maximum."""
+        """Read a log-sum-exp that is written with exp and log, with or without subtracting the
+        maximum."""
         total = self.softmax.total(node)
         if total is not None and total.peak is None and not total.chain.moved:
             yield Tail(node, "lse", total.chain, through=total.through, keepdim=total.keepdim)
@@ -619,9 +623,10 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the index by which torch.distributions gathers log-probabilities, and nodes to remove.
+    """Return the index by which torch.distributions gathers log-probabilities, and the nodes to
+    remove.
 
-    The node is ``broadcast_tensors(index, logits)[0][..., :1]``, in which the broadcast reads the
+    The index node is ``broadcast_tensors(index, logits)[0][..., :1]``, whose broadcast reads the
     logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
@@ -679,9 +684,10 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Return the tails, losses first, without those that only other tails read.
+    """Return the tails, losses first, without those that are only intermediate results of other
+    tails.
 
-    An example of a removed tail is a normalisation's logsumexp.
+    An example of an intermediate result is the logsumexp of log-probabilities.
     """
     inner = {node for tail in tails for node in tail.through}
     known = inner | {tail.node for tail in tails}
@@ -690,8 +696,8 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether a logsumexp exists over the rows of `tail`, a gather on logits.
+    """Return whether the graph has a logsumexp over the rows of `tail`, which gathers from logits.
 
-    In loops, the logsumexp may be over parts of these rows.
+    In loops over chunks, each logsumexp may be over some of these rows.
     """
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)

@@ -1,4 +1,4 @@
-"""Reads how an explicitly written loss selects its classes: row positions and one-hot forms.
+"""Read how an explicitly written loss selects classes: by row positions and by one-hot forms.
 
 x[arange(rows), targets]
 one_hot(targets, V), its casts, and a * one_hot + b
@@ -21,7 +21,8 @@ INDICES = torch.int64, torch.int32
 
 
 def counts_up(info: GraphInfo, index: Node, dim: int, rows: Sequence[Any], reader: Node) -> bool:
-    """Return whether ``reader`` sees in ``index`` each row's own position along ``dim``."""
+    """Return whether ``index``, as ``reader`` sees it, contains each row's own position along
+    ``dim``."""
     value = info.tensor(index)
     wanted = [1] * len(rows)
     wanted[dim] = rows[dim]
@@ -52,7 +53,7 @@ _POSITION_MOVES = named(
 
 @dataclass(frozen=True)
 class OneHot:
-    """Targets for every class: ``base``, plus ``peak`` for the class of ``index``."""
+    """A target for every class: ``base``, plus ``peak`` for the class ``index``."""
 
     index: Node
     base: float
@@ -149,7 +150,7 @@ _FILLED |= dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0)
 def _scattered(
     info: GraphInfo, node: Node, a: Any, base: float, nodes: tuple[Node, ...]
 ) -> OneHot | None:
-    """Read a scatter of one number per row to the row's target."""
+    """Read a scatter that writes one number per row at the row's target."""
     value, index, number = info.tensor(node), a["index"], a["value"]
     places = info.tensor(index)
     if value is None or places is None or not isinstance(number, (int, float)):
@@ -164,7 +165,7 @@ def _scattered(
 
 
 def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
-    """Return a new tensor and the calls that have filled it before ``reader``, or None."""
+    """Return a new tensor and the calls that write to it before ``reader``, or None."""
     nodes = [node]
     while nodes[0].op == "call_method" and str(nodes[0].target) in ("fill_", "scatter_", "zero_"):
         given = nodes[0].args[0]
@@ -183,7 +184,7 @@ def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
 
 
 def _written_one_hot(info: GraphInfo, nodes: Sequence[Node]) -> OneHot | None:
-    """Read a new tensor that is filled with one number, and with another number at the targets."""
+    """Read a new tensor filled with one number, with another number written at the targets."""
     if not nodes:
         return None
     made, *writers = nodes
@@ -214,5 +215,5 @@ def _is_plain_scatter(node: Node) -> bool:
 
 
 def _written(info: GraphInfo, nodes: Sequence[Node], first: Node, last: Node) -> bool:
-    """Return whether any node may write to ``nodes`` between two others."""
+    """Return whether any node between two others may write to ``nodes``."""
     return info.written_between(nodes, first, last) is not None

@@ -1,7 +1,7 @@
-"""Finds output projections of a training graph whose loss was not fused, and reports each.
+"""Find output projections of a training graph whose loss was not fused, and report each.
 
-An output projection (head) is distinguished from a wide layer inside a model by the use of its
-product. The product of a layer feeds another product. The product of a head is reduced to at most
+What a product is used for distinguishes an output projection (head) from a wide layer inside a
+model. The result of a layer goes into another product. The result of a head is reduced to at most
 one number per row, as in a loss, or leaves the graph.
 """
 
@@ -40,9 +40,10 @@ _PRODUCTS = frozenset(_NAMES.split())
 def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
-    """Yield a Decline for each trained head of at least 8,192 classes without another record.
+    """Yield a Decline for each trained head with at least 8,192 classes that has no other record.
 
-    ``judged`` contains the heads that were matched and the nodes that were declined.
+    ``judged`` contains the heads and nodes for which a pass has already reported a change or a
+    decline.
     """
     if not info.needs_grad:
         return
@@ -69,10 +70,10 @@ def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
 
 
 def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
-    """Return the nodes that reduce the classes of a product.
+    """Return the nodes that reduce the class dimension of a product.
 
-    Return None if the product feeds another product, has another record, or has too many users to
-    follow.
+    Return None if the product goes into another product, has another record, or has too many users
+    to follow.
     """
     classes, elements = info.value(product).shape[-1], _elements(info, product)
     queue, seen, ends = [product], {product}, list[Node]()
@@ -100,7 +101,7 @@ def _elements(info: GraphInfo, node: Node) -> int:
 
 
 def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -> Decline | None:
-    """Return a Decline that names the loss that reads the classes, or how the classes leave the
+    """Return a Decline that names the loss that reads the logits, or how the logits leave the
     graph."""
     classes = compat.size_hint(info.value(head.node).shape[-1])
     for node in ends:
@@ -124,7 +125,7 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _before(node: Node) -> set[Node]:
-    """Return the nodes, a few calls back, from which a step may read logits."""
+    """Return the nodes, a few calls earlier, from which a node may read logits."""
     found, queue = {node}, [node]
     while queue and len(found) < _MAX_NODES:
         fresh = [n for n in queue.pop().all_input_nodes if n not in found]
@@ -134,7 +135,7 @@ def _before(node: Node) -> set[Node]:
 
 
 def _own_function(info: GraphInfo, node: Node) -> Decline | None:
-    """Return a Decline for a user's autograd function that takes hidden states and a head."""
+    """Return a Decline for an autograd function of the user that takes hidden states and a head."""
     if node_name(node) != "autograd_function_apply":
         return None
     values = [value for value in map(info.tensor, node.all_input_nodes) if value is not None]
@@ -156,7 +157,8 @@ def _own_function(info: GraphInfo, node: Node) -> Decline | None:
 
 
 def _cut_inside_a_loss(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for a loss with a graph break inside, so that no graph has its head."""
+    """Yield a Decline for a loss with a graph break inside, so that no graph has both it and its
+    head."""
     if info.parent is None and compat.is_cut_in(info.gm, TRL_LOSS):
         said = (
             "TRL computes this loss by its own head (fused_lm_head=True), inside of which Dynamo "
@@ -181,9 +183,9 @@ def _has_loss(info: GraphInfo) -> bool:
 
 
 def narrow_heads(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for returned logits of a head that may be a layer inside a model.
+    """Yield a Decline for returned logits of a head that may be an ordinary layer.
 
-    Such a head is too narrow to be distinguished from one.
+    Such a head is too narrow to be told apart from a layer inside a model.
     """
     if info.options.switched_off(outputs.NAME) or compat.feeds_resumed_code(info.gm):
         return

@@ -1,1 +1,1 @@
-"""Reads layers with ternary weights in a graph."""
+"""Recognise layers with ternary weights in a graph."""

@@ -1,8 +1,8 @@
-"""Reads the nodes that quantise a tensor before a linear, as ternary training writes them.
+"""Read the nodes that quantise a tensor before a linear, as ternary training writes them.
 
-    x -> abs -> max or mean -> bounded below -> a scale; x * scale -> round -> clamp -> / scale
+    x -> abs -> max or mean -> lower bound -> a scale; x * scale -> round -> clamp -> / scale
 
-The statistic is that of a token (last axis) or of a whole weight. A straight-through estimator may
+The max or mean is over a token (last axis) or over a whole weight. A straight-through estimator may
 surround the chain: `x + (q - x).detach()`, `(q + x) - x.detach()`, the same with q computed under
 no_grad, or an autograd Function whose backward pass returns its gradient unchanged. A chain is read
 completely or not at all: the caller gets the result, or a sentence about the first node that does
@@ -33,7 +33,7 @@ Unread: TypeAlias = Decline  # why a chain cannot be served
 
 @dataclass(frozen=True)
 class Quantized:
-    """A value that is the quantised and dequantised form of another tensor."""
+    """A value that is another tensor, quantised and dequantised."""
 
     source: Node  # the quantised tensor
     quantizer: Quantizer  # how tokens are quantised; for a weight, only eps and details matter
@@ -45,8 +45,7 @@ class Quantized:
 
 @dataclass
 class _Chain:
-    """The nodes of a chain, in the order in which they are read from its end, and the nodes of its
-    numbers."""
+    """The nodes of a chain, from its end backwards, and the nodes of the numbers in it."""
 
     nodes: list[Node] = field(default_factory=list)
     numbers: list[Node] = field(default_factory=list)
@@ -67,7 +66,7 @@ class _Chain:
 
 
 class _Misfit(Exception):
-    """Raised for a chain that this module cannot read."""
+    """A chain cannot be read."""
 
     def __init__(self, code: str, sentence: str, hint: str = "") -> None:
         super().__init__(sentence)
@@ -82,7 +81,7 @@ _ROUNDING = ("round", "sign")
 
 
 def may_round(gm: GraphModule) -> bool:
-    """Return whether any node in a graph, or in one inside it, rounds or takes the sign."""
+    """Return whether any node in a graph, or in a nested graph, rounds or takes the sign."""
     graphs = (each.graph for each in gm.modules() if isinstance(each, GraphModule))
     return any(node_name(n).rstrip("_") in _ROUNDING for graph in graphs for n in graph.nodes)
 
@@ -135,9 +134,9 @@ def _read(node: Node) -> Quantized:
 
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
-    """Read the scale of a whole weight: codes per unit, or the size of a step.
+    """Read the scale of a whole weight: codes per unit, or units per code.
 
-    The source is the weight.
+    The returned source is the weight.
     """
     chain = _Chain()
     try:
@@ -172,7 +171,7 @@ def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> 
 
 
 def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None:
-    """Read `(q + x) - x.detach()` with a q that has no gradient."""
+    """Read `(q + x) - x.detach()`, where q has no gradient."""
     total, taken = call.args["self"], call.args["other"]
     if not isinstance(taken, Node) or call.args.get("alpha", 1) != 1:
         return None
@@ -187,9 +186,9 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 
 
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
-    """Read the chain inside an estimator.
+    """Read the chain inside a straight-through estimator.
 
-    Its source must be the tensor that the estimator adds back.
+    The chain's input must be the tensor that the estimator adds back.
     """
     end = _without_casts(chain, quantized)
     found, quantizer, is_weight = _fake_quantized(chain, end, source)
@@ -264,9 +263,10 @@ def _hands_gradient_on(graph: Any) -> bool:
 def _fake_quantized(
     chain: _Chain, end: Node, wanted: Node | None = None
 ) -> tuple[Node, Quantizer, bool]:
-    """Read `clamp(round(x * s)) / s`; return x, how it is quantised, and whether it is a weight.
+    """Read `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
-    A mask of the larger half may come before or after; not before, if the masked x is `wanted`.
+    A mask of the larger half may be applied before or after; not before if `wanted` is the masked
+    x.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -282,7 +282,8 @@ def _fake_quantized(
 
 
 def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
-    """Read `x * mask` or `where(mask, x, 0)`: return the source of the half mask, and x."""
+    """Read `x * mask` or `where(mask, x, 0)`: return the tensor whose larger half the mask selects,
+    and x."""
     call = read_one(node)
     pairs: list[tuple[Any, Any]] = []
     if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
@@ -362,7 +363,8 @@ def _looks_clamped(node: Node) -> bool:
 
 
 def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
-    """Read `clamp(round(v), low, high)` in either order; return the bounds and v."""
+    """Read a value that is rounded and clamped to bounds, in either order; return the bounds and
+    the value."""
     node = _without_casts(chain, node, (*_FLOATS, *_SIGNED))
     if node_name(node).rstrip("_") == "sign":
         raise _Misfit(
@@ -387,7 +389,8 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
-    """Read `levels / t`, or `t / levels` if the scale is a step; return t and the levels."""
+    """Read `levels / t`, or `t / levels` if the scale is in units per code; return t and the
+    levels."""
     if is_step:
         call = _call_of(scale, "div")
         if call is None:
@@ -410,7 +413,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
 
 
 def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
-    """Read `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
+    """Read `t.clamp(min=eps)` or `t + eps`; return eps, whether the chain adds it, and t."""
     call = _call_of(node, "clamp", "clamp_min", "add")
     if call is None:
         said = "its scale is not a bounded maximum or mean of absolute values"
@@ -426,7 +429,7 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
-    """Read the reduction: return whether it is a mean, whether it is over all elements, and its
+    """Read a max or mean: return whether it is a mean, whether it is over all elements, and its
     operand."""
     reduced = behind_item(node)
     chain.take(node)
@@ -469,7 +472,7 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
 
 
 def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
-    """Follow detaches and casts that keep every bit back to their source."""
+    """Follow detaches, and casts that keep every value, back to their source."""
     while (call := call_of(node, aten.to.dtype, aten.detach.default)) is not None:
         held, cast = (compat.example_value(each).dtype for each in (call.args["self"], node))
         if cast not in (held, torch.float32) or held == torch.float64 != cast:
@@ -480,7 +483,8 @@ def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
 
 
 def _require_one_dtype(*nodes: Node) -> None:
-    """Require that a chain is computed in one dtype; autocast computes some steps in float32."""
+    """Raise an error unless a chain is computed in one dtype; autocast computes some steps in
+    float32."""
     dtypes = {compat.example_value(node).dtype for node in nodes}
     if len(dtypes) != 1:
         names = " and ".join(sorted(map(short, dtypes)))
@@ -492,7 +496,7 @@ def _require_one_dtype(*nodes: Node) -> None:
 
 
 def _base(call: Call) -> str:
-    """Return the name of an op; the in-place form has the same name."""
+    """Return the name of an op; an in-place op has the name of the op that is not in place."""
     return str(compat.schema(call.op).name.split("::")[-1]).rstrip("_")
 
 
@@ -513,7 +517,7 @@ def _one(node: Any, names: tuple[str, ...], what: str) -> Call:
 
 
 def _tensors(call: Call) -> tuple[Node, Node]:
-    """Return both operands, which must be tensors."""
+    """Return both operands of a node, which must be tensors."""
     left, right = call.args["self"], call.args["other"]
     if not isinstance(left, Node) or not isinstance(right, Node):
         raise _learned("it is scaled by a number", "learned and fixed scales are")
@@ -549,7 +553,7 @@ def _without_detach(chain: _Chain, node: Node) -> Node:
 
 
 def _is_same(a: Any, b: Node) -> bool:
-    """Return whether two nodes are the same value, apart from aliases and detaches."""
+    """Return whether two nodes have the same value, apart from aliases and detaches."""
     sides = (aten.detach.default, aten.alias.default)
     return back_over(a, sides) is back_over(b, sides)
 
@@ -560,9 +564,10 @@ def _requires_grad(node: Node) -> bool:
 
 
 def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
-    """Return a node outside a chain that uses one of its values before the end, or None.
+    """Return a node outside a chain that uses one of the chain's inner values, or None.
 
-    Results of the graph do not count: Dynamo returns every value of a Function's body, used or not.
+    Outputs of a graph do not count, because Dynamo returns every value of a Function's body, used
+    or not.
     """
     inside = set(chain) | {end}
     for node in chain:

@@ -1,4 +1,4 @@
-"""Reads the mask of the larger half of a token: x.abs() >= the (K / 2)-th largest value."""
+"""Read the mask that keeps the larger half of a token: x.abs() >= the (K / 2)-th largest value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     """Read `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, perhaps with a cast.
 
     Return x and the nodes of this mask, or None for any other node. A mask that scatters the
-    indices of a ranking is not read, because it keeps other elements if some are equal.
+    indices of a ranking is not read, because it keeps other elements in case of ties.
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
@@ -44,10 +44,10 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
 
 
 def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
-    """Read the last, or the smallest, value along the last axis, with the axis kept.
+    """Read the last, or the smallest, value along the last axis, with the axis kept as size one.
 
-    Return the values, and whether they must be sorted, which is so if the smallest is selected by
-    its position.
+    Return all values on that axis, and whether they must be sorted, because the smallest is
+    selected by position.
     """
     call = read_one(node)
     if call is None:
@@ -74,7 +74,7 @@ def _absolute(node: Node, chain: list[Node]) -> Node | None:
 
 
 def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> Node:
-    """Follow casts back: any casts of a mask, and casts of values that keep every bit."""
+    """Follow casts back: any casts of a mask, and casts of values that keep every value."""
     while (call := call_of(node, aten.to.dtype)) is not None:
         source: Node = call.args["self"]
         before, after = (compat.example_value(n).dtype for n in (source, node))
@@ -87,7 +87,7 @@ def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> 
 
 
 def behind_item(node: Node) -> Node:
-    """Return the node whose first result ``node`` is, or the node itself."""
+    """Return the node of which ``node`` is the first result, or the node itself."""
     is_first = node.target is operator.getitem and node.args[1] == 0
     whole = node.args[0] if is_first else node
     return whole if isinstance(whole, Node) else node

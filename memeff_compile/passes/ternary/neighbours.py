@@ -1,8 +1,9 @@
-"""Reads the nodes around linears on packed weights: a gate and a norm before, a sum after.
+"""Read the nodes next to linears with packed weights: a gate and a norm before, a sum after.
 
     relu(gate) ** 2 * up -> x * rsqrt(mean(x ** 2) + eps) * weight -> ternary_linear -> + residual
 
-Each would be a separate small kernel, and small kernels dominate a decoding step.
+Each of these operations would be a separate small kernel, and small kernels dominate the time of a
+decoding step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .chains import both, other_user
 
 @dataclass(frozen=True)
 class Entering:
-    """The ops that are applied to a linear's tokens before it."""
+    """The operations that are applied to a linear's input."""
 
     source: Node  # the input: x, or the gate where `up` is given
     up: Node | None = None  # the other factor of a squared-ReLU gate, or None
@@ -32,7 +33,7 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Read norm and gate before `node`, whose only users are `users`.
+    """Read the norm and the gate before `node`, whose only users are `users`.
 
     A node with other users must be computed anyway and is not included.
     """
@@ -122,13 +123,13 @@ def _squared(node: Node) -> Node | None:
 
 
 def _factors(node: Node) -> list[tuple[Node, Node]]:
-    """Return both orders of the operands of a product of two tensors."""
+    """Return the operands of a product of two tensors, in both orders."""
     call = read_one(node)
     return list(both(call)) if call is not None and call.op is aten.mul.Tensor else []
 
 
 def _are_alike(values: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors certainly have the same shape and dtype."""
+    """Return whether tensors are known to have the same shape and dtype."""
     first, *others = values
     return all(v.dtype == first.dtype and same_shape(v.shape, first.shape) for v in others)
 
@@ -142,10 +143,7 @@ def _name(call: Call) -> str:
 
 
 def _without_cast(node: Node, chain: list[Node]) -> Node:
-    """Return the operand if ``node`` is a cast, and add the cast to the chain.
-
-    Otherwise return the node.
-    """
+    """Return the operand if ``node`` is a cast, and record the cast; otherwise return the node."""
     if (call := call_of(node, aten.to.dtype)) is None:
         return node
     if node not in chain:
@@ -159,9 +157,9 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activations between two results (gate and up) and their product, or None.
+    """Return the activations between two linears (gate and up) and their product, or None.
 
-    Only the backward pass of these and of the product needs their values.
+    Only the backward pass of the activations and of the product needs the linears' results.
     """
     if len(results) != 2:
         return None
@@ -178,7 +176,7 @@ def read_gate(results: Sequence[Node]) -> list[Node] | None:
 
 
 def _activations(node: Node) -> list[Node]:
-    """Follow the only user of a value as long as it is an activation function of that value
+    """Follow a value to its only user as long as that is an activation function of this value
     alone.
     """
     found = [node]
@@ -212,7 +210,7 @@ _COMPUTED = "add mul embedding linear ternary_linear kv_cache_attention"
 
 
 def is_computed(node: Node) -> bool:
-    """Return whether a kernel of this graph certainly computes the value."""
+    """Return whether the value is known to be computed by a kernel of this graph."""
     for _ in range(16):
         if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
             return False

@@ -1,6 +1,6 @@
-"""Reads the calls of `memeff::ternary_linear_product` that the linears of `ternarize_` make.
+"""Read the calls of `memeff::ternary_linear_product` that linears replaced by `ternarize_` make.
 
-Each linear quantises its input separately; linears with one input can share one call.
+Each linear quantises its input by itself; linears with the same input can share one call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .chains import Quantized, read_weight_scale
 
 @dataclass(frozen=True)
 class Product:
-    """Holds a product of one weight: its result, its operands, and the nodes that only it needs."""
+    """A product with one weight: its result, its operands, and the nodes that only it needs."""
 
     result: Node
     bias: Node | None
@@ -29,7 +29,7 @@ class Product:
 
 
 def read_product(info: GraphInfo, node: Node) -> Product | None:
-    """Read a product of one weight, with everything from x and the weight to its codes."""
+    """Read a product with one weight, and everything from input and weight to their codes."""
     if node.target is not op_folder.ternary_linear_product or node.kwargs or len(node.args) < 10:
         return None
     x, weights, codes, scale, sums, packed, scales, biases, _, _, *steps = node.args
