@@ -2,11 +2,11 @@
 
     python benchmarks/models/largest_batch.py FOLDER ... --memory 12GiB --length 1024
 
-For each folder of a Hugging Face model: `explain` on the CPU, for AdamW in bf16 with gradient
+For each folder with a config.json: `explain` on the CPU, for AdamW in bf16 with gradient
 checkpointing, and its largest batches with Inductor and with memeff. Each claimed batch is then
-trained in a process whose allocator gets no more than this memory. If it does not fit, smaller ones
-are tried. A row has the claim, the batch that ran, and the most bytes that were allocated and
-reserved.
+trained, with random weights, in a process whose allocator gets no more than this memory. If it does
+not fit, smaller ones are tried. A row has the claim, the batch that ran, and the most bytes that
+were allocated and reserved.
 """
 
 from __future__ import annotations
@@ -31,16 +31,13 @@ SIDES = {"memeff": "after", "inductor": "before"}
 
 
 def loaded(folder: Path, *, real: bool) -> Any:
-    """Return a model in training, with its weights on the GPU, or without any memory."""
+    """Return a model in training, with random weights on the GPU, or without any memory."""
     import transformers
 
-    if real:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    else:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(here if real else "meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config.use_cache = False
     model.gradient_checkpointing_enable()
     return model.train()
@@ -109,11 +106,11 @@ def _steps(folder: Path, backend: str, batch: int, length: int) -> tuple[float, 
 
 
 def main() -> None:
-    """Explain every model, then train each in processes of their own."""
+    """Explain every model, then train each in a separate process."""
     from memeff_compile.planning.setting import read_memory
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("folders", nargs="+", type=Path, help="with config.json and weights")
+    parser.add_argument("folders", nargs="+", type=Path, help="with config.json")
     parser.add_argument("--memory", default="12GiB")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--backend", nargs="+", default=list(SIDES), choices=list(SIDES))
