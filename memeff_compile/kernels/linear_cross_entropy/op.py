@@ -513,6 +513,7 @@ _REFUSAL = (
     "linear_cross_entropy: a second derivative of the fused loss was requested, but the op has "
     "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}."
 )
+_refuse = library.refusing(DoubleBackwardError, _REFUSAL)
 linear_cross_entropy = library.op(
     f"linear_cross_entropy({_HEAD}, Tensor? column_weight, {_LOW_RANK}, *, {_SETTINGS}) -> "
     f"{_RESULTS}",
@@ -525,7 +526,7 @@ linear_cross_entropy_backward = library.op(
     f"Tensor grad_entropy, {_HEAD}, Tensor? column_weight, Tensor lse, Tensor entropy, "
     f"{_LOW_RANK}, *, {_SETTINGS}, bool[] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     *library.taking(_called_back, _backward, _fake_backward),
-    backward=library.refusing(DoubleBackwardError, _REFUSAL),
+    backward=_refuse,
 )
 
 _NUMBER = f"{_HEAD}, Tensor? row_weight, Tensor? norm"
