@@ -1050,7 +1050,7 @@ REGISTRIES = {
     "_non_persistent_buffers_set",
 }
 UNAVOIDABLE = {
-    ("kernels/linear_cross_entropy/op.py", "_check"),  # documented by torch, underscore and all
+    ("kernels/_head_loss/faults.py", "_check"),  # documented by torch, underscore and all
     ("kernels/_triton/gluon.py", "_reinterpret"),  # of Gluon, public by its name since Triton 3.9
     # of transformers, whose quantizers use them for reading and writing
     ("model/ternary/pretrained.py", "_keys_to_ignore_on_load_unexpected"),

@@ -6,6 +6,8 @@ The module `filtered` runs the filters.
 
 from __future__ import annotations
 
+import math
+
 import sympy
 
 from .._head_loss.shapes import MIB
@@ -17,6 +19,10 @@ from .shapes import (
     filter_fixed_bytes,
 )
 
+# The values that memeff.linear_cross_entropy may take.
+GRADIENT_FILTERS = ("exact", "mass", "block", "published")
+# Of which of the two gradients a filter may drop blocks.
+FILTER_PARTS = ("both", "hidden", "weight")
 # eps of `block`, as the paper's code chooses it: the spacing of bf16 at 1, over 32.
 BLOCK_EPS = 2.0**-12
 # tau of `mass`: at most 1/64 of a row's softmax.
@@ -29,6 +35,20 @@ LEAST_DEPTH = 2048
 LEVELS, STEP = 32, 0.3125
 # The summed numbers were rounded to bf16; this factor of the bound allows for the rounding error.
 ROUNDING = 1.0 - 2.0**-8
+
+
+def filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
+    """Return why a filter's settings are not supported, or None."""
+    if gradient_filter not in GRADIENT_FILTERS:
+        return (
+            f"gradient_filter is {gradient_filter!r}; known filters are "
+            f"{', '.join(GRADIENT_FILTERS)}. Use 'exact'."
+        )
+    if not 0 <= level < math.inf:
+        return f"filter_level is {level}; it must be positive and finite, or 0 for automatic."
+    if parts not in FILTER_PARTS:
+        return f"filter_parts is {parts!r}; known parts are {', '.join(FILTER_PARTS)}."
+    return None
 
 
 def filter_level(gradient_filter: str, level: float) -> float:

@@ -24,7 +24,6 @@ All ops are functional, opaque to Inductor and unaffected by autocast.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from torch import Tensor
 from ... import compat
 from ...errors import DoubleBackwardError
 from .. import library
+from .._gradient_filter.levels import filter_fault
 from .._head_loss.call import (
     Operands,
     RowGradients,
@@ -44,27 +44,13 @@ from .._head_loss.call import (
     as_results,
     check_range,
 )
+from .._head_loss.faults import check_sizes, dtype_fault, layout_fault, shape_fault
 from .._head_loss.ranks import Shard, check_counts
 from .._head_loss.scaling import asked, at_arguments, total_joins
-from ..checks import (
-    FLOATING,
-    INDICES,
-    require,
-    short,
-    two_devices,
-    two_dtypes,
-    unfloating,
-    unplain,
-    wide,
-)
+from ..checks import require, wide
 from ..device import without_autocast
 from .vocabulary_parallel import Part, loss_of_rank, merge, statistics
 from .walk import loss_and_gradients, row_gradients, row_results
-
-# The values that memeff.linear_cross_entropy may take.
-GRADIENT_FILTERS = ("exact", "mass", "block", "published")
-# Of which of the two gradients a filter may drop blocks.
-FILTER_PARTS = ("both", "hidden", "weight")
 
 
 def supports(
@@ -92,9 +78,9 @@ def supports(
     given = Operands(hidden, weight, bias, target, column_weight, low, up)
     return (
         _setting_fault(softcap, workspace, gradient_filter, filter_level, filter_parts)
-        or _layout_fault(given)
-        or _dtype_fault(given, dtype)
-        or _shape_fault(given)
+        or layout_fault(given)
+        or dtype_fault(given, dtype)
+        or shape_fault(given)
     )
 
 
@@ -105,126 +91,7 @@ def _setting_fault(
         return f"softcap is {softcap}; it must be positive, or 0 for none."
     if isinstance(workspace, int) and workspace < 0:
         return f"workspace is {workspace} bytes; it must be positive, or 0 for automatic."
-    if gradient_filter not in GRADIENT_FILTERS:
-        return (
-            f"gradient_filter is {gradient_filter!r}; known filters are "
-            f"{', '.join(GRADIENT_FILTERS)}. Use 'exact'."
-        )
-    if not 0 <= level < math.inf:
-        return f"filter_level is {level}; it must be positive and finite, or 0 for automatic."
-    if parts not in FILTER_PARTS:
-        return f"filter_parts is {parts!r}; known parts are {', '.join(FILTER_PARTS)}."
-    return None
-
-
-def _layout_fault(given: Operands) -> str | None:
-    for name, tensor in given._asdict().items():
-        if tensor is None:
-            continue
-        sentence = unplain(name, tensor) or two_devices(name, tensor, "hidden", given.hidden)
-        if sentence is not None:
-            return sentence
-    return None
-
-
-def _dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
-    hidden, weight, bias, target, column_weight, low, up = given
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        sentence = unfloating(name, tensor)
-        if sentence is None and dtype is None:
-            sentence = two_dtypes(name, tensor.dtype, "hidden", hidden.dtype)
-        if sentence is not None:
-            return sentence
-    if dtype is not None and dtype not in FLOATING:
-        return (
-            f"the compute dtype is {short(dtype)}; bfloat16, float16, float32 or float64 is needed."
-        )
-    if target.dtype not in INDICES:
-        return (
-            f"target has dtype {short(target.dtype)}; class indices of dtype int64 or int32 are "
-            "needed. Class probabilities are not supported."
-        )
-    if column_weight is not None:
-        if column_weight.dtype not in FLOATING:
-            return (
-                f"column_weight has dtype {short(column_weight.dtype)}; a floating dtype is "
-                "needed. Cast it."
-            )
-        if column_weight.requires_grad:
-            return "column_weight requires a gradient, which the op does not give. Detach it."
-    if low is None or up is None:
-        return None
-    served = hidden.dtype if dtype is None else dtype
-    if low.dtype not in (served, wide(served)):
-        return f"low has dtype {short(low.dtype)}; {short(served)} or its wide dtype is needed."
-    return two_dtypes("up", up.dtype, "low", low.dtype)
-
-
-def _shape_fault(given: Operands) -> str | None:
-    hidden, weight, bias, target, column_weight, low, up = given
-    if hidden.dim() < 1 or weight.dim() != 2:
-        return (
-            f"hidden has {hidden.dim()} dimensions and weight {weight.dim()}; (..., D) and (V, D) "
-            "are needed."
-        )
-    if target.dim() != hidden.dim() - 1:
-        return (
-            f"target has {target.dim()} dimensions and hidden {hidden.dim()}; target must have the "
-            "leading dimensions of hidden."
-        )
-    if low is not None and up is not None and (low.dim() != hidden.dim() or up.dim() != 2):
-        return (
-            f"low has {low.dim()} dimensions and up {up.dim()}; (..., R), with the leading "
-            "dimensions of hidden, and (V, R) are needed."
-        )
-    vocab, depth = weight.shape
-    for vector, name in ((bias, "bias"), (column_weight, "column_weight")):
-        if vector is not None and vector.dim() != 1:
-            return f"{name} has {vector.dim()} dimensions; (V,) is needed."
-    for seen, needed, sentence in _size_pairs(given):
-        if isinstance(seen, int) and isinstance(needed, int) and seen != needed:
-            return sentence
-    if isinstance(vocab, int) and vocab == 0:
-        return f"weight has shape (0, {depth}); a head needs at least one column."
-    return None
-
-
-def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
-    """Return the pairs of sizes that must be equal, each with the sentence of the error."""
-    hidden, weight, bias, target, column_weight, low, up = given
-    vocab, depth = weight.shape
-    of_depth = (
-        f"hidden has {hidden.shape[-1]} features and weight {depth}; hidden must be (..., D) and "
-        "weight (V, D)."
-    )
-    of_rows = (
-        f"target has shape {tuple(target.shape)} and hidden {tuple(hidden.shape)}; target must "
-        "have the leading dimensions of hidden."
-    )
-    pairs = [(hidden.shape[-1], depth, of_depth)]
-    for seen, needed in zip(target.shape, hidden.shape[:-1], strict=True):
-        pairs.append((seen, needed, of_rows))
-    for vector, name in ((bias, "bias"), (column_weight, "column_weight")):
-        if vector is not None:
-            sentence = f"{name} has {vector.shape[0]} elements and weight {vocab} rows."
-            pairs.append((vector.shape[0], vocab, sentence))
-    if low is not None and up is not None:
-        sentence = (
-            f"low has shape {tuple(low.shape)} and up {tuple(up.shape)}; low must have the leading "
-            "dimensions of hidden, up the rows of weight, and both one rank."
-        )
-        wanted = (*hidden.shape[:-1], up.shape[1])
-        pairs += [(seen, needed, sentence) for seen, needed in zip(low.shape, wanted, strict=True)]
-        pairs.append((up.shape[0], vocab, sentence))
-    return pairs
-
-
-def check_sizes(given: Operands) -> None:
-    """Raise an error if sizes, which may be symbols, are not equal."""
-    for seen, needed, sentence in _size_pairs(given):
-        torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
+    return filter_fault(gradient_filter, level, parts)
 
 
 class _Forward(NamedTuple):
@@ -525,6 +392,7 @@ _REFUSAL = (
     "linear_cross_entropy: a second derivative of the fused loss was requested, but the op has "
     "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}."
 )
+_refuse = library.refusing(DoubleBackwardError, _REFUSAL)
 linear_cross_entropy = library.op(
     f"linear_cross_entropy({_HEAD}, Tensor? column_weight, {_LOW_RANK}, *, {_SETTINGS}) -> "
     f"{_RESULTS}",
@@ -538,7 +406,7 @@ linear_cross_entropy_backward = library.op(
     f"Tensor grad_entropy, {_HEAD}, Tensor? column_weight, Tensor lse, Tensor entropy, "
     f"{_LOW_RANK}, *, {_SETTINGS}, bool[] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     *library.taking(_called_back, _backward, _fake_backward),
-    backward=library.refusing(DoubleBackwardError, _REFUSAL),
+    backward=_refuse,
     direct=_direct(_called_back, _backward),
 )
 

@@ -316,6 +316,7 @@ _REFUSAL = (
     "linear_divergence: a second derivative of the fused divergence was asked for, and the op has "
     "only a first one. Compile with options={'memeff.divergence': 'off'}."
 )
+_refuse = library.refusing(DoubleBackwardError, _REFUSAL)
 _setup_scaling, _link_total = total_joins(_TRAINED, _REFUSAL)
 
 
@@ -463,7 +464,7 @@ linear_divergence_backward: Any = library.op(
     f"linear_divergence_backward(Tensor grad_rows, {_OPERANDS}, *, {_SETTINGS}, "
     f"bool[3] output_mask) -> ({_GRADIENTS})",
     *library.taking(_called_back, _backward, _fake_backward),
-    backward=library.refusing(DoubleBackwardError, _REFUSAL),
+    backward=_refuse,
     direct=library.taking(_called_back, _backward)[0],
 )
 linear_divergence_total: Any = library.op(
@@ -500,6 +501,6 @@ linear_divergence_classes_backward: Any = library.op(
     f"linear_divergence_classes_backward(Tensor grad, {_HEAD}, *, {_HOW}, bool[3] output_mask) "
     f"-> ({_GRADIENTS})",
     *library.taking(_called_classes_back, _classes_backward, _fake_classes_backward),
-    backward=library.refusing(DoubleBackwardError, _REFUSAL),
+    backward=_refuse,
     direct=library.taking(_called_classes_back, _classes_backward)[0],
 )
