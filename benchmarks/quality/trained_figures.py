@@ -121,7 +121,7 @@ def codes(subject: Subject, ids: Tensor, seen: Seen) -> dict[str, Any]:
             ("keys", k, BLOCK),
             ("keys, smoothed", smooth_k, BLOCK),
         ):
-            own = torch.bincount(codes_of(x, block).flatten() + 7, minlength=15)
+            own = torch.bincount(codes_of(x, block).cpu().flatten() + 7, minlength=15)
             counts[name] = counts.get(name, torch.zeros(15, dtype=torch.int64)) + own
         means = (k.mean(1).norm(dim=-1) / smooth_k.norm(dim=(1, 2)) * whole**0.5).tolist()
         shifted += [(mean, layer, head) for head, mean in enumerate(means)]
