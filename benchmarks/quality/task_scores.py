@@ -330,9 +330,8 @@ class Agreement(NamedTuple):
 
 def agreements(found: list[dict[str, Any]]) -> dict[str, Agreement]:
     """Return the agreement of each mode that only rounding tells from the exact model."""
-    latest = rows.latest(
-        [row for row in found if "margins" in row], "task", "seed", "mode", "digest"
-    )
+    judged = [r for r in found if "margins" in r and not r["mode"].startswith(TUNED)]
+    latest = rows.latest(judged, "task", "seed", "mode", "digest")
     key = ("task", "seed", "digest")
     exact = {tuple(r[n] for n in key): r for r in latest if r["mode"] == EXACT.name}
     made = {}
