@@ -440,9 +440,9 @@ def _gaps_on_the_way(found: list[dict[str, Any]]) -> None:
     losses: dict[tuple[str, int, int], dict[str, float]] = {}
     for row in found:
         if "of_steps" in row and not row.get("done"):
-            run = row["variant"], row["seed"]
-            number = sum(key[:2] == run for key in losses)
-            losses[*run, number] = row["judged"]
+            variant, seed = row["variant"], row["seed"]
+            number = sum(key[:2] == (variant, seed) for key in losses)
+            losses[variant, seed, number] = row["judged"]
     shares = sorted({number for _, _, number in losses})
     print(f"\n| gap of | {' | '.join(f'evaluation {number}' for number in shares)} |")
     print("|---" + "|---:" * len(shares) + "|")
