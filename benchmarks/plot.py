@@ -543,7 +543,8 @@ def tasks(rows: list[Row]) -> Any:
             "bytes of the cache (blue) or weights (orange), % of bf16",
             "mean change of scores, points",
         )
-        tidy(right, "kernels of a prompt and 256 tokens, compiled, % of exact", "")
+        how = task_scores.how_timed(here)
+        tidy(right, f"kernels of a prompt and 256 tokens, {how}, % of exact", "")
     figure.suptitle(caption(rows), fontsize=8)
     return figure
 

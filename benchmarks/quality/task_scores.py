@@ -375,12 +375,18 @@ def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
 
 def share_of_time(found: list[dict[str, Any]], mode: str) -> float | None:
     """Return the time of a prompt and the tokens after it, compared with the exact model."""
-    timed = [row for row in found if "token_ms" in row and row.get("compiled")]
+    timed = [r for r in found if "token_ms" in r]
+    timed = [r for r in timed if r.get("compiled")] or timed
     both = [[row for row in timed if row["mode"] == name][-1:] for name in (mode, EXACT.name)]
     if not all(both):
         return None
     own, exact = (row["prompt_ms"] + AFTER * row["token_ms"] for (row,) in both)
     return float(own / exact)
+
+
+def how_timed(found: list[dict[str, Any]]) -> str:
+    """Return whether times are those of compiled models; earlier rows are of eager ones."""
+    return "compiled" if any(row.get("compiled") for row in found) else "eager"
 
 
 def table(given: argparse.Namespace) -> int:
@@ -424,7 +430,7 @@ def summary(given: argparse.Namespace) -> int:
     made = {name: scores(own) for name, own in asked.items()}
     over = {name: solved(asked[name], made[name]) for name in models}
     heads = [f"{name}, {_tasks(len(over[name]))}" for name in models]
-    print(f"| mode | bytes | time | {' | '.join(heads)} |")
+    print(f"| mode | bytes | time, {how_timed(found)} | {' | '.join(heads)} |")
     print("|---" * (len(models) + 3) + "|")
     for mode in dict.fromkeys(mode for own in made.values() for mode in own):
         sizes = [share_of_bytes(own, mode) for own in rows_by.values()]

@@ -408,7 +408,7 @@ def test_a_summary_has_a_mode_in_a_row_and_a_model_in_a_column(tmp_path: Path) -
     out.write_text("".join(json.dumps(each) + "\n" for each in found))
     shown = script("task_scores", "summary", "--out", str(out)).splitlines()
     assert [line for line in shown if line.startswith("|")] == [
-        "| mode | bytes | time | m, 2 tasks | n, 1 task |",
+        "| mode | bytes | time, compiled | m, 2 tasks | n, 1 task |",
         "|---|---|---|---|---|",
         "| exact |  | 100 % | 62 % (3) | 50 % (4) |",
         "| cache, 16 bits | 100 % | 50 % | +25 (4), 1 task | 0 |",
