@@ -362,25 +362,26 @@ def ternary_model(rows: list[Row]) -> Any:
         curve = {r["step"]: _mean(r) for r in judged if (r["stage"], r["seed"]) == (1, seed)}
         left.plot([*curve], [*curve.values()], color="#9a9a9a", linewidth=1.2)
     base = {(r["seed"], r["step"]): _mean(r) for r in second if r["variant"] == "b1.58"}
-    for number, name in enumerate(unique(row["variant"] for row in second)):
+    for shade, name in enumerate(unique(row["variant"] for row in second)):
         mine = [row for row in second if row["variant"] == name]
         gaps: dict[int, dict[float, float]] = {}
         for seed in unique(row["seed"] for row in mine):
             own = [row for row in mine if row["seed"] == seed]
             steps = [row["first_steps"] + row["step"] for row in own]
             label = name if seed == mine[0]["seed"] else None
-            left.plot(steps, [_mean(r) for r in own], color=f"C{number}", label=label, lw=1)
-            for row in own:
+            left.plot(steps, [_mean(r) for r in own], color=f"C{shade}", label=label, lw=1)
+            for number, row in enumerate(own):
                 if (seed, row["step"]) in base and row["step"]:
-                    share = round(100 * row["step"] / row["of_steps"])
                     gap = _mean(row) - base[seed, row["step"]]
-                    gaps.setdefault(seed, {})[share] = gap
+                    gaps.setdefault(seed, {})[number] = gap
         if name != "b1.58":
-            _band(right, [*gaps.values()], name, f"C{number}")
+            _band(right, [*gaps.values()], name, f"C{shade}")
     left.legend(frameon=False, fontsize=7)
     right.axhline(0.02, color="black", linewidth=0.6, linestyle="--")
     tidy(left, "step (gray: first stage)", "loss on held-out text")
-    tidy(right, "% of the second stage's steps", "loss above b1.58 (dashed: 0.02)")
+    left.set_ylim(0, 8)
+    right.set_ylim(bottom=0)
+    tidy(right, "evaluation in the second stage", "loss above b1.58 (dashed: 0.02)")
     model = ends[0]["model"]
     figure.suptitle(f"{model} in ternary weights\n{caption(ends)}", fontsize=9)
     return figure
@@ -534,9 +535,12 @@ def tasks(rows: list[Row]) -> Any:
         asked = [row for row in here if row["what"] == "tasks"]
         made = task_scores.scores(asked)
         over = task_scores.solved(asked, made)
-        means = {mode: task_scores.mean_of(own, over) for mode, own in made.items()}
+        means = {
+            mode: task_scores.mean_of(own, [task for task in over if task in own])
+            for mode, own in made.items()
+        }
         sizes = [task_scores.share_of_bytes(here, m) for m, mean in means.items() if mean]
-        if any(size is not None for size in sizes):
+        if sum(size is not None for size in sizes) > 1:
             found[name] = (here, means, len(over))
     if not found:
         return None
@@ -551,12 +555,18 @@ def tasks(rows: list[Row]) -> Any:
             ratio = task_scores.share_of_time(here, mode)
             for axis, across in ((left, share), (right, ratio)):
                 if across is not None:
-                    up = 100 * mean.right
+                    up = 100 * mean.change
                     axis.errorbar(100 * across, up, 100 * mean.error, **spot)
                     axis.annotate(_short(mode), (100 * across, up), **_BESIDE)
+        right.set_visible(bool(right.lines))  # there are times
         left.set_title(f"{model}, {count} tasks", fontsize=9)
-        tidy(left, "bytes of the cache (blue) or weights (orange), % of bf16", "mean score, %")
-        tidy(right, "kernels of a prompt and 256 tokens, compiled, % of exact", "")
+        tidy(
+            left,
+            "bytes of the cache (blue) or weights (orange), % of bf16",
+            "mean change of scores, points",
+        )
+        how = task_scores.how_timed(here)
+        tidy(right, f"kernels of a prompt and 256 tokens, {how}, % of exact", "")
     figure.suptitle(caption(rows), fontsize=8)
     return figure
 

@@ -436,14 +436,15 @@ def gap_of(
 
 
 def _gaps_on_the_way(found: list[dict[str, Any]]) -> None:
-    """Print a column for each evaluation, by the share of steps: means over slices and seeds."""
-    losses = {
-        (row["variant"], row["seed"], round(row["step"] / row["of_steps"], 2)): row["judged"]
-        for row in found
-        if "of_steps" in row and not row.get("done")
-    }
-    shares = sorted({share for _, _, share in losses})
-    print(f"\n| variant | {' | '.join(f'{share:.0%}' for share in shares)} |")
+    """Print a column for each evaluation: means over slices and seeds."""
+    losses: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in found:
+        if "of_steps" in row and not row.get("done"):
+            variant, seed = row["variant"], row["seed"]
+            number = sum(key[:2] == (variant, seed) for key in losses)
+            losses[variant, seed, number] = row["judged"]
+    shares = sorted({number for _, _, number in losses})
+    print(f"\n| gap of | {' | '.join(f'evaluation {number}' for number in shares)} |")
     print("|---" + "|---:" * len(shares) + "|")
     for name in VARIANTS:
         cells = []

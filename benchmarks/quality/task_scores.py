@@ -330,9 +330,8 @@ class Agreement(NamedTuple):
 
 def agreements(found: list[dict[str, Any]]) -> dict[str, Agreement]:
     """Return the agreement of each mode that only rounding tells from the exact model."""
-    latest = rows.latest(
-        [row for row in found if "margins" in row], "task", "seed", "mode", "digest"
-    )
+    judged = [r for r in found if "margins" in r and not r["mode"].startswith(TUNED)]
+    latest = rows.latest(judged, "task", "seed", "mode", "digest")
     key = ("task", "seed", "digest")
     exact = {tuple(r[n] for n in key): r for r in latest if r["mode"] == EXACT.name}
     made = {}
@@ -376,12 +375,18 @@ def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
 
 def share_of_time(found: list[dict[str, Any]], mode: str) -> float | None:
     """Return the time of a prompt and the tokens after it, compared with the exact model."""
-    timed = [row for row in found if "token_ms" in row and row.get("compiled")]
+    timed = [r for r in found if "token_ms" in r]
+    timed = [r for r in timed if r.get("compiled")] or timed
     both = [[row for row in timed if row["mode"] == name][-1:] for name in (mode, EXACT.name)]
     if not all(both):
         return None
     own, exact = (row["prompt_ms"] + AFTER * row["token_ms"] for (row,) in both)
     return float(own / exact)
+
+
+def how_timed(found: list[dict[str, Any]]) -> str:
+    """Return whether times are those of compiled models; earlier rows are of eager ones."""
+    return "compiled" if any(row.get("compiled") for row in found) else "eager"
 
 
 def table(given: argparse.Namespace) -> int:
@@ -425,7 +430,7 @@ def summary(given: argparse.Namespace) -> int:
     made = {name: scores(own) for name, own in asked.items()}
     over = {name: solved(asked[name], made[name]) for name in models}
     heads = [f"{name}, {_tasks(len(over[name]))}" for name in models]
-    print(f"| mode | bytes | time | {' | '.join(heads)} |")
+    print(f"| mode | bytes | time, {how_timed(found)} | {' | '.join(heads)} |")
     print("|---" * (len(models) + 3) + "|")
     for mode in dict.fromkeys(mode for own in made.values() for mode in own):
         sizes = [share_of_bytes(own, mode) for own in rows_by.values()]

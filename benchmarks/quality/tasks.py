@@ -328,13 +328,14 @@ def key_values(draw: random.Random, characters: int) -> Iterator[Item]:
 def needles(draw: random.Random, characters: int) -> Iterator[Item]:
     """Yield prose with one sentence about a place, and a question about it."""
     prose = texts.text_of("prose")
+    twice = prose[-characters:] + prose  # indented text has few tokens: more of it comes before
     while True:
         at = draw.randrange(max(1, len(prose) - characters))
         place, number = draw.choice(PLACES), draw.randrange(1000, 10_000)
         told = f"\nThe secret number of {place} is {number}.\n\n"
         question = f"\n\nQuestion: What is the secret number of {place}?\n"
         question += f"Answer: The secret number of {place} is"
-        yield Item(prose[at : at + characters], question, (f" {number}",), told,
+        yield Item(twice[at : at + 2 * characters], question, (f" {number}",), told,
                    draw.random() * 0.9)  # fmt: skip
 
 

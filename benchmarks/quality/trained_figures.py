@@ -6,7 +6,8 @@
 `exponents`: how often each exponent occurs in weights, and in random ones of the same deviation
 (NeuZip, figure 1). `codes`: channels of keys, and how often each 4-bit code occurs in queries and
 keys, with their means and without (SageAttention2, figures 4 and 5). `layers`: cosines of
-neighbouring layers' keys and values, as they are and aligned (MiniCache, figure 1).
+neighbouring layers' keys and values, as they are and aligned (MiniCache, figure 1). `inputs`:
+errors of the quantisers of BitNet a4.8 on the inputs of linears, without any training for them.
 
 FOLDER is an argument of `from_pretrained`. The text is "prose" of texts.py.
 """
@@ -31,6 +32,7 @@ from benchmarks.ablations.probabilities import mean_by_rank, ranks
 from benchmarks.quality import texts
 from benchmarks.quality.subject import Subject
 from benchmarks.tiles import EPS
+from memeff_compile.kernels.ternary_linear import Quantizer, reference
 
 FIRST = 4
 """Tokens that a merged cache keeps as they are."""
@@ -121,7 +123,7 @@ def codes(subject: Subject, ids: Tensor, seen: Seen) -> dict[str, Any]:
             ("keys", k, BLOCK),
             ("keys, smoothed", smooth_k, BLOCK),
         ):
-            own = torch.bincount(codes_of(x, block).flatten() + 7, minlength=15)
+            own = torch.bincount(codes_of(x, block).cpu().flatten() + 7, minlength=15)
             counts[name] = counts.get(name, torch.zeros(15, dtype=torch.int64)) + own
         means = (k.mean(1).norm(dim=-1) / smooth_k.norm(dim=(1, 2)) * whole**0.5).tolist()
         shifted += [(mean, layer, head) for head, mean in enumerate(means)]
@@ -192,11 +194,53 @@ def turned(x: Tensor, y: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return x, y[order] @ (u @ v)
 
 
+ROLES = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "out": ("o_proj",),
+    "gate and up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+QUANTIZERS = ("int8", "int4", "fp4", "topk8")
+
+
+def inputs(subject: Subject, ids: Tensor, _: Seen) -> dict[str, Any]:
+    """Return the relative L2 errors of BitNet a4.8's quantisers on the inputs of linears."""
+    squares: dict[tuple[str, str], Tensor] = {}
+
+    def add(role: str, x: Tensor) -> None:
+        for kind in QUANTIZERS:
+            codes, scale = reference.codes_and_scale(x, Quantizer(kind))
+            off = torch.stack([(codes / scale[:, None] - x).square().sum(), x.square().sum()])
+            squares[role, kind] = squares.get((role, kind), 0) + off.double().cpu()
+
+    def hook(role: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        return lambda _, given: add(role, given[0].flatten(0, -2).float())
+
+    draw = torch.Generator().manual_seed(0)
+    add("normal numbers", torch.randn(256, subject.facts["hidden"], generator=draw))
+    handles = [
+        module.register_forward_pre_hook(hook(role))
+        for name, module in subject.model.named_modules()
+        for role, ends in ROLES.items()
+        if name.endswith(ends) and isinstance(module, torch.nn.Linear)
+    ]
+    try:
+        subject.states(ids[:, :512], layers=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    errors: dict[str, dict[str, float]] = {}
+    for (role, kind), (off, whole) in squares.items():
+        errors.setdefault(role, {})[kind] = round(float((off / whole).sqrt()), 4)
+    return {"errors": errors}
+
+
 PARTS: dict[str, Callable[[Subject, Tensor, Seen], dict[str, Any]]] = {
     "probabilities": probabilities,
     "exponents": exponents,
     "codes": codes,
     "layers": layers,
+    "inputs": inputs,
 }
 
 

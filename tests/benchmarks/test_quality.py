@@ -526,4 +526,4 @@ def test_a_model_continues_in_ternary_weights_and_its_variants_from_one_state(
     table = script("ternary_model", "table", "--out", str(out))
     assert "| b1.58 | 1 | 2 |" in table
     assert "| +0.0000 (0.0000) | +0.0000 (0.0000) |" in table
-    assert "| variant | 0% | 50% | 100% |" in table
+    assert "| gap of | evaluation 0 | evaluation 1 | evaluation 2 |" in table
