@@ -115,7 +115,8 @@ def setup(random: Random) -> list[str]:
         f"torch.{random.choice(('float64', 'float64', 'float32'))}",
         "class Block(nn.Module):\n"
         "    def __init__(self, factor=1):\n"
-        "        super().__init__(); self.factor = factor; self.window = 1 + round(2 * factor) % 3\n"
+        "        super().__init__(); self.factor = factor; "
+        "self.window = 1 + round(2 * factor) % 3\n"
         f"        {'; '.join(made) or 'pass'}\n"
         "    def hidden(self, h, window):\n"
         "        at = torch.arange(h.shape[1]); return (at[:, None] - at).abs() > window\n"
