@@ -526,7 +526,10 @@ def _llama(**more: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **more))
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointed",
+    [pytest.param(False, id="kept", marks=pytest.mark.slow), pytest.param(True, id="checkpointed")],
+)
 def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) -> None:
     model = _llama(tie_word_embeddings=True).train()
     if checkpointed:
@@ -544,7 +547,7 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
     assert len(compilations) == 3
 
 
-@pytest.mark.parametrize("cache", ["static", 4])
+@pytest.mark.parametrize("cache", [pytest.param("static", marks=pytest.mark.slow), 4])
 def test_a_llama_generates_as_without(compilations: list[int], cache: Any) -> None:
     ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
