@@ -76,7 +76,8 @@ _CALLS = (
     "y = b(x, c); x = y + x if i % 2 else y - x",
 )
 _MAKES = (
-    *("Block()", "Block()", "Block()", "Block(i % 2)", "Block(0.5)", "Block(i)"),
+    *("Block()", "Block()", "Block()", "Block(0.5)", "Block(i)"),
+    *("Block(i % 2)", "Block(i % 2)", "Block(1.5 if i == 2 else 1)", "Block(0 if i else 1)"),
     *("Block().requires_grad_(i != 1)", "Block().requires_grad_(i > 2)"),
     "(self.same if i % 2 else Block())",
 )
@@ -98,10 +99,14 @@ def setup(random: Random) -> list[str]:
     made = [first for first, _ in drawn if first]
     runs = [*(line for _, lines in drawn for line in lines.split("\n") if line)]
     text = "\n        ".join([*runs, random.choice(_ENDS)])
-    numbers = {"x": random.choice((0.5, 2.0, -1.25)), "window": random.choice((1, 2))}
-    text = text.replace("{causal}", str(random.random() < 0.5))
     call, make = random.choice(_CALLS), random.choice(_MAKES)
-    count = random.choice((4, 4, 5, 6))
+    numbers = {"x": random.choice((0.5, 2.0, -1.25)), "window": random.choice((1, 2))}
+    # Layers that differ in a number alone have other code, wherever the number is.
+    own = {"x": "self.factor", "window": "self.window"}
+    for name in own if random.random() < (0.9 if "i" in make else 0.3) else ():
+        text = text.replace(f"{{{name}}}", own[name])
+    text = text.replace("{causal}", str(random.random() < 0.5))
+    count = random.choice((4, 5, 6, 6))
     for name, value in numbers.items():
         text, call = (each.replace(f"{{{name}}}", str(value)) for each in (text, call))
     inner = "inductor" if random.random() < 0.01 else "aot_eager"
@@ -110,7 +115,8 @@ def setup(random: Random) -> list[str]:
         f"torch.{random.choice(('float64', 'float64', 'float32'))}",
         "class Block(nn.Module):\n"
         "    def __init__(self, factor=1):\n"
-        "        super().__init__(); self.factor = factor\n"
+        "        super().__init__(); self.factor = factor; "
+        "self.window = 1 + round(2 * factor) % 3\n"
         f"        {'; '.join(made) or 'pass'}\n"
         "    def hidden(self, h, window):\n"
         "        at = torch.arange(h.shape[1]); return (at[:, None] - at).abs() > window\n"

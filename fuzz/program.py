@@ -127,8 +127,10 @@ class Fault:
     line: int
 
     def __str__(self) -> str:
-        first = str(self.error).strip().split("\n")[0][:300]
-        return f"{type(self.error).__name__}: {first}"
+        # What Dynamo raises names the backend; its cause is the failure.
+        error = getattr(self.error, "inner_exception", None) or self.error
+        first = str(error).strip().split("\n")[0][:300]
+        return f"{type(error).__name__}: {first}"
 
 
 @dataclass

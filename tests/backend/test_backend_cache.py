@@ -1,7 +1,8 @@
 """A warm start: a second process finds the compiled graphs in AOTAutograd's cache.
 
-Processes are expensive: the graphs of all tests are compiled in two, forked from one that has done
-the imports. The slow test uses two unrelated processes, in which even the order of a set differs.
+PyTorch's cache artifacts serve shared layers, too. Processes are expensive: the graphs of all tests
+are compiled in a few, forked from one that has done the imports. The slow test uses unrelated
+processes, in which even the order of a set differs.
 """
 
 from __future__ import annotations
@@ -87,6 +88,79 @@ memeff_compile.__version__ = "0.0.0"
 ours()
 """
 
+ARTIFACTS = """
+import os, sys
+import torch
+import memeff_compile.backend
+from torch._dynamo.utils import counters
+
+LAYERS = 6
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64, bias=False)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+def run(name):
+    counters.clear()
+    torch.manual_seed(0)
+    model, ids = Model(), torch.arange(32).view(4, 8)
+    loss = model(ids)
+    loss.backward()
+    expected = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    # Inductor calls the operations: no loops for g++ to compile
+    options = {"memeff.regions": "on", "fallback_by_default": True}
+    compiled = torch.compile(model, backend="memeff", options=options)
+    loss = compiled(ids)
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters())]
+    torch.testing.assert_close(found, expected)
+    of = counters["aot_autograd"]
+    said = [r.sentence for r in memeff_compile.last_report().records if r.code == "repeated_layers"]
+    print(name, of["autograd_cache_hit"], of["autograd_cache_miss"], *said, sep="|", flush=True)
+
+def child(name, before=None, after=None):
+    pid = os.fork()
+    if pid == 0:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(os.getcwd(), name)
+        before and before()
+        run(name)
+        after and after()
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(name)
+
+def save():
+    data, _ = torch.compiler.save_cache_artifacts()
+    with open("artifacts", "wb") as file:
+        file.write(data)
+
+def load():
+    with open("artifacts", "rb") as file:
+        torch.compiler.load_cache_artifacts(file.read())
+
+child("cold", after=save)
+child("warm", before=load)
+"""
+
 FORKS = """
 import os
 import runpy
@@ -139,33 +213,40 @@ def _of(name: str, lines: list[str]) -> list[str]:
 @pytest.fixture(scope="module", params=["forked", pytest.param("apart", marks=pytest.mark.slow)])
 def said(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[str], list[str]]:
-    """Return the cache results of each compilation in two processes with one cache."""
+) -> list[list[str]]:
+    """Return what three programs print: two with one cache, and one that saves and loads its own."""
     folder = tmp_path_factory.mktemp("processes")
     (folder / "own_pass.py").write_text(EXAMPLE.read_text())
-    programs = {"first.py": PROGRAM, "second.py": PROGRAM + OTHERS, "forks.py": FORKS}
-    for name, text in programs.items():
+    programs = {"first.py": PROGRAM, "second.py": PROGRAM + OTHERS, "artifacts.py": ARTIFACTS}
+    for name, text in (programs | {"forks.py": FORKS}).items():
         (folder / name).write_text(text)
     if request.param == "apart":
-        return _run(folder, "first.py"), _run(folder, "second.py")
-    lines = _run(folder, "forks.py", "first.py", "second.py")
-    end = lines.index("END")
-    return lines[:end], lines[end:]
+        return [_run(folder, name) for name in programs]
+    lines = _run(folder, "forks.py", *programs)
+    first, second = (place for place, line in enumerate(lines[:-1]) if line == "END")
+    return [lines[:first], lines[first + 1 : second], lines[second + 1 : -1]]
 
 
 @pytest.mark.xdist_group("processes with one cache")
-def test_second_process_hits_the_autograd_cache(said: tuple[list[str], list[str]]) -> None:
-    (cold,), (warm, other) = (_of("OURS", lines) for lines in said)
+def test_second_process_hits_the_autograd_cache(said: list[list[str]]) -> None:
+    (cold,), (warm, other) = (_of("OURS", lines) for lines in said[:2])
     assert cold.endswith(" 1 1 0 1 0")
     assert warm == cold.removesuffix("0 1 0") + "1 0 0"
     assert other == cold, "another version of ours may have other ops under the same names"
 
 
 @pytest.mark.xdist_group("processes with one cache")
-def test_ones_own_pass_survives_it_and_its_versions_differ(
-    said: tuple[list[str], list[str]],
-) -> None:
+def test_ones_own_pass_survives_it_and_its_versions_differ(said: list[list[str]]) -> None:
     cold, warm = "OWN 1 0 1 0", "OWN 1 1 0 0"
-    first, second = (_of("OWN", lines) for lines in said)
+    first, second = (_of("OWN", lines) for lines in said[:2])
     assert first == [cold]
     assert second == [warm, warm, cold, cold]
+
+
+@pytest.mark.xdist_group("processes with one cache")
+def test_artifacts_of_shared_layers_serve_a_process_with_empty_caches(
+    said: list[list[str]],
+) -> None:
+    shared = "6 layers of 1 kind, each kind compiled once"
+    # before the layers, a layer, and after the layers
+    assert said[2] == [f"cold|0|3|{shared}", f"warm|3|0|{shared}"]

@@ -107,7 +107,7 @@ def test_a_saved_graph_returns_what_eager_does(loss: bool, grad: bool, tmp_path:
 
 def test_a_graph_saved_with_inductor_runs_in_another_process(tmp_path: Path) -> None:
     given, path = inputs(loss=True), tmp_path / "graph"
-    save(path, given, {})
+    save(path, given, {"fallback_by_default": True})  # no loops for g++ to compile
     assert memeff_compile.last_report().rewrites("fuse_linear_cross_entropy") == 1
     assert elsewhere(path, loss=True, grad=True) == "DeferredLogits"
 

@@ -91,31 +91,44 @@ def make() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("late", [False, True], ids=["compiled under it", "switched later"])
-def test_generate_has_the_models_own_cache_and_eager_tokens(switch: str, late: bool) -> None:
-    ids, asked = torch.arange(2, 40)[None], {"max_new_tokens": 4, "do_sample": False}
-    asked |= {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
-    model = make()
-    expected = model.generate(ids, **asked)
-    settings = {"preset": "off"} if switch == "preset" else {}
+PROMPT = torch.arange(2, 40)[None]
 
-    def compiled() -> None:
-        kv_cache = {"bits": 2, "recent": 16, "keep_first": 0, "group": 32}
-        memeff_compile.compile(
-            model, kv_cache=kv_cache, attention="8b", attention_length=0, inner="eager", **settings
-        )
 
-    if late and switch != "preset":
-        compiled()
-        assert isinstance(model.generate(ids, **asked).past_key_values, memeff_compile.KVCache)
-    with SWITCHES[switch]():
-        if not late or switch == "preset":
-            compiled()
-        found = model.generate(ids, **asked)
+def generate(model: Any) -> Any:
+    asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    return model.generate(PROMPT, **asked, return_dict_in_generate=True, output_logits=True)
+
+
+def compiled(model: Any, **settings: Any) -> None:
+    kv_cache = {"bits": 2, "recent": 16, "keep_first": 0, "group": 32}
+    memeff_compile.compile(
+        model, kv_cache=kv_cache, attention="8b", attention_length=0, inner="eager", **settings
+    )
+
+
+def assert_as_eager(found: Any, expected: Any) -> None:
     assert type(found.past_key_values) is type(expected.past_key_values)
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_generate_has_the_models_own_cache_and_eager_tokens(switch: str) -> None:
+    model = make()
+    expected = generate(model)
+    with SWITCHES[switch]():
+        compiled(model, **({"preset": "off"} if switch == "preset" else {}))
+        assert_as_eager(generate(model), expected)
+
+
+def test_generate_has_them_where_it_is_switched_later() -> None:
+    model = make()
+    expected = generate(model)
+    compiled(model)
+    assert isinstance(generate(model).past_key_values, memeff_compile.KVCache)
+    for switch in (each for each in SWITCHES if each != "preset"):
+        with SWITCHES[switch]():
+            assert_as_eager(generate(model), expected)
 
 
 @pytest.mark.parametrize("switch", ["MEMEFF_DISABLE", "TORCH_COMPILE_DISABLE", "force_eager"])

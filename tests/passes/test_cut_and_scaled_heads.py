@@ -96,7 +96,7 @@ def test_the_other_classes_of_a_cut_head_get_a_zero_gradient() -> None:
 def test_every_second_class_is_declined_with_a_remedy_that_is_fused() -> None:
     outcome = compare_with_eager(lambda h, w, b, y: loss_of(head(h, w)[..., ::2], y), *inputs())
     record = outcome.declined("unknown_step")
-    assert "takes every 2th class" in record.sentence
+    assert "takes one class in 2" in record.sentence
     assert "weight[0:96:2]" in record.hint
     outcome = compare_with_eager(lambda h, w, b, y: loss_of(head(h, w[0:96:2]), y), *inputs())
     assert outcome.fired == 1

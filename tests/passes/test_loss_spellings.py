@@ -251,6 +251,28 @@ def index_from_the_end(z: Tensor, y: Tensor) -> Tensor:
     return -z.log_softmax(-1)[rows(z), y - V].mean()
 
 
+def log_softmax_by_a_range(z: Tensor, y: Tensor) -> Tensor:
+    return -z.log_softmax(-1)[range(len(y)), y].mean()
+
+
+def logsumexp_less_the_listed(z: Tensor, y: Tensor) -> Tensor:
+    return (z.logsumexp(-1) - z[list(range(16)), y]).mean()
+
+
+def log_of_the_probability(z: Tensor, y: Tensor) -> Tensor:
+    return -z.softmax(-1).gather(-1, y[..., None])[..., 0].log().mean()
+
+
+def log_of_the_probability_by_index(z: Tensor, y: Tensor) -> Tensor:
+    counts = z.exp()
+    return -(counts / counts.sum(1, keepdim=True))[rows(z), y].log().mean()
+
+
+def shifted_entry_selected(z: Tensor, y: Tensor) -> Tensor:
+    x = z - z.max(-1, keepdim=True).values
+    return (x.exp().sum(-1).log() - x.gather(-1, y[..., None])[..., 0]).mean()
+
+
 def smoother_of_transformers(z: Tensor, y: Tensor) -> Tensor:
     return LabelSmoother(epsilon=0.1, ignore_index=3)({"logits": z}, y)
 
@@ -274,6 +296,7 @@ FUSED: dict[str, Loss] = {
         *(shifted_logsumexp_less_the_shifted_entry, shifted_entry_that_keeps_the_dimension),
         *(log_softmax_of_the_shifted, log_of_probabilities_by_hand, shift_squeezed_later),
         *(smoothed_by_the_mean_of_everything, smoothed_by_the_sum_of_everything),
+        *(log_of_the_probability, shifted_entry_selected),
     )
 } | {
     loss.__name__: flat(loss)
@@ -283,8 +306,13 @@ FUSED: dict[str, Loss] = {
         *(with_the_maximum_taken_off, smoothed_by_the_mean, smoothed_by_the_mean_of_logits),
         *(confident_and_scaled, one_hot_probabilities, one_hot_probabilities_smoothed_twice),
         *(shifted_entry_less_the_shifted_logsumexp, index_from_the_end),
+        log_of_the_probability_by_index,
     )
 }
+BY_NUMBERS: dict[str, Loss] = {
+    loss.__name__: flat(loss) for loss in (log_softmax_by_a_range, logsumexp_less_the_listed)
+}
+"""Losses whose rows are Python's numbers, of which as many as rows must be known."""
 
 
 NOT_WIDER: dict[str, Loss] = {
@@ -297,10 +325,10 @@ def with_head(loss: Loss) -> Callable[[Tensor, Tensor, Tensor], Any]:
     return lambda h, w, y: loss(logits_of(h, w), y)
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", FUSED | BY_NUMBERS)
 def test_a_loss_by_hand_fuses(name: str) -> None:
     h, w, _, y = head_inputs(ignored=False)
-    outcome = compare_with_eager(with_head(FUSED[name]), h, w, y)
+    outcome = compare_with_eager(with_head((FUSED | BY_NUMBERS)[name]), h, w, y)
     assert (outcome.fired, outcome.codes) == (1, [])
 
 

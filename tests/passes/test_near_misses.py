@@ -640,6 +640,21 @@ def rows_by_another_step(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     return -log_probs_of(h, w)[torch.arange(0, 16, 2), kept(y)[::2]].mean()
 
 
+def range_backwards(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return -log_probs_of(h, w)[range(15, -1, -1), kept(y)].mean()
+
+
+def ranges_along_two_dimensions(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    """Two ranges pick the entries of a diagonal, not of all rows."""
+    logs = logits_of(h[:, :2], w).log_softmax(-1)
+    return -logs[range(2), range(2), kept(y)[:2]].mean()
+
+
+def log_of_one_position(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    probs = log_probs_of(h, w).exp().unflatten(0, (2, 8))
+    return -probs.gather(-1, kept(y).view(2, 8, 1))[:, 1].log().mean()
+
+
 def rows_backwards(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     return -log_probs_of(h, w)[torch.arange(16).flip(0), kept(y)].mean()
 
@@ -841,6 +856,8 @@ BY_HAND: dict[str, Case] = {
     for case in (
         *(Case(f, 0, "rows_differ") for f in (rows_from_another_start, rows_by_another_step)),
         *(Case(f, 0, "rows_differ") for f in (rows_backwards, first_rows, one_row_for_all)),
+        *(Case(f, 0, "rows_differ") for f in (range_backwards, ranges_along_two_dimensions)),
+        Case(log_of_one_position, 0),
         *(Case(f, 0, "rows_differ") for f in (rows_written_to, rows_of_an_input)),
         *(Case(f, 0, "rows_differ") for f in (every_row_with_every_target, positions_swapped)),
         *(Case(f, 0, "rows_differ") for f in (one_target_for_all_rows, targets_and_rows_swapped)),

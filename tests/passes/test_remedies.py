@@ -92,6 +92,12 @@ def written(m: Model, h: Tensor, y: Tensor) -> Tensor:
     return loss_of(logits, y)
 
 
+def padding_written(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(h)
+    logits[..., 120:] = -torch.inf
+    return loss_of(logits, y % 120)
+
+
 def leaving(m: Model, h: Tensor, y: Tensor) -> Any:
     def body(h: Tensor) -> Any:
         logits = m.head(h)
@@ -206,6 +212,32 @@ REMEDIES = [
         lambda m, h, y: loss_of(F.relu(m.head(h)), y),
         "one linear layer",
         plain,
+    ),
+    Remedy(
+        "no_linear_head",
+        lambda m, h, y: loss_of(torch.where(torch.arange(V) < 120, m.head(h), -1e9), y % 120),
+        "cut them off (logits[..., :n])",
+        lambda m, h, y: loss_of(m.head(h)[..., :120], y % 120),
+    ),
+    Remedy(
+        "no_linear_head",
+        lambda m, h, y: loss_of(m.head(h).masked_fill(m.vector > 1.4, -torch.inf), y % 8),
+        "or add a vector",
+        lambda m, h, y: loss_of(m.head(h) + torch.where(m.vector > 1.4, -torch.inf, 0), y % 8),
+    ),
+    Remedy(
+        "no_linear_head",
+        lambda m, h, y: F.cross_entropy(torch.einsum("btd,vd->bvt", h, m.head.weight), y),
+        "write 'btd,vd->btv', and transpose the result",
+        lambda m, h, y: F.cross_entropy(
+            torch.einsum("btd,vd->btv", h, m.head.weight).transpose(1, 2), y
+        ),
+    ),
+    Remedy(
+        "mutated",
+        padding_written,
+        "cut them off",
+        lambda m, h, y: loss_of(m.head(h)[..., :120], y % 120),
     ),
     Remedy(
         "graph_break_between",

@@ -82,6 +82,18 @@ UNFUSED: dict[str, tuple[Function, str, str]] = {
         "loss_not_read",
         "end in `logsumexp`",
     ),
+    "a product with one-hot targets": (
+        lambda m, h, y: torch.einsum(
+            "bv,bv->b", F.one_hot(y, V).float(), m.head(h).log_softmax(-1)
+        ).mean(),
+        "loss_not_read",
+        "end in `einsum`",
+    ),
+    "a weight masked by an input and returned": (
+        lambda m, h, y: F.linear(h, m.head.weight * (y.sum() > 0)),
+        "logits_not_deferrable",
+        "`mul` computes the head's weight from a tensor that is neither a parameter nor a buffer",
+    ),
     "an autograd function": (
         lambda m, h, y: Chunked.apply(h, m.head.weight, y),
         "own_loss_function",

@@ -35,6 +35,7 @@ def do_once() -> None:
         interpreter._get_np_dtype = number_type
     look_for_no_overflow(interpreter)
     remember_shapes()
+    leave_alike_operands_alone()
 
 
 def look_for_no_overflow(interpreter: Any) -> None:
@@ -82,3 +83,46 @@ def remember_shapes() -> None:
 
     core.block_type.__init__ = begin_block_once
     core.tensor.__init__ = begin_tensor_once
+
+
+def leave_alike_operands_alone() -> None:
+    """Keep the language from asking how to make operands alike that are alike: a third of the time.
+
+    Two tensors of one of these types, which no rule converts, stay as they are, and a small number
+    gets the type of its tensor. Shapes are compared by identity, as `remember_shapes` makes each
+    once.
+    """
+    import triton.language as tl
+    from triton.language import semantic as given
+
+    core: Any = tl.core
+    semantic: Any = getattr(given, "TritonSemantic", None)
+    if semantic is None:
+        return
+    find, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    tensor, types = core.tensor, (core.int32, core.int64, core.float32, core.float64)
+    unchanged = {id(each) for each in types}  # pointers have no hash
+
+    def takes(left: Any, number: Any) -> bool:
+        if type(left) is not tensor or id(left.dtype) not in unchanged:
+            return False
+        is_small = type(number) is int and -(2**31) <= number < 2**31
+        return is_small or (type(number) is float and left.dtype.is_floating())
+
+    def broadcast_unlike(self: Any, left: Any, right: Any) -> Any:
+        if left.shape is right.shape and type(left) is type(right) is tensor:
+            return left, right
+        return broadcast(self, left, right)
+
+    def find_unlike(self: Any, left: Any, right: Any, *more: Any, **named: Any) -> Any:
+        if type(left) is type(right) is tensor and left.dtype is right.dtype:
+            if id(left.dtype) in unchanged:
+                return broadcast_unlike(self, left, right)
+        elif takes(left, right):
+            return broadcast_unlike(self, left, self.scalar_constant(right, dtype=left.dtype))
+        elif takes(right, left):
+            return broadcast_unlike(self, self.scalar_constant(left, dtype=right.dtype), right)
+        return find(self, left, right, *more, **named)
+
+    semantic.broadcast_impl_value = broadcast_unlike
+    semantic.binary_op_type_checking_impl = find_unlike

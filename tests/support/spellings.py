@@ -28,6 +28,8 @@ LOSSES = (
     "-z.log_softmax(-1).gather(-1, y[:, None]).mean()",
     "(-z.log_softmax(-1)).gather(-1, y[:, None]).mean()",
     "-z.log_softmax(-1)[torch.arange(N), y].mean()",
+    "-z.log_softmax(-1)[range(N), y].mean()",
+    "-z.softmax(-1)[torch.arange(N), y].log().mean()",
     "(z.logsumexp(-1) - z.gather(-1, y[:, None]).squeeze(-1)).mean()",
     "(z.logsumexp(-1) - z[torch.arange(N), y]).mean()",
     "-(F.one_hot(y, V) * z.log_softmax(-1)).sum(-1).mean()",
@@ -75,6 +77,7 @@ HEADS_OF_LOGITS = (
     "F.linear(h, W) + F.linear(h.tanh(), W)",
     "F.linear(h, W).clamp(-30, 30)",
     "F.linear(h, W).masked_fill(b > 2, -1e9)",
+    "F.linear(h, W) + torch.where(b > 2, -1e9, 0)",
     "torch.cat([F.linear(h, W[:311]), F.linear(h, W[311:])], -1)",
 )
 """Of hidden states h (N, D) and a weight W (V, D)."""
@@ -142,6 +145,8 @@ ATTENTION = (
     "q, k, v = (t.flatten(0, 1) for t in (q, k, v));"
     " x = torch.baddbmm(q.new_zeros(8, T, T), q, k.mT, beta=0, alpha=0.25);"
     " torch.bmm(x.softmax(-1), v)",
+    "q = q.unflatten(1, (2, 2)); w = torch.einsum('bghij,bgkj->bghik', q, k[:, :2]).softmax(-1);"
+    " torch.einsum('bghik,bgkj->bghij', w, v[:, :2]).flatten(1, 2)",
     "(q @ k.mT * 0.25 + slopes * distance).softmax(-1) @ v",
     "(q @ k.mT * 0.25).sigmoid() @ v",
     "w = (q @ k.mT * 0.25).softmax(-1); (w @ v, w)",

@@ -201,7 +201,8 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
     if call is None or call.op is not aten.softmax.int or tensor is None:
         return None
     if tensor.dim() not in SCORES:
-        return None
+        is_attention = tensor.dim() > 2 and _is_between_products(info, softmax)
+        return _more_axes(softmax, tensor.dim()) if is_attention else None
     axes, last = SCORES[tensor.dim()].replace("k", ""), call.args["dim"] % tensor.dim()
     axes = f"{axes[:last]}k{axes[last:]}"
     weights = _follow_weights(softmax, _Walk(info, axes))
@@ -219,6 +220,35 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
             return _at(_unknown_step(step), softmax)
     sizes = dict(zip(axes, tensor.shape, strict=True))
     return _site(info, softmax, sizes, scores, weights)
+
+
+def _more_axes(softmax: Node, number: int) -> Decline:
+    """Return the decline for scores with more axes than one call of attention has."""
+    hint = "let queries, keys and values have four axes (batch, heads, positions, features): join "
+    hint += "the others with the batch or the heads"
+    return replace(axes_order(softmax, f"the scores have {number} axes"), hint=hint)
+
+
+def _is_between_products(info: GraphInfo, softmax: Node) -> bool:
+    """Return whether a softmax's operand comes from a product, and its result goes to one.
+
+    The operations in between keep the sizes of the last two axes.
+    """
+    source, later = softmax, softmax
+    for _ in range(MAX_STEPS):
+        if node_name(source) in _ANY_PRODUCT:
+            break
+        near = [n for n in source.all_input_nodes if _is_floating(n)]
+        before = [n for n in near if _same_pairs(info, n, softmax)]
+        source = next(iter(before), softmax)
+    for _ in range(MAX_STEPS):
+        if any(node_name(user) in _ANY_PRODUCT for user in later.users):
+            return node_name(source) in _ANY_PRODUCT
+        later = next(iter(_alike(info, later)), later)
+    return False
+
+
+_ANY_PRODUCT = ("matmul", "einsum")
 
 
 def _site(

@@ -16,7 +16,7 @@ from ..graph.base import Decline
 from ..graph.graph_info import GraphInfo, kind_among, node_name
 from . import shards
 from .emit import groups_of, written_before
-from .head import SMALLEST_VOCABULARY, fold
+from .head import LEAVE_OUT_HINT, SMALLEST_VOCABULARY, fold
 from .softmax import is_shift
 from .tails import METRICS, STATISTICS, Site, has_sum, is_silent
 
@@ -194,4 +194,6 @@ def check_writes(info: GraphInfo, site: Site) -> Decline | None:
 def mutated(writer: Node, loss: Node) -> Decline:
     what = "the logits, the hidden states or the weight between the head and the loss, or to the "
     what += "targets between two losses"
-    return base.mutated(writer, what, loss)
+    found = base.mutated(writer, what, loss)
+    fills = node_name(writer) in ("setitem", "__setitem__", "index_fill_")
+    return replace(found, hint=f"{found.hint}; {LEAVE_OUT_HINT}") if fills else found

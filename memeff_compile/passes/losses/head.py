@@ -254,30 +254,48 @@ class HeadReader:
         return self.extend(Chain(head, (), node), upwards[::-1])
 
     def is_wide(self, head: Head) -> bool:
+        """Return whether a linear layer is a head by the shape and the source of its weight."""
+        return self.has_shape_of_head(head) and self.input_in_weight(head) is None
+
+    def has_shape_of_head(self, head: Head) -> bool:
         """Return whether a linear layer's shape is that of a head, not of an inner layer."""
         weight, hidden = self.info.tensor(head.weight), self.info.tensor(head.hidden)
-        if weight is None or hidden is None or not self._is_of_weights(head.weight):
+        if weight is None or hidden is None:
             return False
         vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
         return is_wide(vocabulary, compat.size_hint(hidden.shape[-1]))
 
-    def _is_of_weights(self, node: Node) -> bool:
-        """Return whether a weight is an input, or computed only from parameters and buffers.
+    def input_in_weight(self, head: Head) -> Node | None:
+        """Return the graph's input that a weight is computed from and that no module holds.
 
-        A product of two encoders' outputs has no such weight.
+        Return None for a weight that is an input itself, or is computed only from parameters and
+        buffers. A product of two encoders' outputs has no such weight.
         """
-        seen, queue = {node}, [node]
+        for node in self._sources(head.weight):
+            value = self.info.tensor(node)
+            is_trained = value is not None and value.requires_grad
+            if node is not head.weight and not (is_trained or _is_held_by_module(node)):
+                return node
+        return None
+
+    def masks_parameter(self, head: Head) -> bool:
+        """Return whether a weight is computed from a trained input of its own shape."""
+        weight = self.info.value(head.weight)
+        values = [self.info.tensor(node) for node in self._sources(head.weight)]
+        trained = [value for value in values if value is not None and value.requires_grad]
+        return any(same_shape(value.shape, weight.shape) for value in trained)
+
+    def _sources(self, node: Node) -> list[Node]:
+        """Return the graph's inputs that a node is computed from."""
+        found, seen, queue = list[Node](), {node}, [node]
         while queue:
             current = queue.pop()
-            if current.op == "placeholder" and current is not node:
-                value = self.info.tensor(current)
-                is_trained = value is not None and value.requires_grad
-                if not (is_trained or _is_held_by_module(current)):
-                    return False
+            if current.op == "placeholder":
+                found.append(current)
             fresh = [n for n in current.all_input_nodes if n not in seen]
             seen.update(fresh)
             queue += fresh
-        return True
+        return found
 
     def row_operand(self, node: Node) -> Node | None:
         """Return the operand whose rows ``node`` moves, casts or detaches, without tracing."""
@@ -403,7 +421,9 @@ class HeadReader:
         weight, transposed = self._untranspose(right)
         return self._make_head(node, left, weight, transposed, bias)
 
-    def _einsum_head(self, node: Node, equation: str, tensors: Sequence[Node]) -> Head | None:
+    def _einsum_head(
+        self, node: Node, equation: str, tensors: Sequence[Node]
+    ) -> Head | Decline | None:
         values = [self.info.tensor(tensor) for tensor in tensors]
         dims = [value.dim() for value in values if value is not None]
         if len(dims) != 2 or len(tensors) != 2:
@@ -419,6 +439,10 @@ class HeadReader:
             if len(vocab) == 1 and vocab not in hidden and output == rows + vocab:
                 transposed = weight[0] == contracted
                 return self._make_head(node, tensors[h], tensors[w], transposed, None)
+            if len(vocab) == 1 and sorted(output) == sorted(rows + vocab):
+                said = "`einsum` makes logits whose last dimension is not the classes"
+                hint = f"write '{left},{right}->{rows}{vocab}', and transpose the result"
+                return Decline("no_linear_head", said, hint, node)
         return None
 
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
@@ -710,7 +734,8 @@ class HeadReader:
                 node,
             )
         what = f"the logits come from {_describe(node)}, which is not a linear head"
-        return Decline("no_linear_head", what, _NO_HEAD_HINT, node)
+        hint = LEAVE_OUT_HINT if node_name(node).rstrip("_") in _FILLS else _NO_HEAD_HINT
+        return Decline("no_linear_head", what, hint, node)
 
 
 def is_wide(classes: int, width: int) -> bool:
@@ -718,6 +743,11 @@ def is_wide(classes: int, width: int) -> bool:
     return classes >= SMALLEST_VOCABULARY and classes > _HEAD_WIDTH * width
 
 
+LEAVE_OUT_HINT = (
+    "to leave out classes, cut them off (logits[..., :n]), or add a vector over the vocabulary "
+    "that has -inf or a large negative number for them"
+)
+_FILLS = ("where", "masked_fill", "index_fill")
 _NO_HEAD_HINT = (
     "make the logits by one linear layer, followed by casts, scales, one softcap and added vectors"
 )
@@ -785,7 +815,7 @@ def _class_cut(node: Node, call: Call, rank: int, width: Any) -> tuple[int, int]
         end = start + (end or 0)
     end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)
     if step not in (None, 1):
-        said = f"{_describe(node)} takes every {step}th class"
+        said = f"{_describe(node)} takes one class in {step}"
         hint = f"take these rows of the weight: F.linear(hidden, weight[{start}:{end}:{step}])"
         return Decline("unknown_step", said, hint, node)
     return start, max(start, end)

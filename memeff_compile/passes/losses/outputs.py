@@ -83,7 +83,7 @@ def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
             continue
         if narrow:
             is_sought = value.shape[-1:] and compat.size_hint(value.shape[-1]) >= _MANY
-            is_sought = is_sought and not reader.is_wide(chain.head)
+            is_sought = is_sought and not reader.has_shape_of_head(chain.head)
         else:
             is_sought = reader.is_wide(chain.head)
         if is_sought:

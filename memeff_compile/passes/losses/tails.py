@@ -22,7 +22,7 @@ from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, Head, HeadReader, fold
 from .outputs import LogitsOutput, is_deferrable, returned_logits
 from .softmax import Soft, SoftmaxReader, broadcast_operand, class_position, negated
-from .targets import INDICES, OneHot, counts_up, read_one_hot
+from .targets import INDICES, NUMBERS, OneHot, counts_up, indexed_by_numbers, read_one_hot
 
 
 @dataclass(frozen=True)
@@ -295,18 +295,23 @@ class TailReader:
 
     def _picked_by_index(self, node: Node) -> Picked | Decline | None:
         reading = read(node) or ()
-        if not reading or reading[-1].op is not aten.index.Tensor:
+        if reading and reading[-1].op is aten.index.Tensor:
+            source, indices = reading[0].args["self"], reading[-1].args["indices"]
+        elif (found := indexed_by_numbers(node)) is not None:
+            source, indices = found
+        else:
             return None
-        source, indices = reading[0].args["self"], reading[-1].args["indices"]
         value = self.info.tensor(source)
         if value is None or value.dim() < 2:
             return None
         if len(reading) > 1:  # a row by its number, and others by index
             is_read = indices[-1] is not None and value.dim() == len(indices) + 1
             return self._rows_differ(node, source) if is_read else None
-        if len(indices) != value.dim() or not all(isinstance(each, Node) for each in indices):
-            return None
         *places, index = indices
+        if len(indices) != value.dim() or not all(isinstance(i, (Node, *NUMBERS)) for i in places):
+            return None
+        if not isinstance(index, Node):
+            return None
         rows, target = value.shape[:-1], self.info.tensor(index)
         if target is None or target.dtype not in INDICES:
             return None
@@ -369,10 +374,7 @@ class TailReader:
             if total is None or total.peak is None or total.chain.moved:
                 continue
             way: list[Node] = []
-            entry = back_over(right, (aten.squeeze.dim,), way)
-            call = call_of(entry, aten.gather.default, aten.take_along_dim.default)
-            picked = self._picked_by_index(entry) if call is None else None
-            picked = picked if call is None else self._gathered(entry, call.args)
+            entry, picked = self._picked(right, way)
             peak = None
             if isinstance(picked, Picked):
                 peak = self.softmax.peak_taken_off(picked.source)
@@ -392,6 +394,27 @@ class TailReader:
             through = (*through, entry, *way)
             yield Tail(node, "log_prob", total.chain, through=through, factor=sign, **picked.how)
             return
+
+    def _picked(self, node: Any, way: list[Node]) -> tuple[Node, Picked | Decline | None]:
+        """Read one class per row of any tensor, whose last dimension may be removed afterwards."""
+        entry = back_over(node, (aten.squeeze.dim, aten.select.int), way)
+        call = call_of(entry, aten.gather.default, aten.take_along_dim.default)
+        found = self._picked_by_index(entry) if call is None else self._gathered(entry, call.args)
+        return entry, found
+
+    def _log_of_picked(self, node: Node, a: Any) -> Iterable[Tail]:
+        """Read ``log(softmax(x)[target])``."""
+        way: list[Node] = []
+        entry, picked = self._picked(a["self"], way)
+        soft = self.softmax.probs(picked.source) if isinstance(picked, Picked) else None
+        if soft is None or not isinstance(picked, Picked) or soft.chain.moved:
+            return
+        rows = self.info.value(picked.source).shape[:-1]
+        index, shape = self.info.value(picked.index).shape, self.info.value(node).shape
+        is_alike = same_shape(index if picked.from_end else index[:-1], rows)
+        if is_alike and any(same_shape(shape, wanted) for wanted in (rows, (*rows, 1))):
+            through = (*soft.through, *picked.opened, entry, *way)
+            yield Tail(node, "log_prob", soft.chain, through=through, **picked.how)
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
         """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]`` as an argmax, if no node uses the values."""
@@ -561,6 +584,11 @@ class TailReader:
         if total is not None and total.peak is None and not total.chain.moved:
             yield Tail(node, "lse", total.chain, through=total.through, keepdim=total.keepdim)
 
+    def _log(self, node: Node, a: Any) -> Iterable[Tail]:
+        """Read the logarithm of a sum over the classes, or of one probability per row."""
+        yield from self._by_hand(node, a)
+        yield from self._log_of_picked(node, a)
+
     def _entropy(
         self, node: Node, a: Any, term: Node, sign: int, between: tuple[Node, ...], call: Call
     ) -> Iterable[Tail]:
@@ -617,7 +645,7 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
     aten.mean.dim: TailReader._mean,
     aten.mean.default: TailReader._mean,
     aten.sub.Tensor: TailReader._difference,
-    aten.log.default: TailReader._by_hand,
+    aten.log.default: TailReader._log,
     aten.add.Tensor: TailReader._by_hand,
 }
 

@@ -7,6 +7,7 @@ full(rows, V).scatter(-1, targets, number), in place too
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,15 +15,30 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ... import compat
 from ..graph.canonical import aten, call_of, named, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 
 INDICES = torch.int64, torch.int32
+NUMBERS = range, list, tuple  # Python's own sequences of row positions
 
 
-def counts_up(info: GraphInfo, index: Node, dim: int, rows: Sequence[Any], reader: Node) -> bool:
-    """Return whether ``index``, as ``reader`` sees it, contains each row's own position along
-    ``dim``."""
+def indexed_by_numbers(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
+    """Return the tensor and the indices of ``x[range(rows), targets]``, or None."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return None
+    source, indices = node.args[0], node.args[1]
+    if not isinstance(indices, tuple) or not any(isinstance(i, NUMBERS) for i in indices):
+        return None
+    return source, indices
+
+
+def counts_up(info: GraphInfo, index: Any, dim: int, rows: Sequence[Any], reader: Node) -> bool:
+    """Return whether ``reader`` sees in ``index`` each row's own position along ``dim``."""
+    if isinstance(index, NUMBERS):  # which broadcast along the last of the dimensions only
+        size = compat.known_size(rows[dim])
+        is_last = dim == len(rows) - 1
+        return is_last and size is not None and list(index) == list(range(size))
     value = info.tensor(index)
     wanted = [1] * len(rows)
     wanted[dim] = rows[dim]

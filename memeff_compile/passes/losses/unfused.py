@@ -79,7 +79,9 @@ def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node
     queue, seen, ends = [product], {product}, list[Node]()
     while queue:
         for user in queue.pop().users:
-            if user in judged or node_name(user) in _PRODUCTS or len(seen) > _MAX_NODES:
+            if user in judged or len(seen) > _MAX_NODES:
+                return None
+            if node_name(user) in _PRODUCTS and not _weighs_classes(info, user, product):
                 return None
             if user in seen:
                 continue
@@ -93,6 +95,17 @@ def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node
             else:
                 ends.append(user)
     return ends
+
+
+def _weighs_classes(info: GraphInfo, node: Node, logits: Node) -> bool:
+    """Return whether a product sums each row's classes, with numbers of that row and class.
+
+    A layer that reads the classes has one weight for all rows.
+    """
+    classes = compat.size_hint(info.value(logits).shape[-1])
+    wanted = _elements(info, logits)
+    are_as_large = all(_elements(info, each) == wanted for each in node.all_input_nodes)
+    return are_as_large and _elements(info, node) * classes <= wanted
 
 
 def _elements(info: GraphInfo, node: Node) -> int:
@@ -115,13 +128,28 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
         return None
     for node in info.output.all_input_nodes:
         chain = reader.chain(node)
-        if isinstance(chain, Chain) or chain.node is None or not reader.is_wide(head):
+        if isinstance(chain, Chain):
+            if reader.input_in_weight(head) is not None and reader.masks_parameter(head):
+                return _given_in_weight(head, classes)
+            continue
+        if chain.node is None or not reader.is_wide(head):
             continue
         if chain.code != "no_linear_head" and head.node in _before(chain.node):
             said = f"this graph returns logits over {classes} classes and no loss, and they "
             said += f"cannot be deferred: {chain.sentence}"
             return replace(chain, code="logits_not_deferrable", sentence=said)
     return None
+
+
+def _given_in_weight(head: Head, classes: int) -> Decline:
+    """Return the decline for returned logits whose weight has an input that no module holds."""
+    said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
+    said += (
+        f"deferred: `{node_name(head.weight)}` computes the head's weight from a tensor that is "
+    )
+    said += "neither a parameter nor a buffer"
+    hint = "compute the loss inside the compiled function (pass labels=)"
+    return Decline("logits_not_deferrable", said, hint, head.node)
 
 
 def _before(node: Node) -> set[Node]:

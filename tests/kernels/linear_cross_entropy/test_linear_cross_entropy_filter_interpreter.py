@@ -126,7 +126,7 @@ def test_no_row_loses_more_than_the_bound_of_mass(
     assert share == 1 if kind == "flat" else share < 1
 
 
-@pytest.mark.parametrize("kind", ["plain", "flat among peaked"])
+@pytest.mark.parametrize("kind", [slow("plain"), "flat among peaked"])
 def test_block_drops_what_is_below_eps_in_all_rows_of_a_block(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +283,7 @@ def _of_rows(
         ("both", True, 1.0),
         # In half of the rows the target's element has the sign of the others.
         ("both", True, -1.0),
-        ("both", False, 1.0),
+        slow("both", False, 1.0),
         ("hidden", True, 1.0),
         ("weight", True, 1.0),
     ],
@@ -430,7 +430,9 @@ def test_groups_without_rows_count_nothing_whatever_their_memory_holds(
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 400), (100, 7), (64, 33), (33, 65), (5, 1)])
+@pytest.mark.parametrize(
+    ("rows", "vocab"), [slow(1, 400), (100, 7), slow(64, 33), (33, 65), (5, 1)]
+)
 def test_ragged_sizes_and_ignored_rows_lose_nothing_at_a_level_of_nothing(
     rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,14 @@ def test_logits_of_tiles_compile_within_the_limits(capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    "needs",
+    [
+        (True, True),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ((True, False), (False, True))),
+    ],
+    ids=str,
+)
 def test_products_compile_within_the_limits(needs: tuple[bool, bool], capability: int) -> None:
     constants = {"TILE": 128, "NEEDS_HIDDEN": needs[0], "NEEDS_WEIGHT": needs[1]}
     ptx = within_limits(_compile(capability, "products", constants), capability, stack=32)

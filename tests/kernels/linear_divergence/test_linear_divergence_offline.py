@@ -68,8 +68,15 @@ def test_kernel_compiles_without_spills(
     within_limits(kernel, capability)
 
 
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "has_bias"),
+    [
+        pytest.param("bf16", False, id="bf16-plain"),
+        pytest.param("fp16", True, id="fp16-bias"),
+        pytest.param("bf16", True, id="bf16-bias", marks=pytest.mark.slow),
+        pytest.param("fp16", False, id="fp16-plain", marks=pytest.mark.slow),
+    ],
+)
 def test_products_compile_without_spills(dtype: str, has_bias: bool) -> None:
     from memeff_compile.kernels.linear_divergence import kept_logits_kernels as kernels
 

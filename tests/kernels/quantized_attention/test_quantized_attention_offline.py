@@ -190,7 +190,7 @@ def test_older_gpus_are_served(capability: int) -> None:
     _check(capability, 128, PLAIN)
 
 
-@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("depth", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_scores_of_means_cost_no_more_than_a_sum_to_start_from(depth: int, tmp_path: Path) -> None:
     """In 4 bits: a multiply-add per score in the place of a constant, and no spill."""
     compiled, shape = _attention(90, depth, FOUR, "fp8e4nv")

@@ -409,6 +409,13 @@ def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-1, -2) * SCALE).masked_fill(~keys, LOW).softmax(-1) @ v
 
 
+def groups_of_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    groups = q.unflatten(1, (H, 1))
+    scores = torch.einsum("bghid,bgjd->bghij", groups, k)
+    scores = torch.where(torch.ones(T, T).tril() > 0, scores, LOW)
+    return torch.einsum("bghij,bgjd->bghid", scores.softmax(-1), v).flatten(1, 2)
+
+
 def features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention among D features, over the length (XCiT)."""
     weights = torch.einsum("bhid,bhie->bhde", q, k).softmax(-1)
@@ -478,6 +485,7 @@ SPELLINGS: dict[Callable[..., Any], tuple[Callable[[], tuple[Tensor, ...]], str]
     with_sinks: (apart, "sinks"),
     with_weights: (apart, "weights_used(output)"),
     values_of_each_query: (apart, "axes_order"),
+    groups_of_heads: (apart, "axes_order"),
     einsum_queries_along_batch: (packed, "axes_order"),
 }
 
@@ -647,6 +655,12 @@ def mask_of_some_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1) @ v
 
 
+def softmax_of_five_axes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A softmax of a product's blocks, which no other product reads."""
+    blocks = (q @ k.transpose(-1, -2)).unflatten(1, (H, 1)).softmax(-1)
+    return blocks.sum(-1) + v.sum()
+
+
 NEAR_MISSES: dict[Callable[..., Any], list[str]] = {
     values_of_queries: [],
     sums_over_heads: [],
@@ -654,6 +668,7 @@ NEAR_MISSES: dict[Callable[..., Any], list[str]] = {
     weights_of_all_queries: [],
     softmax_over_heads: [],
     mask_of_some_rows: ["unknown_step(setitem)"],
+    softmax_of_five_axes: [],
 }
 
 
