@@ -14,7 +14,6 @@ pytestmark = pytest.mark.offline
 CONSTANTS: dict[str, dict[str, Any]] = {
     "keep": {"CHUNK": 2048, "TILE": 256, "HAS_BIAS": True},
     "gradient": {"CHUNK": 2048, "TILE": 256, "PADDED": 512, "HAS_GRADIENT": True},
-    "scale": {"BLOCK": 4096, "IN_PLACE": True},
     "pick": {"TILE": 256, "PADDED": 512, "WIDTH": 64, "NORMALISED": True},
     "spread": {"TILE": 256, "PADDED": 512, "WIDTH": 64, "NORMALISED": True, "CHUNK": 2048},
     "place": {"TILE": 256, "PADDED": 512, "WIDTH": 64, "NORMALISED": True},
