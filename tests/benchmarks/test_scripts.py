@@ -232,7 +232,7 @@ def test_steps_with_a_coded_cache_are_timed_and_the_longest_one_found(tmp_path: 
     from benchmarks import rows
 
     out = tmp_path / "coded-kv.jsonl"
-    parts = ("step", "longest", "batch", "prompt")
+    parts = ("step", "longest", "batch", "prompt", "fits")
     given = ["--repeats", "2", "--budget", "600", "--out", str(out)]
     script("coded_kv", "--size", "tiny", "--part", *parts, *given)
     found = rows.read(out)
@@ -241,6 +241,8 @@ def test_steps_with_a_coded_cache_are_timed_and_the_longest_one_found(tmp_path: 
     assert lengths[4] > 2 * lengths[16]
     held = {row["cache"]: row["cache_bytes"] for row in found if row["kind"] == "coded kv batch"}
     assert held["3 bits, aligned from a quarter on"] < held["bf16"]
+    fits = {row["cache"]: row["tokens"] for row in found if row["kind"] == "coded kv fits"}
+    assert fits["3 bits, aligned from a quarter on"] > fits["4 bits"] > 3 * fits["bf16"]
     assert len([row for row in found if row["kind"] == "coded kv prompt"]) == 4
     assert len([row for row in found if row["kind"] == "coded kv batch"]) == 2 * 2 * 6
 

@@ -73,29 +73,20 @@ def turned(q: Tensor, turns: Tensor) -> Tensor:
 
     batch, heads, _, depth = q.shape
     found = q.new_empty((batch, heads, depth), dtype=torch.float32)
-    at_once = heads_at_once(q, turns)
-    chunk, warps = chunk_for(depth, at_once)
+    chunk, at_once = min(CHUNK, depth), heads_at_once(q, turns)
     kernels._coded_kv_cache_split_codes_turn_kernel[(batch * heads // at_once, depth // chunk)](
         *((q, q.stride(0), q.stride(1), q.stride(3)), turns, found),
         (heads, heads // turns.shape[1]),
         DEPTH=depth,
         CHUNK=chunk,
         AT_ONCE=at_once,
-        num_warps=warps,
+        num_warps=4,
     )
     return found
 
 
 CHUNK = 32
-"""Channels of a map that one program applies to one query head."""
-
-
-def chunk_for(depth: int, at_once: int) -> tuple[int, int]:
-    """Return the channels of a map that one program applies, and its warps.
-
-    For several heads at once: a whole map of 128 channels, so that its bytes come in one piece.
-    """
-    return (min(CHUNK, depth), 4) if at_once == 1 else (min(depth, 128 * 128 // depth), 8)
+"""Channels of a map that one program applies."""
 
 
 def heads_at_once(q: Tensor, turns: Tensor) -> int:
@@ -103,8 +94,9 @@ def heads_at_once(q: Tensor, turns: Tensor) -> int:
 
     All heads of a map, so that it is read once, or one if the GPU would have too little to do.
     """
-    maps, kv_heads = turns.shape[0] * turns.shape[1], turns.shape[1]
-    return q.shape[1] // kv_heads if 2 * maps >= processors(q.device) else 1
+    batch, kv_heads, _, depth = turns.shape[:4]
+    programs = batch * kv_heads * (depth // min(CHUNK, depth))
+    return q.shape[1] // kv_heads if programs >= 2 * processors(q.device) else 1
 
 
 def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,8 +128,7 @@ def combine(
     batch, _, heads, depth = out.shape
     means, turns, _ = maps
     if turns is not None:
-        at_once = heads_at_once(out.transpose(1, 2), turns)
-        chunk, warps = chunk_for(depth, at_once)
+        chunk, at_once = min(CHUNK, depth), heads_at_once(out.transpose(1, 2), turns)
         kernels._coded_kv_cache_split_codes_combine_turned_kernel[
             (batch * heads // at_once, depth // chunk)
         ](
@@ -148,7 +139,7 @@ def combine(
             MERGED_BLOCK=1 << (shares - exact - 1).bit_length(),
             EXACT_BLOCK=1 << (exact - 1).bit_length(),
             AT_ONCE=at_once,
-            num_warps=warps,
+            num_warps=4,
         )
         return
     if shares > 1:

@@ -240,10 +240,11 @@ def fidelity_report(
                 plain = KVCache(model.config, ids.shape[1], few, **{**how, "merge": None})
                 other = _run(model, ids, mask, steps, plain)
                 gathered.other(few, exact, other, plain.nbytes)
-            for at in gathered.mergeable() if asked is not None and each_pair else ():
-                pair = replace(asked, start_layer=at, end_layer=at + 2)
-                alone = KVCache(model.config, ids.shape[1], bits, **{**how, "merge": pair})
-                gathered.alone(at, exact, _run(model, ids, mask, steps, alone))
+            if each_pair and isinstance(asked, MiniCache):
+                for at in gathered.mergeable():
+                    pair = replace(asked, start_layer=at, end_layer=at + 2)
+                    alone = KVCache(model.config, ids.shape[1], bits, **{**how, "merge": pair})
+                    gathered.alone(at, exact, _run(model, ids, mask, steps, alone))
     if cache is None:
         raise CalibrationError("no inputs were given to compare on; give at least one.")
     shown = {"bits": bits, "merge": merge, **settings}

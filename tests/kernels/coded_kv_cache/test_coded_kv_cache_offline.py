@@ -198,15 +198,14 @@ def _combine(capability: int, depth: int, splits: int) -> Any:
 def _turn(capability: int, depth: int, splits: int | None = None) -> Any:
     """Compile the kernel that turns queries or, with splits, the one that turns results back."""
     at_once = 1 if splits == MAX_SPLITS else 4  # where there are many shares, there are few maps
-    chunk, warps = split_codes.chunk_for(depth, at_once)
-    constants = {"DEPTH": depth, "CHUNK": chunk, "AT_ONCE": at_once}
+    constants = {"DEPTH": depth, "CHUNK": split_codes.CHUNK, "AT_ONCE": at_once}
     if splits is None:
         name = "_coded_kv_cache_split_codes_turn_kernel"
     else:
         name = "_coded_kv_cache_split_codes_combine_turned_kernel"
         exact = 1 << (splits - 1).bit_length()
         constants |= {"MERGED_BLOCK": 2 * exact, "EXACT_BLOCK": exact}
-    return _compile("split_codes_kernels", name, capability, "bf16", constants, warps)
+    return _compile("split_codes_kernels", name, capability, "bf16", constants, 4)
 
 
 CASES = [

@@ -202,7 +202,7 @@ def test_layers_that_are_not_aligned_are_judged_as_they_are(model: Any) -> None:
         merged(model, fidelity=report, align="none")
     with pytest.warns(UserWarning, match="no neighbouring layers are alike as they are"):
         merged(model, align="none")
-    with pytest.warns(UserWarning, match="aligned layers from half on cost up to"):
+    with pytest.warns(UserWarning, match="aligned layers from half on cost 5 to 9 %"):
         merged(model)
 
 
