@@ -214,8 +214,8 @@ def fits_halves(block: int, columns: int) -> bool:
 def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> MatrixTile:
     """Return the tile of one token that is multiplied in fp16, as measured on an H200.
 
-    Queries, keys and values of usual models have one tile, so that one launch multiplies them. Fewer
-    warps would be up to 7 % faster for 4096 x 4096 alone.
+    Queries, keys and values of usual models have one tile, so that one launch multiplies them.
+    Fewer warps would be up to 7 % faster for 4096 x 4096 alone.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4
     while warps < 8 and programs * warps < WARPS_WITH_MATRICES * processors:
