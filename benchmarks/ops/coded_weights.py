@@ -25,7 +25,7 @@ SGD after the backward, SGD in the backward on dense weights, and on compressed 
 
 `token`: one token through that model with a static cache, dense, compressed and in those formats,
 in CUDA graphs; `peak_gib` is of the weights, the cache and the rest of one step, of this model
-alone.
+alone. With `--compiled`, the backend compiles each model, equal layers once.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -48,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import registry, rows, timing
 from benchmarks.ops.plain_formats import FORMATS, PlainFormat
+from benchmarks.turns import Turns
 from memeff_compile.kernels.coded_weight import (
     CODECS,
     CodedWeight,
@@ -373,7 +374,13 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 memeff_compile.compress_(model, way, min_size=limit, progress=False)
             cache = StaticCache(config=model.config, max_cache_len=512)
 
-            def step(model: Any = model, cache: Any = cache) -> Tensor:
+            run = model
+            if options.compiled:
+                torch._dynamo.reset()
+                settings = {"memeff.regions": "on", "memeff.cuda_graphs": "off"}
+                run = torch.compile(model, backend="memeff", options=settings)
+
+            def step(model: Any = run, cache: Any = cache) -> Tensor:
                 return model(
                     input_ids=ids,
                     past_key_values=cache,
@@ -382,7 +389,8 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 ).logits
 
             logits = step().clone()
-            exact = logits if way == "dense" else exact
+            alone = Turns(options.turns)  # from here on, of processes that compiled in parallel
+            exact = logits if way == "dense" or not exact.numel() else exact
             before = _allocated(options.device)
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
@@ -394,10 +402,11 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             off = float((logits.float() - exact.float()).abs().max())
             largest = round(float(exact.abs().max()), 5)
             (times,) = timed({way: [step]}, options.device).values()
-            usual = usual or times["median"]
+            usual = times["median"] if way == "dense" else usual
+            alone.give()
             row = {"what": "token", "way": way, "graph": cuda, "us": times, "peak_gib": size}
-            row |= {"of_dense": round(times["median"] / usual, 3)}
-            largest = round(float(exact.abs().max()), 5)
+            row |= {"compiled": True} if options.compiled else {}
+            row |= {"of_dense": round(times["median"] / usual, 3) if usual else None}
             yield {**row, "largest_difference": round(off, 5), "largest_logit": largest}
 
 
@@ -433,6 +442,8 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--size", choices=tuple(registry.WEIGHTS), default="h200")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 8, 16, 64])
+    parser.add_argument("--compiled", action="store_true", help="the model of `token`")
+    parser.add_argument("--turns", type=Path, help="a file that processes of `token` share")
     parser.add_argument("--no-peers", action="store_true", help="no INT8 and NF4 in `widths`")
     parser.add_argument("--way", choices=WAYS, nargs="+", help="of one token through the model")
     parser.add_argument("--out", type=Path, default=Path("coded-weights.jsonl"))

@@ -533,6 +533,8 @@ def setting_of(
         return _row_tile(rows, count, form)
     if not has_matrix:
         return None
+    if tokens == 1 and shapes.fits_halves(form.block, columns):
+        return shapes.halves_tile(rows, columns, form.mantissa, count)
     if tokens <= shapes.MAX_FUSED_TOKENS:
         return shapes.matrix_tile(tokens, rows, columns, count)
     is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper

@@ -137,7 +137,7 @@ def _matrix(
 def _token(
     capability: int, rows: int, columns: int, field: int, *, is_even: bool = True, count: int = 1
 ) -> Any:
-    tile = shapes.matrix_tile(1, rows, columns, 132)
+    tile = shapes.halves_tile(rows, columns, field - 1, 132)
     constants = {
         "COUNT": count,
         "TILE": (True, is_even),
@@ -356,7 +356,7 @@ def test_operands_are_decoded_in_registers(
             pytest.param(*case, marks=SLOW)
             for case in (
                 *((90, 14336, 4096, 4, True), (90, 14336, 4096, 1, True)),
-                *((90, 4096, 14336, 4, True), (90, 1030, 1536, 4, False)),
+                *((90, 4096, 8192, 4, True), (90, 1030, 1536, 4, False)),
                 *((80, 14336, 4096, 4, True), (100, 14336, 4096, 1, True)),
             )
         ],
