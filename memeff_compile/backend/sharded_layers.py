@@ -102,7 +102,7 @@ def compile_heads(model: nn.Module, options: Options) -> int:
     found = [each for each in model.modules() if _is_head_apart(each)]
     given = {"backend": "memeff", "options": replace(options, logits="deferred").to_dict()}
     for head in found:
-        compat.compile_between_hooks(head, given, _stays_gathered)
+        compat.compile_between_hooks(head, given, _before)
     return len(found)
 
 
@@ -116,9 +116,14 @@ def _is_head_apart(module: nn.Module) -> bool:
     )
 
 
-def _stays_gathered(head: nn.Module) -> None:
-    """Keep a group gathered from here to the backward pass, or free it as usual in inference."""
+def _before(head: nn.Module) -> None:
+    """Keep a group gathered from here to the backward pass, or free it as usual in inference.
+
+    The loss follows, often inside of the outermost module. There FSDP2 would still hold a second
+    copy of the gathered weights.
+    """
     compat.keep_gathered(head, torch.is_grad_enabled())
+    compat.free_last_gather(head)
 
 
 def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
