@@ -1064,6 +1064,8 @@ UNAVOIDABLE = {
     ("model/ternary/pretrained.py", "_weight_conversions"),
     ("model/weights/pretrained.py", "_weight_conversions"),
     ("model/weights/pretrained.py", "_hf_hook"),  # of accelerate: which weights it moves, and when
+    # of torchtitan, which refuses other backends there
+    ("integrations/torchtitan.py", "_maybe_regional_inductor_backend"),
 }
 
 
