@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -736,7 +737,7 @@ def test_plain_tensors_belong_to_no_group() -> None:
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
 @probes("shards_by_fsdp2", "is_fsdp_shard", "put_fsdp_shard", "with_local_part", "fsdp_shards")
 @probes("is_tensor_parallel", "is_fsdp2_module", "fsdp_group", "sharded_with")
-@probes("awaits_backward", "keep_gathered")
+@probes("awaits_backward", "keep_gathered", "free_last_gather")
 def test_parameters_of_fsdp2_are_found() -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -754,10 +755,10 @@ def test_parameters_of_fsdp2_are_found() -> None:
         assert compat.is_dtensor(outer.weight)
         assert not compat.is_dtensor(compat.local_part(outer.weight))
         assert compat.is_fsdp_shard(outer.weight)
-        held = compat.fsdp_shards()[id(outer.weight)]
-        assert held.holds(outer.weight)
-        assert not held.holds(inner.weight)
-        assert not held.is_on_host
+        shard = compat.fsdp_shards()[id(outer.weight)]
+        assert shard.holds(outer.weight)
+        assert not shard.holds(inner.weight)
+        assert not shard.is_on_host
         doubled = compat.local_part(outer.weight).detach() * 2
         assert torch.equal(compat.with_local_part(outer.weight, doubled).to_local(), doubled)
         assert compat.put_fsdp_shard(outer, "weight", doubled)
@@ -791,6 +792,12 @@ def test_parameters_of_fsdp2_are_found() -> None:
             with torch.no_grad():
                 model(torch.ones(1, 4))
             assert compat.is_fsdp_shard(inner.weight) is not stays
+
+        communication = inner._get_fsdp_state()._comm_ctx
+        communication.all_gather_state = SimpleNamespace(event=torch.cpu.Event())  # of two ranks
+        compat.free_last_gather(inner)
+        assert communication.all_gather_state is None
+        compat.free_last_gather(inner)
 
         both = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
         cut = parallelize_module(nn.Linear(4, 4), both["tensor"], ColwiseParallel())
@@ -1057,6 +1064,8 @@ UNAVOIDABLE = {
     ("model/ternary/pretrained.py", "_weight_conversions"),
     ("model/weights/pretrained.py", "_weight_conversions"),
     ("model/weights/pretrained.py", "_hf_hook"),  # of accelerate: which weights it moves, and when
+    # of torchtitan, which refuses other backends there
+    ("integrations/torchtitan.py", "_maybe_regional_inductor_backend"),
 }
 
 

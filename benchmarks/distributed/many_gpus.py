@@ -72,7 +72,7 @@ SIZES = {
     "llama3.2-1b": Size(128256, 2048, 8192, 16, 32, 8, 8, 2048, 8192, 4096, is_tied=True),
     "llama3-8b": Size(128256, 4096, 14336, 8, 32, 8, 4, 2048, 8192, 4096),
     "llama3.1-8b": Size(
-        *(128256, 4096, 14336, 32, 32, 8, 2, 8192, 8192, 4096),
+        *(128256, 4096, 14336, 32, 32, 8, 1, 8192, 8192, 4096),
         optimizer="AdamW",
         is_made_in_shards=True,
     ),
@@ -131,7 +131,8 @@ class Subject:
         # In one group the foreach form would be given plain tensors and DTensors together.
         kinds = [[p for p in self.parameters if hasattr(p, "to_local") == k] for k in (False, True)]
         groups = [{"params": some} for some in kinds if some]
-        self.optimizer = getattr(torch.optim, self.kind)(groups, lr=1e-6)
+        how = {"fused": True} if self.kind == "AdamW" else {}  # the default is slow for DTensors
+        self.optimizer = getattr(torch.optim, self.kind)(groups, lr=1e-6, **how)
 
     def step(self) -> None:
         """Do one step."""

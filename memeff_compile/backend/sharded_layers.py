@@ -119,8 +119,13 @@ def _is_head_apart(module: nn.Module) -> bool:
 
 
 def _stays_gathered(head: nn.Module) -> None:
-    """Keep FSDP2's group gathered until the backward pass; in inference, free it as usual."""
+    """Keep a group gathered from here to the backward pass, or free it as usual in inference.
+
+    The loss follows, often inside of the outermost module. There FSDP2 would still hold a second
+    copy of the gathered weights.
+    """
     compat.keep_gathered(head, torch.is_grad_enabled())
+    compat.free_last_gather(head)
 
 
 def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:

@@ -215,6 +215,23 @@ def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
                 group.post_forward_mesh_info = kept.pop("memeff_after_forward")
 
 
+def free_last_gather(module: torch.nn.Module) -> None:
+    """Free the buffer that FSDP2's latest all-gather wrote to, as FSDP2 does after the root.
+
+    FSDP2 has copied the weights out of it. It keeps the buffer until the next all-gather, so that
+    this one waits for the copies; here the streams of later all-gathers wait for them now.
+    """
+    for state in _fsdp2_states():
+        if module not in state._modules:
+            continue
+        context = state._comm_ctx
+        if hasattr(context, "release_all_gather_state_for_comm_reuse"):  # since torch 2.15
+            context.release_all_gather_state_for_comm_reuse()
+        elif (last := context.all_gather_state) is not None:
+            _groups_of(state)[0]._wait_all_gather_streams_on_event(last.event)
+            context.all_gather_state = None
+
+
 def is_sharded_by_fsdp(weight: torch.Tensor) -> bool:
     """Return whether ``weight`` was gathered from shards by FSDP, 1 or 2."""
     return _is_fsdp1_view(weight) or _fsdp2_owner(weight)[0] is not None

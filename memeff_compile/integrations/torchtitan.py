@@ -1,5 +1,6 @@
-"""Compute torchtitan's chunked loss with our op, over the whole sequence at once, and compile blocks
-with FlexAttention by this backend.
+"""Compute torchtitan's chunked loss with our op, over the whole sequence at once.
+
+Blocks with FlexAttention are compiled by this backend.
 
 Usage:
 

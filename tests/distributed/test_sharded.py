@@ -365,6 +365,23 @@ def a_head_with_a_group_of_its_own() -> None:
     assert "forward" not in vars(model.head)
 
 
+def a_head_apart_is_gathered_once() -> None:
+    """When its loss begins, FSDP2 holds no second copy of the gathered weight."""
+    eager = head_apart()
+    model = compiled(head_apart())
+    for each, expected in ((eager, True), (model, False)):
+        held: list[bool] = []
+
+        @torch._dynamo.disable
+        def look(head: Any, *_: Any, held: list[bool] = held) -> None:
+            held.append(head._get_fsdp_state()._comm_ctx.all_gather_state is not None)
+
+        each.head.register_forward_hook(look)
+        for _ in range(2):
+            each(ids())[0].backward()
+        assert held == [expected] * 2
+
+
 def a_head_apart_of_a_model_that_is_not_compiled() -> None:
     """Blocks compiled one by one leave the rest of the model to its owner."""
     model = head_apart()
@@ -454,6 +471,7 @@ CASES = [
     a_head_that_is_freed_after_forward,
     a_loss_outside_the_model,
     a_head_with_a_group_of_its_own,
+    a_head_apart_is_gathered_once,
     a_head_apart_of_a_model_that_is_not_compiled,
     a_head_apart_whose_logits_are_eager,
     the_older_fsdp,
