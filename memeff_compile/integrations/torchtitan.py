@@ -1,6 +1,6 @@
-"""Compute torchtitan's chunked loss with our op, over the whole sequence at once.
+"""Compute torchtitan's chunked loss over the whole sequence at once, by this package's op.
 
-Blocks with FlexAttention are compiled by this backend.
+The import also lets torchtitan compile blocks that contain FlexAttention with this backend.
 
 Usage:
 
