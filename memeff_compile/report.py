@@ -360,7 +360,7 @@ class LogitsUse:
 
 
 def _op(reason: str) -> str:
-    """Return the name of the op in a reason, as it is written in user code."""
+    """Return an op's name as user code has it: `item()` for `_local_scalar_dense`."""
     plain = reason.strip("_")
     return _SPELLED.get(plain, plain)
 

@@ -539,8 +539,8 @@ def _makes_gradients(view: View) -> bool:
     """Return whether a loss of these logits computes its gradients in the forward pass.
 
     These gradients are as large as the hidden states and the weight. So the forward pass computes
-    the gradients only for a loss of all rows, and only if earlier steps had no second loss, which
-    would compute the logits again.
+    the gradients only for a loss of more than half of the rows, and only if no earlier step had a
+    second loss of the same logits: a second loss computes the logits again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()

@@ -97,9 +97,10 @@ class LogitsRecipe:
     The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
     ("bias", None), which adds the next of `vectors` and names the new dtype if it changes. The
     first step may be ("adapter", Adapter), which takes the next two vectors as A and B. Between the
-    steps there may be ("classes", (first, last + 1, their number before)), which drops all other
-    classes. ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x), are
-    only added by code outside the graph; recipes of a compiled graph's logits do not have them.
+    steps there may be ("classes", (start, stop, count)), which keeps the classes from `start` up to
+    but not including `stop` of the `count` classes before it. ("log_softmax", None), ("exp", None)
+    and ("times_exp", None), which is x * exp(x), are only added by code outside the graph; recipes
+    of a compiled graph's logits do not have them.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))

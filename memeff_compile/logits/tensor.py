@@ -13,8 +13,8 @@ The parts, starting from the outside:
   touch the vocabulary dimension (`_LAZY`) return another `DeferredLogits`. Every other operation
   computes the values and continues with a plain tensor. Lazy operations and computation happen
   below autograd, so the autograd graph, the views and the version counters are the same as in eager
-  PyTorch. Other views are also `DeferredLogits`, so that every write is detected. Functions that
-  must act above autograd are in `_ABOVE_AUTOGRAD`.
+  PyTorch. Views without whole rows, such as a diagonal, stay `DeferredLogits` too, so that every
+  write is detected. Functions that must act above autograd are in `_ABOVE_AUTOGRAD`.
 * `Memory` stands for the memory that eager PyTorch would allocate: the logits and all their views
 share one, and a copy or a cast starts another.
 * `LogitsSource` has the hidden states and the head, and detects whether they have changed.
@@ -582,9 +582,10 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Return `.data`, which stays deferred if it has whole rows of the vocabulary.
+    """Return `.data`, which stays deferred if it has all classes of each of its rows.
 
-    If code writes such rows into the `.data` of another tensor, that tensor uses their memory.
+    If code writes such deferred logits into the `.data` of another tensor, that tensor uses their
+    memory.
 
     As in eager PyTorch, the result is no view: writing a value with a gradient changes only the new
     tensor's gradient.

@@ -192,8 +192,10 @@ def _unserved(info: GraphInfo) -> Decline | None:
 
 
 def _readable(info: GraphInfo) -> Iterator[Product]:
-    """Yield the products of a level, without nodes that raise an error; that level's own search
-    reports it."""
+    """Yield the products of a graph, which may be a checkpoint's body.
+
+    Nodes that cannot be read are skipped; the search of that graph reports the error.
+    """
     for node in info.gm.graph.nodes:
         with suppress(Exception):
             product = _product(info, node)

@@ -120,7 +120,9 @@ class Plan:
         }
 
     def save_figure(self, path: str | Path) -> None:
-        """Draw the two columns as stacked bars, and the largest batches if a memory was given.
+        """Save a figure: bars of the peak without and with the passes, and the largest batches.
+
+        The largest batches need the size of the GPU's memory.
 
         Raise ExplainError if matplotlib is not installed.
         """

@@ -383,8 +383,7 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
-    """Run a graph op by op instead of compiled, with its gradients, in place of the caller's
-    call."""
+    """Run a graph op by op. After a mismatch, calls run this instead of the compiled graph."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 

@@ -10,7 +10,7 @@ from .shapes import spans
 
 
 class Block(NamedTuple):
-    """A range of rows or of classes: those from `first` to before `stop`."""
+    """A range of rows or classes, from `first` up to but not including `stop`."""
 
     number: int
     first: int

@@ -189,7 +189,7 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Encode some tokens and columns of a group with known scale steps, and store the bytes."""
+    """Quantise tokens and columns of a group with steps already computed; store the codes."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     none = tl.zeros(parts[0].shape, dtype=tl.int32)

@@ -18,8 +18,8 @@ from .layout import CHUNK, GROUP
 class RowTile:
     """The tile for one token.
 
-    A program computes some rows of the weight's product, and processes some words of codes in each
-    step.
+    A program computes `rows` outputs. In each step it reads `words` words of 32 bits, which hold
+    codes, from each of these rows of the weight.
     """
 
     rows: int

@@ -191,8 +191,10 @@ def _codes(pattern, windows):
 
 @triton.jit
 def tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
-    """Count, for one chunk of weights, the codes in the second stream, those in the third, and the
-    patches."""
+    """Count the words of the second stream, those of the third, and the patches of a chunk.
+
+    A patch is a weight whose exponent has no code, so the weight is stored whole.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     windows = _windows(header_ptr)
     in_second = tl.zeros((BLOCK,), tl.int32)

@@ -150,8 +150,10 @@ def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
 
 
 def _block_seconds(width: int, depth: int, processors: int) -> float:
-    """Model the time of one block's weight-gradient product in 128 x 256 tiles, plus that of its
-    hidden-gradient sum.
+    """Estimate the time of those parts of a block that depend on its width.
+
+    These are the product for the weight's gradient, in tiles of 128 x 256, and the addition of the
+    block's part to the gradient of the hidden states.
 
     The result is in seconds per row. The other two products take the same time per column
     at any width.

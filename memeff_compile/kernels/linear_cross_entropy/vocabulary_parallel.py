@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
     @property
     def asked(self) -> tuple[bool, ...]:
-        """Return whether statistics include sums of logits, entropies and likeliest classes."""
+        """Return which of these statistics have: sums of logits, entropies, likeliest classes."""
         return self.settings.wanted[2:]
 
     @property

@@ -11,8 +11,8 @@ Each tile's product of weights and values is computed separately, then added in 
 that multiply 8-bit floats keep only about 14 bits of a sum, too few for many keys.
 
 The registers in which the first product leaves the weights are not those from which the second one
-reads them. So the values' keys are stored in the order of the weights' registers by
-`prepare_kernels`; `_reordered` explains this order.
+reads them. So `prepare_kernels` stores the tokens of the values in the order in which registers
+hold the softmax weights; `_reordered` there computes this order.
 
 With UPCAST, the kernel computes in fp32 with the same rounding, because the interpreter has no
 8-bit arithmetic.

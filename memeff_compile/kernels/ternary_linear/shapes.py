@@ -18,7 +18,7 @@ MAX_COLUMNS = 1 << 15
 
 @dataclass(frozen=True)
 class VectorShapes:
-    """The launch for few tokens.
+    """Sizes of a launch for few tokens, which uses no tensor cores.
 
     The fields are the rows of weights per tile, the warps, and the tiles per program.
     """
@@ -30,7 +30,7 @@ class VectorShapes:
 
 @dataclass(frozen=True)
 class TileShapes:
-    """The launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
+    """Sizes on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
 
     `group` consecutive tiles of rows use the same tile of tokens, which is then in the cache.
     """

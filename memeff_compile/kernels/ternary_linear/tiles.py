@@ -306,7 +306,9 @@ def products(
     leading: Sequence[int] | None = None,
     shapes: TileShapes | None = None,
 ) -> list[Tensor]:
-    """Return the products (M, N) of quantised tokens, or (*leading, N) with M rows in total.
+    """Multiply M quantised tokens by each matrix, and return one result per matrix.
+
+    A result has the shape (M, N), or (*leading, N) if `leading` is given, whose product is M.
 
     One launch multiplies up to three matrices, but only one if it also adds a residual. If
     `is_chained` is set, the kernel before this one is a `quantize` with `is_chained`.

@@ -96,7 +96,7 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def forget_caches() -> None:
-    """Free the caches that are kept for all models."""
+    """Empty the pools of all models, which keep caches for reuse."""
     for pool in list(_pools):
         pool.clear()
 

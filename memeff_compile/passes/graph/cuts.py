@@ -98,7 +98,7 @@ def _updated(info: GraphInfo) -> dict[Node, int]:
 
 
 def block_of(node: Node) -> str:
-    """Return the path of the numbered module that a node is part of, or an empty string.
+    """Return the path of the block that a node is part of, such as `model.layers.3`, or "".
 
     A checkpoint always counts as a block.
     """

@@ -333,8 +333,10 @@ def _of_maximum(node: Any) -> tuple[Any, int]:
 
 
 def is_shift(node: Node) -> bool:
-    """Return whether a node only subtracts the rows' maximum from the logits, so that its gradient
-    cancels."""
+    """Return whether a node is the rows' maximum that a stable softmax subtracts, or only feeds it.
+
+    The maximum cancels in the softmax, so its gradient may be left out.
+    """
     if call_of(node, aten.detach.default) is not None and node.users:
         users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
         if all(user is not None for user in users):
