@@ -11,6 +11,7 @@ import torch
 
 from memeff_compile.kernels._gradient_filter import filtered
 from memeff_compile.kernels._gradient_filter.shapes import filter_shapes_of
+from memeff_compile.kernels._head_loss import row_walks
 from memeff_compile.kernels._head_loss.call import (
     Operands,
     RowGradients,
@@ -238,7 +239,7 @@ def test_what_hopper_holds_is_within_the_formula(
     settings = {"scale": 1.0, "softcap": 0.0, "workspace": 0, "output_mask": (True, True, False)}
     shapes = filter_shapes_of(132, is_hopper=True)
     monkeypatch.setattr(filtered, "filter_shapes_for", lambda _: shapes)
-    monkeypatch.setattr(filtered, "Launches", lambda *_: lambda *_, **__: None)
+    monkeypatch.setattr(row_walks, "Launches", lambda *_: lambda *_, **__: None)
     given = hidden, weight, None, target, None, None, None
     total = hopper_module.Total if how == "exact" else filtered.FilteredTotal
     walk: Any = total(ScalarLoss(*given, gradient_filter=how, **settings))
