@@ -91,7 +91,7 @@ class VerbReport(ABC):
 
     @property
     def summary(self) -> str:
-        """Return in one line what the function did."""
+        """Return the first line of the report's text."""
         return str(self).partition("\n")[0]
 
     @abstractmethod

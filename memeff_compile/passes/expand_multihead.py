@@ -171,7 +171,7 @@ def _turned_from(node: Node) -> Node | None:
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
-    """Return in words what the second implementation saves, or "" if PyTorch already uses it."""
+    """Return phrases on the gains of the second implementation; none if PyTorch uses it already."""
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
     is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"

@@ -42,7 +42,8 @@ class Told:
     """A batch and a length that are easy to recognise in products, because no other size of a model
     is a multiple of them.
 
-    So each size shows on what it depends: 11 x 2039 can only be batch x length.
+    So the factors of a size show whether it grows with the batch or the length: 11 x 2039 can only
+    be batch x length.
     """
 
     batch: int | None = None  # None: sizes do not show how they grow with it

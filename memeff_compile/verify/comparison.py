@@ -333,7 +333,7 @@ class Comparison:
         return (_copy(leaf, dtype) if self.is_written(place) else leaf), leaf
 
     def _kinds(self, ours: _Trial, plain: _Trial) -> list[Gap]:
-        """Compare what is not a value: missing outputs, dtypes, and whether gradients flow."""
+        """Compare properties other than values: missing outputs, dtypes, gradients that flow."""
         words: dict[int, str] = {}
         for place, (mine, theirs) in enumerate(zip(ours.values, plain.values, strict=True)):
             if isinstance(mine, Tensor) != isinstance(theirs, Tensor):

@@ -1,4 +1,4 @@
-"""What the losses of an output projection (lm_head) share: requests, walks, rows, ranks, scaling.
+"""Shared parts of the ops that fuse an output projection (lm_head) and a loss.
 
 A loss op has its own folder next to this one. Its engines compute a call block by block (`walks`),
 and leave rows with an ignored target out (`rows`). `call` defines the request and its results, and

@@ -71,8 +71,7 @@ class _Gradients:
             yield slice(first, stop)
 
     def add(self, here: slice, gradient: Tensor) -> None:
-        """Add what the gradient of some rows' scaled logits contributes to the operands'
-        gradients."""
+        """Add the part of the operands' gradients that comes from these rows of the logits."""
         gradient, dtype = gradient * self.given.scale, self.given.wide
         if self.hidden is not None:
             self.hidden[here] = gradient @ self.given.weight.to(dtype)

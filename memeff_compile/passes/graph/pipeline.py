@@ -265,7 +265,7 @@ def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
 
 
 def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
-    """Return what a pass notes about a whole graph, in addition to its matches."""
+    """Return the notes of a pass on a whole graph, in addition to the records of its matches."""
     said = graph_pass.notes(info) if graph_pass.enabled(info) else ()
     return [Record(graph_pass.name, "note", code, _sentence(text)) for code, text in said]
 

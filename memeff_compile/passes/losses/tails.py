@@ -107,7 +107,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return the fields of a tail that say what it computes."""
+        """Return the fields on which the loss of a tail depends."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 

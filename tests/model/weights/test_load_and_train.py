@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import memeff_compile
 from memeff_compile.kernels.coded_weight import CodedWeight
 from memeff_compile.model.weights.compress import compress_
+from tests.support.token_rows import TokenRows
 
 SIZES = {
     "vocab_size": 64,
@@ -26,17 +27,6 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-
-
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Four rows of token ids."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, place: int) -> dict[str, Tensor]:
-        ids = (torch.arange(8) * (place + 1)) % 64
-        return {"input_ids": ids, "labels": ids}
 
 
 def train(model: Any, folder: Path, optimizer: Any = None) -> None:
@@ -51,7 +41,7 @@ def train(model: Any, folder: Path, optimizer: Any = None) -> None:
         use_cpu=True,
         save_strategy="no",
     )
-    Trainer(model, arguments, train_dataset=Rows(), optimizers=(optimizer, None)).train()
+    Trainer(model, arguments, train_dataset=TokenRows(4), optimizers=(optimizer, None)).train()
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from memeff_compile.model.weights.optim_in_backward import (
     optim_in_backward,
     plain_step,
 )
+from tests.support.token_rows import TokenRows
 
 Factory = Callable[[nn.Parameter], Optimizer]
 FACTORIES: dict[str, Factory] = {
@@ -463,17 +464,6 @@ def test_saved_and_resumed_training_goes_on_bit_for_bit(name: str) -> None:
     assert same_weights(straight, resumed)
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Ten rows of tokens."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, place: int) -> dict[str, Tensor]:
-        ids = (torch.arange(8) * (place + 1)) % 64
-        return {"input_ids": ids, "labels": ids}
-
-
 def trainer(model: nn.Module, folder: Path, name: str, **settings: Any) -> Trainer:
     optimizer = optim_in_backward(model, FACTORIES[name])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
@@ -488,7 +478,7 @@ def trainer(model: nn.Module, folder: Path, name: str, **settings: Any) -> Train
         logging_steps=1,
         **settings,
     )
-    return Trainer(model, arguments, train_dataset=Rows(), optimizers=(optimizer, scheduler))
+    return Trainer(model, arguments, train_dataset=TokenRows(10), optimizers=(optimizer, scheduler))
 
 
 @pytest.mark.slow
