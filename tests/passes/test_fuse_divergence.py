@@ -437,6 +437,19 @@ def test_a_divergence_that_is_not_fused_has_a_reason(function: Function, code: s
     torch.testing.assert_close(found, model(h, g.clone(), y))
 
 
+@pytest.mark.parametrize("other", ["itself", "a second teacher"])
+def test_a_divergence_added_to_that_of_a_third_softmax_is_read_alone(other: str) -> None:
+    def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+        s, t = logs(m, h, g)
+        third = s.detach() if other == "itself" else m.teach(g.sin()).log_softmax(-1)
+        return F.kl_div(s, t.exp(), reduction="sum") + F.kl_div(s, third.exp(), reduction="sum")
+
+    model, (h, g, y) = Pair(function), inputs()
+    found = compiled(model)(h, g, y)
+    assert {record.action for record in records()} == {"declined"}
+    torch.testing.assert_close(found, model(h, g, y))
+
+
 def test_logits_scaled_by_a_tensor_are_declined() -> None:
     def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
         z = m.head(h) * g.mean().exp()

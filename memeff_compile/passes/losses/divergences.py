@@ -798,10 +798,12 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
     """Return the coefficients of the six sums that the op knows, or None if there are other
-    terms."""
+    terms, such as those of a third softmax."""
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}
     for atoms, each in terms.items():
+        if any(key not in letters for atom in atoms for key in _keys(atom)):
+            return None
         by_kind = dict(atoms)
         if len(by_kind) != 2 or "p" not in by_kind:
             return None
