@@ -93,11 +93,25 @@ class Divergence:
     over_first: Any = None  # divided by this size
     covered: list[Node] = field(default_factory=list)
     name: str = ""
+    group: Group = field(default_factory=lambda: Group([]), compare=False, repr=False)
 
     @property
     def sides(self) -> tuple[Side, ...]:
         """Return student and teacher."""
         return self.student, self.teacher
+
+
+@dataclass
+class Group:
+    """All divergences of one student's logits, in their order, which are rewritten together.
+
+    While one of them stays as it is, the logits are built for all of them. So `refusal` belongs to
+    all, and is determined before the first of them is rewritten.
+    """
+
+    members: list[Divergence]
+    is_checked: bool = False
+    refusal: Decline | None = None
 
 
 class DivergenceReader:
