@@ -94,9 +94,18 @@ class FuseDivergence(GraphPass):
         group = match.group
         if not group.is_checked:
             covered = [node for each in group.members for node in each.covered]
-            refusals = (_refusal(info, each, covered) for each in group.members)
+            refusals = (
+                self._skipped_match(info, each) or _refusal(info, each, covered)
+                for each in group.members
+            )
             group.refusal, group.is_checked = next(filter(None, refusals), None), True
         return group.refusal and replace(group.refusal, node=match.node)
+
+    def _skipped_match(self, info: GraphInfo, match: Divergence) -> Decline | None:
+        """Return a decline if `memeff.skip` names a module of this divergence."""
+        path = next(filter(None, (self.skipped(info, node) for node in self.places(match))), "")
+        said = f"memeff.skip names {path}, which has another divergence of these logits"
+        return Decline("skipped", said, "skip both, or neither", match.node) if path else None
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
         """Return the bytes of the student's and teacher's logits, and of the blocks that replace

@@ -487,6 +487,19 @@ def test_divergences_of_the_same_logits_stay_if_one_cannot_be_fused(third: str) 
     torch.testing.assert_close(found, model(h, g, y))
 
 
+def test_a_divergence_stays_if_another_of_its_logits_is_skipped() -> None:
+    def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+        s, t = logs(m, h, g)
+        found: Tensor = F.kl_div(s, t.exp(), reduction="sum") + m.get_submodule("own")(s, t.exp())
+        return found
+
+    model, (h, g, y) = Pair(function), inputs()
+    model.add_module("own", nn.KLDivLoss(reduction="batchmean"))
+    found = compiled(model, options={"memeff.skip": "own"})(h, g, y)
+    assert [(record.action, record.code) for record in records()] == [("declined", "skipped")] * 2
+    torch.testing.assert_close(found, model(h, g, y))
+
+
 def test_logits_scaled_by_a_tensor_are_declined() -> None:
     def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
         z = m.head(h) * g.mean().exp()
