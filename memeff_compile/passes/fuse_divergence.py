@@ -44,7 +44,7 @@ from .losses.classes import GATHERS, Classes, read_classes
 from .losses.divergences import Divergence, DivergenceReader, Group, Mask, Side, kl_arguments
 from .losses.head import Chain, HeadReader, fold, replay_rows
 from .losses.softmax import Soft
-from .losses.tails import Tail, TailReader, reads_a_size
+from .losses.tails import Tail, TailReader, reads_a_size, unread
 
 _NAMES = ("kl_div", "sum", "mean", "cross_entropy")
 _SOFTMAXES = ("log_softmax", "softmax", "kl_div", *GATHERS)
@@ -266,6 +266,11 @@ def _check_readers(
     """Return a decline if anything else needs the logits, except a loss or an output."""
     reader = HeadReader(info)
     tails = TailReader(info, reader)
+    for node in (*match.covered, *(each for side in match.sides for each in side.nodes)):
+        for user in node.users:
+            rest = [] if user in covered else unread(user)
+            covered.update(rest)
+            match.covered.extend(rest)
     for side in match.sides:
         queue = [] if side.chain is None else [side.chain.head.node]
         seen = set(queue)

@@ -487,6 +487,22 @@ def test_divergences_of_the_same_logits_stay_if_one_cannot_be_fused(third: str) 
     torch.testing.assert_close(found, model(h, g, y))
 
 
+def test_probabilities_that_nothing_reads_do_not_stop_a_divergence() -> None:
+    def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+        s, t = m.head(h), m.teach(g)
+        unread = s.softmax(-1), t.softmax(-1).log().sum(-1)  # noqa: F841
+        return by_hand(s.log_softmax(-1), t.log_softmax(-1))
+
+    def by_hand(s: Tensor, t: Tensor) -> Tensor:
+        return (t.exp() * (t - s)).sum(-1).mean()
+
+    model, given = Pair(function), inputs()
+    found = compiled(model, fullgraph=True)(*given)
+    assert [record.action for record in records()] == ["rewrote"]
+    assert f"{B}, {L}, {V}]" not in memeff_compile.graphs()[0].after
+    torch.testing.assert_close(found, model(*given))
+
+
 def test_a_divergence_stays_if_another_of_its_logits_is_skipped() -> None:
     def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
         s, t = logs(m, h, g)
