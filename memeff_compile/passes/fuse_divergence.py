@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -40,10 +41,10 @@ from .graph.canonical import aten
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
 from .losses.classes import GATHERS, Classes, read_classes
-from .losses.divergences import Divergence, DivergenceReader, Mask, Side, kl_arguments
+from .losses.divergences import Divergence, DivergenceReader, Group, Mask, Side, kl_arguments
 from .losses.head import Chain, HeadReader, fold, replay_rows
 from .losses.softmax import Soft
-from .losses.tails import Tail, TailReader, reads_a_size
+from .losses.tails import Tail, TailReader, reads_a_size, unread
 
 _NAMES = ("kl_div", "sum", "mean", "cross_entropy")
 _SOFTMAXES = ("log_softmax", "softmax", "kl_div", *GATHERS)
@@ -73,7 +74,10 @@ class FuseDivergence(GraphPass):
                     known.update(reader.visited)
                     yield answer
         for head in info.visit(by_head):
-            yield from by_head[head]
+            group = Group(by_head[head])
+            for match in group.members:
+                match.group = group
+            yield from group.members
         for node in info.visit(nodes):
             if node_name(node) == "kl_div" and node not in known:
                 yield from _unread(info, reader, node)
@@ -85,15 +89,29 @@ class FuseDivergence(GraphPass):
                     yield found
 
     def check(self, info: GraphInfo, match: Divergence | Classes) -> Decline | None:
-        for judge in (_check_sides, _check_readers, _check_writes, _check_op):
-            refusal = judge(info, match)
-            if refusal is not None:
-                return refusal
-        return None
+        if isinstance(match, Classes):
+            return _refusal(info, match, match.covered)
+        group = match.group
+        if not group.is_checked:
+            covered = [node for each in group.members for node in each.covered]
+            refusals = (
+                self._skipped_match(info, each) or _refusal(info, each, covered)
+                for each in group.members
+            )
+            group.refusal, group.is_checked = next(filter(None, refusals), None), True
+        return group.refusal and replace(group.refusal, node=match.node)
+
+    def _skipped_match(self, info: GraphInfo, match: Divergence) -> Decline | None:
+        """Return a decline if `memeff.skip` names a module of this divergence."""
+        path = next(filter(None, (self.skipped(info, node) for node in self.places(match))), "")
+        said = f"memeff.skip names {path}, which has another divergence of these logits"
+        return Decline("skipped", said, "skip both, or neither", match.node) if path else None
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
         """Return the bytes of the student's and teacher's logits, and of the blocks that replace
         them."""
+        if isinstance(match, Divergence) and match.group.members[0] is not match:
+            return None  # the first divergence of these logits has counted them
         hidden, weight, *_ = _values(info, match.student)
         rows = math.prod(compat.size_hint(size) for size in hidden.shape[:-1])
         vocab = compat.size_hint(weight.shape[0])
@@ -152,11 +170,29 @@ class FuseDivergence(GraphPass):
         sentence = f"the divergence of a head and {teacher} ({match.name}) -> "
         sentence += f"memeff::linear_divergence; engine {engine}: {op_folder.ENGINES[engine]}"
         sentence += f"; {speed}" if speed else ""
+        count = len(match.group.members)
+        if count > 1:
+            how += (
+                f"; these logits have {count} divergences, and each computes products of its own, "
+            )
+            how += "so together they take longer; add their rows up before the mean"
         return Done(match.node, f"{sentence}; {how}" if match.student.trains else sentence)
 
     def dead(self, match: Divergence | Classes) -> Sequence[Node]:
         heads = [side.chain.head for side in match.sides if side.chain is not None]
         return [*match.covered, *(cast for head in heads for cast in head.casts)]
+
+
+def _refusal(
+    info: GraphInfo, match: Divergence | Classes, covered: Sequence[Node]
+) -> Decline | None:
+    """Return why a match stays as it is; all nodes of `covered` are rewritten together with it."""
+    return (
+        _check_sides(info, match)
+        or _check_readers(info, match, set(covered))
+        or _check_writes(info, match)
+        or _check_op(info, match)
+    )
 
 
 def _lending_depth(info: GraphInfo, match: Divergence | Classes) -> int:
@@ -224,10 +260,17 @@ def _check_sides(info: GraphInfo, match: Divergence | Classes) -> Decline | None
     return None
 
 
-def _check_readers(info: GraphInfo, match: Divergence | Classes) -> Decline | None:
+def _check_readers(
+    info: GraphInfo, match: Divergence | Classes, covered: set[Node]
+) -> Decline | None:
     """Return a decline if anything else needs the logits, except a loss or an output."""
-    covered, reader = set(match.covered), HeadReader(info)
+    reader = HeadReader(info)
     tails = TailReader(info, reader)
+    for node in (*match.covered, *(each for side in match.sides for each in side.nodes)):
+        for user in node.users:
+            rest = [] if user in covered else unread(user)
+            covered.update(rest)
+            match.covered.extend(rest)
     for side in match.sides:
         queue = [] if side.chain is None else [side.chain.head.node]
         seen = set(queue)

@@ -59,6 +59,7 @@ from .losses.tails import (
     loss_outside,
     reads_a_size,
     reads_sum,
+    unread,
     without_parts,
 )
 from .losses.unfused import unfused_heads
@@ -142,6 +143,10 @@ class FuseLinearCrossEntropy(GraphPass):
                 if user in throughs or is_parted or is_logits:
                     seen.add(user)
                     queue.append(user)
+                    continue
+                rest = unread(user)
+                if rest:
+                    site.aside.extend(rest)
                     continue
                 what = "log-probabilities" if node in throughs else "logits"
                 return _reused(node, user, tails[0], what)

@@ -442,3 +442,31 @@ def test_every_code_in_the_source_has_a_test() -> None:
     tests = Path(__file__).parents[1].rglob("test_*.py")
     tested = {code for file in tests for code in re.findall(r'"([a-z_]+)[("]', file.read_text())}
     assert written <= tested
+
+
+UNREAD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "probabilities": (lambda z: z.softmax(-1).square().sum(-1), ""),
+    "log-probabilities": (lambda z: z.log_softmax(-1), ""),
+    "an in-place write": (lambda z: z.softmax(-1).mul_(2), "logits_reused(softmax)"),
+    "random numbers": (lambda z: F.dropout(z, 0.5), "logits_reused(dropout)"),
+}
+
+
+@pytest.mark.parametrize(("function", "code"), UNREAD.values(), ids=UNREAD)
+def test_results_that_nothing_reads_do_not_stop_a_loss(
+    function: Callable[[Tensor], Any], code: str
+) -> None:
+    def loss(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        z = F.linear(h, w, b)
+        unread = function(z)  # noqa: F841  # as a metric whose line was commented out
+        return F.cross_entropy(z.flatten(0, 1), y.flatten())
+
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    h, w, b, y = inputs()
+    found = torch.compile(loss, backend="memeff", options={"memeff.inner": "eager"})(h, w, b, y)
+    (record,) = memeff_compile.last_report().records
+    assert (record.action, record.code) == (("declined", code) if code else ("rewrote", "rewrote"))
+    (graph,) = memeff_compile.graphs()
+    assert ("softmax" in graph.after) == (code == "logits_reused(softmax)")
+    torch.testing.assert_close(found, loss(h, w, b, y))

@@ -437,6 +437,85 @@ def test_a_divergence_that_is_not_fused_has_a_reason(function: Function, code: s
     torch.testing.assert_close(found, model(h, g.clone(), y))
 
 
+def halves(s: Tensor, t: Tensor) -> Tensor:
+    """As DistiLLM writes both halves of a divergence: each with its own mean over the rows."""
+    mixed = (0.3 * s.exp() + 0.7 * t.exp()).log()
+    of_teacher = (t.exp() * (t - mixed)).sum(-1).view(-1).mean()
+    return 0.7 * of_teacher + 0.3 * (s.exp() * (s - mixed)).sum(-1).view(-1).mean()
+
+
+def two_halves(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+    return halves(*logs(m, h, g))
+
+
+def two_teachers(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+    s, t = logs(m, h, g)
+    other = (m.teach(g.sin()) / 2).softmax(-1)
+    kept = y.float() / 7
+    second = (F.kl_div(s, other, reduction="none").sum(-1) * kept).sum() / kept.sum()
+    return F.kl_div(s, t.exp(), reduction="batchmean") + second
+
+
+@pytest.mark.parametrize("function", [two_halves, two_teachers])
+def test_several_divergences_of_the_same_logits_are_fused_one_by_one(function: Function) -> None:
+    model, given = Pair(function), inputs()
+    found = compiled(model, fullgraph=True)(*given)
+    assert [record.action for record in records()] == ["rewrote"] * 2
+    assert "these logits have 2 divergences" in records()[1].sentence
+    assert [bool(record.bytes_before) for record in records()] == [True, False]
+    (graph,) = memeff_compile.graphs()
+    assert f"{B}, {L}, {V}]" not in graph.after
+    wanted = model(*given)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    pairs = zip(gradients(model, found, given[0]), gradients(model, wanted, given[0]), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("third", ["itself", "a teacher that trains"])
+def test_divergences_of_the_same_logits_stay_if_one_cannot_be_fused(third: str) -> None:
+    def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+        s, t = logs(m, h, g)
+        other = s.detach() if third == "itself" else (m.of_teacher(g.sin()) / 2).log_softmax(-1)
+        kept = F.kl_div(s, other.exp(), reduction="none").sum(-1).mean()
+        return halves(s, t) + F.kl_div(s, t.exp(), reduction="sum") + kept
+
+    model, (h, g, y) = Pair(function), inputs()
+    found = compiled(model)(h, g, y)
+    assert {record.action for record in records()} == {"declined"}
+    assert all(record.hint for record in records())
+    torch.testing.assert_close(found, model(h, g, y))
+
+
+def test_probabilities_that_nothing_reads_do_not_stop_a_divergence() -> None:
+    def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+        s, t = m.head(h), m.teach(g)
+        unread = s.softmax(-1), t.softmax(-1).log().sum(-1)  # noqa: F841
+        return by_hand(s.log_softmax(-1), t.log_softmax(-1))
+
+    def by_hand(s: Tensor, t: Tensor) -> Tensor:
+        return (t.exp() * (t - s)).sum(-1).mean()
+
+    model, given = Pair(function), inputs()
+    found = compiled(model, fullgraph=True)(*given)
+    assert [record.action for record in records()] == ["rewrote"]
+    assert f"{B}, {L}, {V}]" not in memeff_compile.graphs()[0].after
+    torch.testing.assert_close(found, model(*given))
+
+
+def test_a_divergence_stays_if_another_of_its_logits_is_skipped() -> None:
+    def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+        s, t = logs(m, h, g)
+        found: Tensor = F.kl_div(s, t.exp(), reduction="sum") + m.get_submodule("own")(s, t.exp())
+        return found
+
+    model, (h, g, y) = Pair(function), inputs()
+    model.add_module("own", nn.KLDivLoss(reduction="batchmean"))
+    found = compiled(model, options={"memeff.skip": "own"})(h, g, y)
+    assert [(record.action, record.code) for record in records()] == [("declined", "skipped")] * 2
+    torch.testing.assert_close(found, model(h, g, y))
+
+
 def test_logits_scaled_by_a_tensor_are_declined() -> None:
     def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
         z = m.head(h) * g.mean().exp()

@@ -175,6 +175,27 @@ def test_what_is_not_read_runs_as_pytorchs_op_with_a_reason(loss: Loss, code: st
     assert (record.action, record.code) == ("declined", code)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"y": slice(5)}, "`target` has the shape (5,) where (12,) is needed"),
+        ({"weight": slice(7)}, "`weight` has the shape (7,) where (96,) is needed"),
+    ],
+    ids=["targets", "class weights"],
+)
+def test_shapes_that_do_not_fit_have_a_reason_before_pytorch_raises(
+    changed: dict[str, slice], said: str
+) -> None:
+    h, w, b, y = operands()
+    y = y[changed.get("y", slice(None))].clamp(min=0)
+    weight = CLASS_WEIGHT[changed.get("weight", slice(None))]
+    with pytest.raises((RuntimeError, IndexError)):
+        compiled(lambda h, w, b, y: chunked(h, w, b, y, weight=weight))(h, w, b, y)
+    (record,) = memeff_compile.last_report().records
+    assert (record.action, record.code) == ("declined", "unreadable_loss")
+    assert said in str(record)
+
+
 def test_probabilities_as_targets_have_a_reason() -> None:
     h, w, b, _ = operands()
     targets = torch.rand(N, V, dtype=torch.float64)

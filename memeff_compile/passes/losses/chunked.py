@@ -10,6 +10,7 @@ not change what is computed, so the pass chooses both itself; its sums are at le
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
         said = f"`{node_name(node)}` gets a reduction, ignore_index or label_smoothing that this "
         hint = "call F.linear_cross_entropy with plain numbers"
         return Decline("unreadable_loss", f"{said}pass does not read", hint, node)
-    refusal = _dtype_fault(info, node, a)
+    refusal = _shape_fault(info, node, a) or _dtype_fault(info, node, a)
     if refusal is not None:
         return refusal
     operands = a["input"], a["linear_weight"], False, a["linear_bias"]
@@ -69,6 +70,28 @@ def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
         reduction=reduction,
         ignore_index=int(ignored),
         symbols=tuple(s for s in (a["ignore_index"],) if isinstance(s, Node)),
+    )
+
+
+def _shape_fault(info: GraphInfo, node: Node, a: Any) -> Decline | None:
+    """Return a decline for shapes that do not fit, which PyTorch's op checks only when it runs."""
+    hidden, head = (info.value(a[name]) for name in ("input", "linear_weight"))
+    if head.dim() != 2:
+        return None  # declined with the other heads of this form
+    wanted = {"target": hidden.shape[:-1], "linear_bias": head.shape[:1], "weight": head.shape[:1]}
+    for name, shape in wanted.items():
+        given = info.tensor(a[name])
+        if given is not None and _differ(given.shape, shape):
+            said = f"`{name}` has the shape {tuple(given.shape)} where {tuple(shape)} is needed"
+            hint = f"give `{name}` the shape {tuple(shape)}; PyTorch's op fails with this one, too"
+            return Decline("unreadable_loss", said, hint, node)
+    return None
+
+
+def _differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Return whether two shapes are known to differ."""
+    return len(shape) != len(wanted) or any(
+        compat.statically_true(a != b) for a, b in zip(shape, wanted, strict=True)
     )
 
 

@@ -93,11 +93,25 @@ class Divergence:
     over_first: Any = None  # divided by this size
     covered: list[Node] = field(default_factory=list)
     name: str = ""
+    group: Group = field(default_factory=lambda: Group([]), compare=False, repr=False)
 
     @property
     def sides(self) -> tuple[Side, ...]:
         """Return student and teacher."""
         return self.student, self.teacher
+
+
+@dataclass
+class Group:
+    """All divergences of one student's logits, in their order, which are rewritten together.
+
+    While one of them stays as it is, the logits are built for all of them. So `refusal` belongs to
+    all, and is determined before the first of them is rewritten.
+    """
+
+    members: list[Divergence]
+    is_checked: bool = False
+    refusal: Decline | None = None
 
 
 class DivergenceReader:
@@ -798,10 +812,12 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
     """Return the coefficients of the six sums that the op knows, or None if there are other
-    terms."""
+    terms, such as those of a third softmax."""
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}
     for atoms, each in terms.items():
+        if any(key not in letters for atom in atoms for key in _keys(atom)):
+            return None
         by_kind = dict(atoms)
         if len(by_kind) != 2 or "p" not in by_kind:
             return None

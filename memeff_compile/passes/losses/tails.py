@@ -18,7 +18,7 @@ from ...compat import OpOverload
 from ...logits.recipe import Modifiers
 from ..graph.base import Decline
 from ..graph.canonical import Call, aten, back_over, call_of, read, read_one
-from ..graph.graph_info import GraphInfo, node_name, same_shape
+from ..graph.graph_info import GraphInfo, node_name, same_shape, written_by
 from .head import Chain, Head, HeadReader, fold
 from .outputs import LogitsOutput, is_deferrable, returned_logits
 from .softmax import Soft, SoftmaxReader, broadcast_operand, class_position, negated
@@ -125,6 +125,24 @@ def reads_a_size(node: Node) -> bool:
     return node_name(node) in ("size", "sym_size")
 
 
+def unread(node: Node) -> list[Node]:
+    """Return a node and all later nodes that need it, if nothing reads their results and they have
+    no effect; else an empty list."""
+    found, queue = dict[Node, None](), [node]
+    while queue:
+        each = queue.pop()
+        if each in found:
+            continue
+        call = read_one(each)
+        if call is None or written_by(each) or compat.is_drawn(call.op):
+            return []
+        if not compat.schema(call.op).returns:
+            return []  # such as an assertion
+        found[each] = None
+        queue.extend(each.users)
+    return list(found)
+
+
 @dataclass
 class Site:
     """A head, its tails, and the outputs that return its logits."""
@@ -134,7 +152,8 @@ class Site:
     outputs: list[LogitsOutput] = field(default_factory=list)
     covered: list[Node] = field(default_factory=list)
     sizes: list[SizeRead] = field(default_factory=list)
-    aside: list[Node] = field(default_factory=list)  # ops that make one-hot forms of targets
+    # ops that make one-hot forms of targets, and ops on the logits whose results nothing reads
+    aside: list[Node] = field(default_factory=list)
 
 
 _TAIL_NAMES = frozenset(
