@@ -202,7 +202,8 @@ LOSSY = tuple(f"win4:k{kept}:b512" for kept in (3, 1, 0))
 
 def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure linears of a few tokens, without loss and with fewer mantissa bits."""
-    for shape in WIDTHS[options.size][options.first :]:
+    named = [tuple(map(int, each.split("x"))) for each in options.shapes]
+    for shape in named or WIDTHS[options.size]:
         weight = registry.weight_of("trained", shape, options.device)
         held: dict[str, list[Any]] = {"dense": _copies([weight], options)}
         bits = {"dense": 16.0}
@@ -480,9 +481,9 @@ def main() -> None:
     parser.add_argument("--turns", type=Path, help="a file that processes of `token` share")
     parser.add_argument("--layers", type=int, help="of the model of `token`, if not all")
     parser.add_argument("--trace", action="store_true", help="kernels of the step of `token`")
-    parser.add_argument("--first", type=int, default=0, help="of the widths, the first measured")
+    parser.add_argument("--shapes", nargs="+", default=[], help="of `widths`, such as 4096x14336")
     parser.add_argument("--no-peers", action="store_true", help="no INT8 and NF4 in `widths`")
-    parser.add_argument("--way", choices=WAYS + WITH_HEAD, nargs="+", help="of one token through the model")
+    parser.add_argument("--way", choices=WAYS + WITH_HEAD, nargs="+", help="of `token`")
     parser.add_argument("--out", type=Path, default=Path("coded-weights.jsonl"))
     options = parser.parse_args()
     options.device = "cpu" if options.size == "tiny" else "cuda"
