@@ -25,7 +25,8 @@ SGD after the backward, SGD in the backward on dense weights, and on compressed 
 
 `token`: one token through that model with a static cache, dense, compressed and in those formats,
 in CUDA graphs; `peak_gib` is of the weights, the cache and the rest of one step, of this model
-alone. With `--compiled`, the backend compiles each model, equal layers once.
+alone. With `--compiled`, the backend compiles each model, equal layers once; with `--trace`, a row
+has the time of each kernel of a step. "head too" also compresses the output projection.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -201,7 +202,8 @@ LOSSY = tuple(f"win4:k{kept}:b512" for kept in (3, 1, 0))
 
 def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure linears of a few tokens, without loss and with fewer mantissa bits."""
-    for shape in WIDTHS[options.size]:
+    named = [tuple(map(int, each.split("x"))) for each in options.shapes]
+    for shape in named or WIDTHS[options.size]:
         weight = registry.weight_of("trained", shape, options.device)
         held: dict[str, list[Any]] = {"dense": _copies([weight], options)}
         bits = {"dense": 16.0}
@@ -250,7 +252,8 @@ def build(options: argparse.Namespace) -> nn.Module:
     """Return a model with trained-like linear weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**MODELS[options.size], max_position_embeddings=8192)
+    shape = MODELS[options.size] | ({"num_hidden_layers": options.layers} if options.layers else {})
+    config = LlamaConfig(**shape, max_position_embeddings=8192)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     skip = nn.init.normal_
@@ -360,18 +363,22 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from transformers import StaticCache
 
     limit = 0 if options.size == "tiny" else 1 << 20
+    turns = Turns(options.turns)  # processes compile in parallel, the rest is done one at a time
     dense = build(options).eval()
     cuda = options.device == "cuda"
     ids = torch.randint(0, dense.config.vocab_size, (1, 1), device=options.device)
     place = torch.tensor([64], device=options.device)
     usual, exact = 0.0, torch.empty(0)
     with torch.no_grad():
-        for way in options.way or WAYS:
-            model = dense if way == "dense" else copy.deepcopy(dense)
+        ways = options.way or WAYS
+        for number, way in enumerate(ways, 1):
+            model = dense if way == "dense" or number == len(ways) else copy.deepcopy(dense)
+            codec, _, more = way.partition(", ")
             if way in FORMATS:
                 _hold_as(model, way)
             elif way != "dense":
-                memeff_compile.compress_(model, way, min_size=limit, progress=False)
+                skip = {"skip": ()} if more else {}
+                memeff_compile.compress_(model, codec, min_size=limit, progress=False, **skip)
             cache = StaticCache(config=model.config, max_cache_len=512)
 
             run = model
@@ -388,8 +395,10 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     position_ids=place[None],
                 ).logits
 
+            if options.compiled:
+                turns.give()
             logits = step().clone()
-            alone = Turns(options.turns)  # from here on, of processes that compiled in parallel
+            turns.take()
             exact = logits if way == "dense" or not exact.numel() else exact
             before = _allocated(options.device)
             if cuda:
@@ -403,14 +412,40 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             largest = round(float(exact.abs().max()), 5)
             (times,) = timed({way: [step]}, options.device).values()
             usual = times["median"] if way == "dense" else usual
-            alone.give()
             row = {"what": "token", "way": way, "graph": cuda, "us": times, "peak_gib": size}
             row |= {"compiled": True} if options.compiled else {}
+            row |= {"layers": options.layers} if options.layers else {}
             row |= {"of_dense": round(times["median"] / usual, 3) if usual else None}
             yield {**row, "largest_difference": round(off, 5), "largest_logit": largest}
+            if options.trace:
+                kept = {key: row[key] for key in ("way", "layers", "compiled") if key in row}
+                yield {"what": "step kernels", **kept, **_kernels_of(step)}
+    turns.give()
 
 
+def _kernels_of(step: Callable[[], object], runs: int = 4) -> dict[str, Any]:
+    """Return the microseconds of the kernels of a step, and for each name its launches and time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for _ in range(runs):
+            step()
+        timing.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            its = spent.setdefault(event.name[:60], [0, 0.0])
+            its[0] += 1 / runs
+            its[1] += event.time_range.elapsed_us() / runs
+    longest = sorted(spent.items(), key=lambda item: -item[1][1])[:LISTED]
+    total = round(sum(time for _, time in spent.values()), 1)
+    return {"us": total, "kernels": {k: [round(n, 2), round(t, 1)] for k, (n, t) in longest}}
+
+
+LISTED = 16
+"""Kernels of a trace that a row names."""
 WAYS = ("dense", LOSSY[0], "win4", *FORMATS, *LOSSY[1:], "tier")
+WITH_HEAD = tuple(f"{codec}, head too" for codec in LOSSY)
 """Of holding the model's weights; the first is the one that others are compared with."""
 
 
@@ -444,8 +479,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 8, 16, 64])
     parser.add_argument("--compiled", action="store_true", help="the model of `token`")
     parser.add_argument("--turns", type=Path, help="a file that processes of `token` share")
+    parser.add_argument("--layers", type=int, help="of the model of `token`, if not all")
+    parser.add_argument("--trace", action="store_true", help="kernels of the step of `token`")
+    parser.add_argument("--shapes", nargs="+", default=[], help="of `widths`, such as 4096x14336")
     parser.add_argument("--no-peers", action="store_true", help="no INT8 and NF4 in `widths`")
-    parser.add_argument("--way", choices=WAYS, nargs="+", help="of one token through the model")
+    parser.add_argument("--way", choices=WAYS + WITH_HEAD, nargs="+", help="of `token`")
     parser.add_argument("--out", type=Path, default=Path("coded-weights.jsonl"))
     options = parser.parse_args()
     options.device = "cpu" if options.size == "tiny" else "cuda"

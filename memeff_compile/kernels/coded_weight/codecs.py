@@ -533,7 +533,7 @@ def setting_of(
         return _row_tile(rows, count, form)
     if not has_matrix:
         return None
-    if tokens == 1 and shapes.fits_halves(form.block, columns):
+    if tokens == 1 and shapes.fits_halves(form.block, columns, form.mantissa):
         return shapes.halves_tile(rows, columns, form.mantissa, count)
     if tokens <= shapes.MAX_FUSED_TOKENS:
         return shapes.matrix_tile(tokens, rows, columns, count)
@@ -648,7 +648,7 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
     grid = (programs, -(-tokens // setting.tokens))
     module, kernels = "matrix_kernels", _MATRIX_KERNELS
     sizes: tuple[int, ...] = (tokens, groups)
-    if tokens == 1 and shapes.fits_halves(form.block, x.shape[1]):
+    if tokens == 1 and shapes.fits_halves(form.block, x.shape[1], form.mantissa):
         module, kernels, sizes = "token_kernels", _TOKEN_KERNELS, (groups,)
         constants["GROUPS"] = groups
     given = (x, *operands, *sizes)

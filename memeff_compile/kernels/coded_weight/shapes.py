@@ -204,23 +204,26 @@ def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile
     return min(found, key=itemgetter(0))[1]
 
 
-MOST_HALVES = 8192
-"""The most columns of x that are multiplied in fp16: each program converts all of them. With 14336
-columns this takes longer than it saves."""
+MOST_HALVES = {3: 14336, 1: 8192, 0: 8192}
+"""The most columns of x that are multiplied in fp16, by the mantissa bits kept: each program
+converts all of x. With more columns this takes longer than it saves."""
 
 
-def fits_halves(block: int, columns: int) -> bool:
+def fits_halves(block: int, columns: int, mantissa: int) -> bool:
     """Return whether one token is multiplied in fp16: normalisers cover whole groups, x fits."""
-    return block >= GROUP and columns <= MOST_HALVES
+    return block >= GROUP and columns <= MOST_HALVES[mantissa]
 
 
 def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> MatrixTile:
     """Return the tile of one token that is multiplied in fp16, as measured on an H200.
 
     Queries, keys and values of usual models have one tile, so that one launch multiplies them.
-    Fewer warps would be up to 7 % faster for 4096 x 4096 alone.
+    Fewer warps would be up to 7 % faster for 4096 x 4096 alone. With more than 32 groups of
+    columns, four warps are enough for any number of rows: eight were 10 % slower for 4096 x 14336.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4
+    if groups > 32:
+        return MatrixTile(16, 8, 4)
     while warps < 8 and programs * warps < WARPS_WITH_MATRICES * processors:
         warps *= 2
     while warps > groups:

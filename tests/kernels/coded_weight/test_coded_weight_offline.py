@@ -356,7 +356,7 @@ def test_operands_are_decoded_in_registers(
             pytest.param(*case, marks=SLOW)
             for case in (
                 *((90, 14336, 4096, 4, True), (90, 14336, 4096, 1, True)),
-                *((90, 4096, 8192, 4, True), (90, 1030, 1536, 4, False)),
+                *((90, 4096, 14336, 4, True), (90, 1030, 1536, 4, False)),
                 *((80, 14336, 4096, 4, True), (100, 14336, 4096, 1, True)),
             )
         ],

@@ -506,12 +506,13 @@ def test_a_linear_allocates_its_weight_once_and_the_formula_says_so() -> None:
 
 @pytest.mark.parametrize("mantissa", [3, 1, 0])
 def test_queries_keys_and_values_of_one_token_have_one_tile(mantissa: int) -> None:
-    assert shapes.fits_halves(512, 4096)
-    assert not shapes.fits_halves(128, 4096)
-    assert not shapes.fits_halves(512, 14336)
+    assert shapes.fits_halves(512, 4096, mantissa)
+    assert not shapes.fits_halves(128, 4096, mantissa)
+    assert shapes.fits_halves(512, 14336, mantissa) == (mantissa == 3)
     tiles = {shapes.halves_tile(rows, 4096, mantissa, 132) for rows in (4096, 1024)}
     assert tiles == {shapes.MatrixTile(16, 8, 8)}
     assert shapes.halves_tile(1024, 512, mantissa, 132).warps == 2
+    assert shapes.halves_tile(4096, 14336, mantissa, 132).warps == 4
 
 
 def test_an_engine_has_a_sentence() -> None:
