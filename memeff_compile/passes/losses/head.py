@@ -748,8 +748,8 @@ LEAVE_OUT_HINT = (
     "that has -inf or a large negative number for them"
 )
 _SIGMOID_HINT = (
-    "write c * sigmoid(x) as c / 2 * tanh(x / 2), a softcap: all logits become smaller by c / 2, which "
-    "does not change cross entropy"
+    "write c * sigmoid(x) as c / 2 * tanh(x / 2), a softcap: all logits become smaller by c / 2, "
+    "which does not change cross entropy"
 )
 _HINTS_BY_OP = {
     **dict.fromkeys(("where", "masked_fill", "index_fill"), LEAVE_OUT_HINT),
