@@ -90,13 +90,11 @@ def test_kernels_stand_beside_the_engine_that_launches_them(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in KERNEL_FILES if path.parent.name not in ("_triton", "coded_weight")],
+    [path for path in KERNEL_FILES if path.parent.name != "_triton"],
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_a_kernel_is_named_by_its_op_its_engine_and_its_step(path: Path) -> None:
-    """Kernels of `_triton` have the names of the ops that launch them, those of `coded_weight` of
-    the codec.
-    """
+    """Kernels of `_triton` have the names of the ops that launch them."""
     room, engine = path.parent.name, path.stem.removesuffix("_kernels")
     start = f"{room}_" if room.startswith("_") else f"_{room}_{engine}_"
     tree = ast.parse(path.read_text())

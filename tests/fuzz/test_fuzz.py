@@ -28,7 +28,7 @@ from fuzz.report import Tally
 from fuzz.sketch import Sketch
 from fuzz.worker import PARTS, work
 
-SECONDS = 1
+SECONDS = 0.4
 
 
 def found(part: str, seed: str = "0", seconds: float = SECONDS) -> Tally:

@@ -96,15 +96,21 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
-def test_another_process_trains_on_with_the_bits_of_the_dense_model(
-    tmp_path: Path, fresh_python: FreshPython
+@pytest.mark.parametrize("where", ["here", pytest.param("elsewhere", marks=pytest.mark.slow)])
+def test_a_saved_model_is_trained_with_the_bits_of_the_dense_model(
+    where: str, tmp_path: Path, fresh_python: FreshPython
 ) -> None:
     folder = compressed(tmp_path / "codes")
-    script = TRAIN.format(train=inspect.getsource(train), folder=str(folder))
-    ran = fresh_python(script)
-    assert ran.returncode == 0, ran.stderr
+    if where == "elsewhere":
+        script = TRAIN.format(train=inspect.getsource(train), folder=str(folder))
+        ran = fresh_python(script)
+        assert ran.returncode == 0, ran.stderr
     for way in ("LoRA", "in backward"):
-        losses, changed = torch.load(tmp_path / f"{way}.pt")
+        if where == "elsewhere":
+            losses, changed = torch.load(tmp_path / f"{way}.pt")
+        else:
+            loaded = memeff_compile.from_pretrained(folder)
+            losses, changed = train(loaded, way, str(tmp_path / "out" / way))
         expected, wanted = train(model(), way, str(tmp_path / "dense" / way))
         assert losses == expected, way
         assert len(losses) == 4

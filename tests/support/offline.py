@@ -104,6 +104,9 @@ def compile_for(
     from triton import compiler
     from triton.backends.compiler import GPUTarget
 
+    # No test reads the lines of a kernel, which cost LLVM and ptxas a tenth of the time.
+    triton.knobs.compilation.disable_line_info = True
+
     given = packed(kernel, given)
     constants: dict[tuple[int, ...], Any] = {}
     signature, hints = {}, {}

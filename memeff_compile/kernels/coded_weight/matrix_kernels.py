@@ -333,17 +333,17 @@ def _matrix_tile(
 
 
 @gluon.jit
-def win4_matrix_kernel(x_ptr, weight, tokens_count, groups, C: gl.constexpr):
+def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.constexpr):
     """Multiply some tokens by one weight."""
     _matrix_tile(gl.program_id(0), x_ptr, weight, tokens_count, groups, C.TILE, C)
 
 
 @gluon.jit
-def win4_matrices_kernel(
+def _coded_weight_matrix_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
     """Multiply some tokens by 2 or 3 weights of the same width, with the same sums as
-    `win4_matrix_kernel`."""
+    `_coded_weight_matrix_win4_kernel`."""
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
     second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS
@@ -514,7 +514,7 @@ def _store(result, ptr, first_row, rows_count, first_token, tokens_count, pitch)
 
 
 @gluon.jit(do_not_specialize=["tokens_count", "groups", "whole", "splits"])
-def win4_wide_kernel(
+def _coded_weight_matrix_win4_wide_kernel(
     x_desc,  # (M, K) bf16, columns in the order of the operands
     codes_desc,
     signs_desc,

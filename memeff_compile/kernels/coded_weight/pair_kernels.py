@@ -253,7 +253,7 @@ def is_tier_patch(pattern, header_ptr):
 
 
 @triton.jit(do_not_specialize=["room"])
-def pair_patches_kernel(
+def _coded_weight_pair_patches_kernel(
     weight_ptr,  # 16-bit patterns
     header_ptr,
     starts_ptr,  # (chunks + 1,) int32
@@ -289,7 +289,7 @@ def write_heading(refuge_ptr, place, needed):
 
 
 @triton.jit(do_not_specialize=["room_0", "room_1", "room_2", "size"])
-def pair_shelter_kernel(
+def _coded_weight_pair_shelter_kernel(
     value_ptr,  # 16-bit patterns
     needed_ptr,  # (COUNT,) int32
     refuge_ptr,  # its heading, then patterns
@@ -317,7 +317,9 @@ def pair_shelter_kernel(
 
 
 @triton.jit(do_not_specialize=["every"])
-def pair_histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def _coded_weight_pair_histogram_kernel(
+    weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Count the exponents of every `every`-th run of BLOCKS * BLOCK weights.
 
     The order of counting does not matter.
@@ -337,7 +339,7 @@ def _sign_bytes(pair):
 
 
 @triton.jit
-def pair_signs_kernel(words_ptr, signs_ptr, BLOCK: tl.constexpr):
+def _coded_weight_pair_signs_kernel(words_ptr, signs_ptr, BLOCK: tl.constexpr):
     """Write the signs and mantissas of one chunk of weights."""
     first = tl.program_id(0).to(tl.int64) * (CHUNK // 8)
     for start in range(0, CHUNK // 8, BLOCK):

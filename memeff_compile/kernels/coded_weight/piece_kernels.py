@@ -54,7 +54,7 @@ def _parts(piece_ptr, chunks, room):
 
 
 @triton.jit
-def piece_decode_kernel(
+def _coded_weight_piece_decode_kernel(
     piece_ptr,
     weight_ptr,
     C: tl.constexpr,
@@ -66,7 +66,7 @@ def piece_decode_kernel(
 
 
 @triton.jit
-def piece_encode_kernel(
+def _coded_weight_piece_encode_kernel(
     counts_ptr,  # for each weight in turn, the arguments of `encode_chunk`
     p0,
     w0,
@@ -104,7 +104,7 @@ def piece_encode_kernel(
 
 
 @triton.jit
-def piece_lists_kernel(
+def _coded_weight_piece_lists_kernel(
     counts_ptr,
     refuge_ptr,  # two numbers of 16 bits a weight, HEADING in all, then patterns
     p0,

@@ -107,7 +107,7 @@ def _run(
     many: int,  # that the kernel takes
     numbers: Sequence[float] = (),
 ) -> None:
-    found = kernel_of("piece_kernels", f"piece_{kernel}_kernel")
+    found = kernel_of("piece_kernels", f"_coded_weight_piece_{kernel}_kernel")
     launch_aligned(found, how.grid, tensors, many, numbers, how.settings, how.name)
 
 

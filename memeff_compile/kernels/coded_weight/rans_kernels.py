@@ -39,7 +39,7 @@ def _next_pair(state, place, header_ptr, words_ptr):
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def rans_decode_kernel(
+def _coded_weight_rans_decode_kernel(
     header_ptr,  # (1024,) slots
     words_ptr,  # 16-bit words
     word_starts_ptr,  # (chunks + 1,) int32
@@ -89,7 +89,7 @@ def rans_decode_kernel(
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def rans_encode_kernel(
+def _coded_weight_rans_encode_kernel(
     weight_ptr,  # 16-bit patterns
     slots_ptr,  # (2, 256) int32: slots of an exponent, and those before it
     words_ptr,

@@ -100,7 +100,7 @@ def _take_pair(first_codes, PAIR: tl.constexpr, second, third, windows):
 
 
 @triton.jit
-def tier_decode_kernel(
+def _coded_weight_tier_decode_kernel(
     header_ptr,
     first_ptr,
     second_ptr,
@@ -190,7 +190,7 @@ def _codes(pattern, windows):
 
 
 @triton.jit
-def tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
+def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
     """Count the words of the second stream, those of the third, and the patches of a chunk.
 
     A patch is a weight whose exponent has no code, so the weight is stored whole.
@@ -244,7 +244,7 @@ def _append(stream_ptr, bits, start, at, room, is_any):
 
 
 @triton.jit(do_not_specialize=["second_room", "third_room"])
-def tier_encode_kernel(
+def _coded_weight_tier_encode_kernel(
     words_ptr,  # pair words of the weight
     header_ptr,
     first_ptr,

@@ -226,14 +226,16 @@ def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
-def win4_token_kernel(x_ptr, weight, groups, C: gl.constexpr):
+def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
     """Multiply one token with one weight."""
     token_tile(gl.program_id(0), x_ptr, weight, groups, C.TILE, C)
 
 
 @gluon.jit
-def win4_tokens_kernel(x_ptr, weight_0, weight_1, weight_2, groups, C: gl.constexpr):
-    """Multiply one token with 2 or 3 weights of one width, with `win4_token_kernel`'s sums."""
+def _coded_weight_token_win4_several_kernel(
+    x_ptr, weight_0, weight_1, weight_2, groups, C: gl.constexpr
+):
+    """Multiply one token with 2 or 3 weights of one width, with the sums of one."""
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
     second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS

@@ -91,7 +91,7 @@ def decode_some(program, parts, out_ptr, WORDS: tl.constexpr, PATCHES: tl.conste
 
 
 @triton.jit
-def win4_decode_kernel(
+def _coded_weight_win4_decode_kernel(
     header_ptr,
     codes_ptr,
     starts_ptr,
@@ -220,7 +220,7 @@ def encode_chunk(
 
 
 @triton.jit
-def win4_encode_kernel(
+def _coded_weight_win4_encode_kernel(
     weight_ptr,
     header_ptr,
     codes_ptr,
@@ -299,7 +299,7 @@ def list_chunks(
 
 
 @triton.jit(do_not_specialize=["room", "chunks", "each"])
-def win4_lists_kernel(
+def _coded_weight_win4_lists_kernel(
     weight_ptr,
     header_ptr,
     counts_ptr,
@@ -333,7 +333,7 @@ def win4_lists_kernel(
 
 
 @triton.jit
-def win4_window_kernel(counts_ptr, header_ptr):
+def _coded_weight_win4_window_kernel(counts_ptr, header_ptr):
     """Write the exponent below the window of 15 exponents that contains the most weights, like
     `win4_header`."""
     exponent = tl.arange(0, 256)
@@ -346,7 +346,7 @@ def win4_window_kernel(counts_ptr, header_ptr):
 
 
 @triton.jit
-def win4_sum_kernel(
+def _coded_weight_win4_sum_kernel(
     parts_ptr,  # (SPLITS, M, width) fp32
     out_ptr,  # the last `width` of each row of (M, N)
     size,  # M * width
@@ -366,9 +366,9 @@ def win4_sum_kernel(
 
 
 @triton.jit
-def win4_order_kernel(
+def _coded_weight_win4_order_kernel(
     x_ptr,  # (M, K / 2) pair words
-    ordered_ptr,  # the same, columns in the order of the operands of `win4_wide_kernel`
+    ordered_ptr,  # the same, columns in the order of the wide kernel's operands
     turned_ptr,  # (K, STRIDE) 16-bit patterns, the transpose of x
     tokens_count,
     groups,  # K / 256

@@ -734,7 +734,7 @@ class HeadReader:
                 node,
             )
         what = f"the logits come from {_describe(node)}, which is not a linear head"
-        hint = LEAVE_OUT_HINT if node_name(node).rstrip("_") in _FILLS else _NO_HEAD_HINT
+        hint = _HINTS_BY_OP.get(node_name(node).rstrip("_"), _NO_HEAD_HINT)
         return Decline("no_linear_head", what, hint, node)
 
 
@@ -747,7 +747,14 @@ LEAVE_OUT_HINT = (
     "to leave out classes, cut them off (logits[..., :n]), or add a vector over the vocabulary "
     "that has -inf or a large negative number for them"
 )
-_FILLS = ("where", "masked_fill", "index_fill")
+_SIGMOID_HINT = (
+    "write c * sigmoid(x) as c / 2 * tanh(x / 2), a softcap: all logits become smaller by c / 2, "
+    "which does not change cross entropy"
+)
+_HINTS_BY_OP = {
+    **dict.fromkeys(("where", "masked_fill", "index_fill"), LEAVE_OUT_HINT),
+    "sigmoid": _SIGMOID_HINT,
+}
 _NO_HEAD_HINT = (
     "make the logits by one linear layer, followed by casts, scales, one softcap and added vectors"
 )

@@ -253,12 +253,24 @@ def test_an_aligned_prompt_is_merged_a_few_groups_at_a_time(
     assert pairs[0].filled() == [80, 64] * 2
 
 
+FORMS = [(31, 2, 3), (70, 1, 1), (70, 4, 2), (70, 12, 5)]
+QUICK = [
+    *[(FORMS[0], bits) for bits in (PLAIN, 8, 4, 3, 2)],
+    *zip(FORMS[1:], (4, PLAIN, 3), strict=True),
+]
+"""Each number of bits, and each form; the slow tests run each pair of both."""
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize("bits", [PLAIN, 8, 4, 3, 2])
 @pytest.mark.parametrize(
-    ("tokens", "repeat", "splits"), [(31, 2, 3), (70, 1, 1), (70, 4, 2), (70, 12, 5)]
+    ("tokens", "repeat", "splits", "bits"),
+    [
+        pytest.param(*form, bits, marks=() if (form, bits) in QUICK else pytest.mark.slow)
+        for form in FORMS
+        for bits in (PLAIN, 8, 4, 3, 2)
+    ],
 )
 def test_attention_over_aligned_rows_equals_float64(
     bits: int,

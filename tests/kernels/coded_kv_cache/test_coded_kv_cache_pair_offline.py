@@ -199,8 +199,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "bits", "more"),
     [
-        *twice(90, *CASES[0]),
-        *[pytest.param(90, *case, marks=SLOW) for case in CASES[1:]],
+        *[pytest.param(90, *case, marks=SLOW) for case in CASES],
         *[pytest.param(80, *case, marks=SLOW) for case in CASES],
         *twice(90, *ALIGNED[0]),
         *[pytest.param(90, *case, marks=SLOW) for case in ALIGNED[1:]],

@@ -43,13 +43,15 @@ SEVERAL = {
 }
 PARTS = {"row": ONE, "rows": SEVERAL, "matrix": ONE, "matrices": SEVERAL}
 PARTS |= {"token": ONE, "tokens": SEVERAL}
+STEPS = {name: "win4" if parts is ONE else "win4_several" for name, parts in PARTS.items()}
+STEPS["wide"] = "win4_wide"
 
 
 def _compile(
     module: str, name: str, capability: int, constants: dict[str, Any], warps: int, **types: str
 ) -> Any:
     folder = "memeff_compile.kernels.coded_weight"
-    engine = "win4" if module in ("matrix", "row", "token") else module
+    step = STEPS.get(name, name)
 
     def type_of(argument: str) -> str:
         number = "fp32" if argument in ("rate", "decay") else "i32"
@@ -58,7 +60,9 @@ def _compile(
 
     return compile_for(
         capability,
-        getattr(import_module(f"{folder}.{module}_kernels"), f"{engine}_{name}_kernel"),
+        getattr(
+            import_module(f"{folder}.{module}_kernels"), f"_coded_weight_{module}_{step}_kernel"
+        ),
         constants,
         type_of,
         lambda argument: True,

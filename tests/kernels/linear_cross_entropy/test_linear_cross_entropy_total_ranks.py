@@ -291,7 +291,9 @@ def test_ranks_may_have_engines_of_their_own() -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiles", "nan_filled_empty")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("given", list(hostile()))
 def test_hopper_with_nothing_of_a_row(given: ScalarLoss, dtype: torch.dtype) -> None:
     """A target far below another rank's logits would need a factor beyond 16 bits."""

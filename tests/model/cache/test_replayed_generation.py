@@ -182,7 +182,7 @@ def test_a_cache_that_is_used_again_is_not_recorded_again(engine: Imitation) -> 
     assert engine.recorded == 1
 
 
-@pytest.mark.parametrize("kv_cache", ["static", 4])
+@pytest.mark.parametrize("kv_cache", ["static", pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_for_caches_of_any_length_is_recorded_for_each(
     engine: Imitation, kv_cache: str | int
 ) -> None:
