@@ -26,6 +26,7 @@ from .append_codes_kernels import (
     _put,
     _scaled,
     _store_bytes,
+    bits_of,
     parts_of,
 )
 
@@ -114,7 +115,7 @@ def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: 
 def _code_directions(
     pair,
     made,
-    norms,  # of the group's first token; keys and values alternate
+    norms,  # of the group's first token; keys and values alternate if both are merged
     slot,
     found,  # as `_measure` returns it
     t,
@@ -128,9 +129,10 @@ def _code_directions(
     lower_norms, upper_norms = norms
     cosine, m, n = found
     is_left_out, is_kept = left
-    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
+    BITS: tl.constexpr = bits_of(C, IS_VALUE)
+    COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
-    TURNED: tl.constexpr = IS_VALUE and C.BITS != 16
+    TURNED: tl.constexpr = IS_VALUE and BITS != 16
     AXIS: tl.constexpr = 0 if TURNED else 1
     kind: tl.constexpr = codes_base.dtype.element_ty
     token = tl.arange(0, C.GROUP)
@@ -138,8 +140,8 @@ def _code_directions(
     a, b = _factors(cosine, m, n, t, C.RULE)
     steps = ()
     zeros = ()
-    if C.BITS < 16 and IS_VALUE:
-        most = tl.full((C.GROUP,), (1 << C.BITS) - 1.0, tl.float32)
+    if BITS < 16 and IS_VALUE:
+        most = tl.full((C.GROUP,), (1 << BITS) - 1.0, tl.float32)
         for share in tl.static_range(C.DEPTH // C.CHANNELS):
             some = share * C.CHANNELS + tl.arange(0, C.CHANNELS)
             e = _direction(lower, upper, slot, some, a, b, C.DEPTH, True)
@@ -147,8 +149,8 @@ def _code_directions(
             step, zero = _scaled(low, high, most, scales_base, share * C.GROUP + token)
             steps = steps + (step,)  # noqa: RUF005
             zeros = zeros + (zero,)  # noqa: RUF005
-    elif C.BITS < 16:
-        most = tl.full((SHARE,), (1 << C.BITS) - 1.0, tl.float32)
+    elif BITS < 16:
+        most = tl.full((SHARE,), (1 << BITS) - 1.0, tl.float32)
         for part in tl.static_range(COUNT):
             e = _direction(lower, upper, slot, part * SHARE + column, a, b, C.DEPTH, False)
             low, high = _between(e, is_left_out[:, None])
@@ -163,7 +165,7 @@ def _code_directions(
     for part in tl.static_range(COUNT):
         at = part * SHARE + column
         e = _direction(lower, upper, slot, at, a, b, C.DEPTH, TURNED)
-        if C.BITS == 16:
+        if BITS == 16:
             plain = e.to(kind)
             decoded = plain.to(tl.float32)
             tl.store(codes_base + token[:, None] * C.DEPTH + at[None, :], plain)
@@ -174,7 +176,7 @@ def _code_directions(
             else:
                 step = steps[part][None, :]
                 zero = zeros[part][None, :]
-            code = _codes(e, step, zero, C.BITS, False)
+            code = _codes(e, step, zero, BITS, False)
             decoded = code.to(tl.float32) * step + zero
             packed = _put(packed, code, codes_base, (token, column), part, C, SHARE, TURNED)
         square += tl.sum(decoded * decoded, axis=AXIS)
@@ -183,7 +185,7 @@ def _code_directions(
             first += tl.sum(x * decoded, axis=AXIS)
             y = _load_rows(upper, slot, at, C.DEPTH, 1, TURNED)
             second += tl.sum(y * decoded, axis=AXIS)
-    if C.BITS != 16:
+    if BITS != 16:
         _store_bytes(packed, codes_base, (token, column), C, SHARE, TURNED)
     if C.IS_PROJECTED:
         lower_norm = tl.maximum(first / tl.maximum(square, 1e-24), 0.0)
@@ -197,8 +199,8 @@ def _code_directions(
     if not IS_VALUE:
         lower_norm = tl.where(is_kept, -1.0, lower_norm)
         upper_norm = tl.where(is_kept, -1.0, upper_norm)
-    tl.store(lower_norms + 2 * token, lower_norm.to(lower_norms.dtype.element_ty))
-    tl.store(upper_norms + 2 * token, upper_norm.to(upper_norms.dtype.element_ty))
+    tl.store(lower_norms + C.NORMS * token, lower_norm.to(lower_norms.dtype.element_ty))
+    tl.store(upper_norms + C.NORMS * token, upper_norm.to(upper_norms.dtype.element_ty))
 
 
 @triton.jit

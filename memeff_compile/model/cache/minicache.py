@@ -79,6 +79,8 @@ class MiniCache:
             of the paper's inequality, keeps those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes the error of each row
             smallest.
+        values_only: merge values alone. Each layer keeps codes of its own keys, no rows but the
+            first tokens stay unchanged, and `gamma`, `retained` and `reading` have no effect.
         fidelity: the result of `fidelity_report` for the model. Without it, a cache with merged
             layers warns the user; with it, the cache raises an error for a pair whose rows have a
             mean cosine below `ALIKE`. The report's maps are used if the cache's first tokens are
@@ -101,6 +103,7 @@ class MiniCache:
     reading: str = "distinct"
     scale: str = "norm"
     align: str = "heads"
+    values_only: bool = False
     fidelity: Measured | None = field(default=None, repr=False, compare=False)
     force: bool = field(default=False, repr=False, compare=False)
 
@@ -113,6 +116,8 @@ class MiniCache:
                 is_right, needed = given in words[name], ", ".join(map(repr, words[name]))
             elif name == "t" and given is None:
                 continue
+            elif name == "values_only":
+                is_right, needed = isinstance(given, bool), "True or False"
             elif name in ("t", "gamma", "retained"):
                 is_right = isinstance(given, (int, float)) and 0 <= given <= 1
                 needed = "a number from 0 to 1"
@@ -122,6 +127,12 @@ class MiniCache:
             if not is_right:
                 said = f"MiniCache: {name} is {given!r}; {needed} is needed."
                 raise UnsupportedInputError(f"{said}{_WHY.get(name, '')}")
+
+        if self.values_only and self.align == "none":
+            raise UnsupportedInputError(
+                "MiniCache: values alone are merged aligned; give align='heads', or leave "
+                "values_only out."
+            )
 
     def position(self) -> float:
         """Return `t`, or its default for layers that are aligned or not aligned."""
@@ -168,7 +179,7 @@ def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
             "report of this model is needed. Call fidelity_report(model, ids) again."
         )
     is_aligned = merge.align != "none"
-    for kind in ("keys", "values"):
+    for kind in ("values",) if merge.values_only else ("keys", "values"):
         means = {
             p: measured[p]["aligned"][kind] if is_aligned else measured[p][kind]["mean"]
             for p in pairs

@@ -113,17 +113,21 @@ def _attention(
     aligned: str = "",
     splits: int = 4,
     repeat: int = 4,
+    value_bits: int | None = None,
 ) -> Any:
-    shapes = shapes_for(depth, bits, repeat, gpu_of(divmod(capability, 10)))
+    of_values = bits if value_bits is None else value_bits
+    most = max(bits, of_values)
+    shapes = shapes_for(depth, most, repeat, gpu_of(divmod(capability, 10)))
     channels = channel_group(depth, scheme)
     constants = {
         "REPEAT": repeat,
         "DEPTH": depth,
         "ROWS": rows_for(repeat),
         "BITS": bits,
+        "V_BITS": of_values,
         "GROUP": group,
         "CHANNELS": channels,
-        "WIDTH": part_width(depth, bits, channels),
+        "WIDTH": part_width(depth, of_values, channels),
         "WINDOW": 192,
         "WINDOW_TILE": 64,
         "KEPT": kept,
@@ -136,7 +140,7 @@ def _attention(
         "IS_TURNED": aligned == "upper",
         "STAGES": shapes.stages,
         "AT_ONCE": shapes.at_once,
-        "HALVES": halves_for(repeat, bits),
+        "HALVES": halves_for(repeat, most),
         "PACKED": True,
         "UPCAST": False,
     }
@@ -164,6 +168,7 @@ def _append(
     constants = {
         "DEPTH": depth,
         "BITS": bits,
+        "V_BITS": bits,
         "GROUP": 64,
         "CHANNELS": channel_group(depth, scheme),
         "WINDOW": 192,

@@ -121,6 +121,7 @@ def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:
     constants = {
         "DEPTH": depth,
         "BITS": bits,
+        "V_BITS": bits,
         "GROUP": 64,
         "CHANNELS": depth // 2 if bits == 16 else channel_group(depth, "kivi"),
         "WINDOW": 192,
@@ -144,7 +145,7 @@ def prompt(capability: int, bits: int, depth: int = 128, **more: Any) -> list[An
     """Build the passes over a prompt: measuring, coding keys, coding values."""
     both = {"DEPTH": depth, "GROUP": 64}
     channels = depth // 2 if bits == 16 else channel_group(depth, "kivi")
-    codes = {**both, "BITS": bits, "CHANNELS": channels, "RULE": 0, "IS_PROJECTED": False}
+    codes = {**both, "BITS": bits, "V_BITS": bits, "CHANNELS": channels, "RULE": 0, "IS_PROJECTED": False}
     codes |= {"IS_ALIGNED": False, **more}
     module, name = "append_pairs_kernels", "_coded_kv_cache_append_pairs_code_kernel"
     return [
