@@ -271,12 +271,18 @@ def _sentence(info: GraphInfo, match: Site) -> str:
     held, depth, tokens = map(compat.size_hint, (codes.shape[3], query.shape[3], length))
     group = op_folder.group_of(held, depth, width)
     name = op_folder.engine_for(query.device, query.dtype, group, width)
+    of_values = info.value(match.view.args[1])
+    v_width = op_folder.value_bits_of(held, compat.size_hint(of_values.shape[3]), width)
     form, what = f"in codes of {width} bits", "the codes"
+    if v_width != width:
+        form = f"in codes of {width} bits, values of {v_width}"
     if width == op_folder.PLAIN:
         form, what = "as they come", "them"
-    is_merged = match.view.args[_POOL] is not None
+    of_keys, lengths = match.view.args[_POOL : _POOL + 2]
+    is_merged = lengths is not None
     is_aligned = any(each is not None for each in match.view.args[_POOL + 4 :])
-    shared = f"whose {'aligned ' * is_aligned}directions two layers share, " if is_merged else ""
+    which = "directions" if of_keys is not None else "directions of values"
+    shared = f"whose {'aligned ' * is_aligned}{which} two layers share, " if is_merged else ""
     return (
         f"attention over a cache of {tokens} tokens {shared}{form} -> "
         f"memeff::coded_kv_cache_attention, which reads {what}; engine "

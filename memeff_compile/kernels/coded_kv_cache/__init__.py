@@ -31,6 +31,7 @@ from .layout import SCHEMES as SCHEMES
 from .layout import Layout as Layout
 from .layout import dtype_of as dtype_of
 from .layout import group_of as group_of
+from .layout import value_bits_of as value_bits_of
 from .memory import bytes_after as bytes_after
 from .memory import bytes_of_token as bytes_of_token
 from .memory import bytes_per_token as bytes_per_token

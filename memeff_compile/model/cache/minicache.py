@@ -26,8 +26,8 @@ is set."""
 
 
 ALIGNED_T = 0.7
-"""Where on the arc the direction of two aligned rows lies: real models lose least with more of the
-upper layer's.
+"""Where on the arc the direction of two aligned rows lies if keys are merged too: real models then
+lose least with more of the upper layer's.
 """
 
 
@@ -70,7 +70,7 @@ class MiniCache:
         rule: how one direction is computed from two: ``slerp``, on the arc between them;
             ``average``, their weighted mean; ``max_norm``, the direction of the longer row.
         t: position on the arc, or the weight: 0 is the lower layer's direction, 1 the upper
-            layer's; by default 0.7 for aligned layers, and 0.5 for others.
+            layer's; by default 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
         gamma: rows whose distance is within this share of the largest distance are kept unchanged;
             a larger share keeps more rows, and 1 keeps all that fit.
         retained: the memory for such rows, as a share of `max_cache_len`. The rows that differ most
@@ -136,7 +136,8 @@ class MiniCache:
 
     def position(self) -> float:
         """Return `t`, or its default for layers that are aligned or not aligned."""
-        return (0.5 if self.align == "none" else ALIGNED_T) if self.t is None else self.t
+        is_even = self.align == "none" or self.values_only
+        return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
         """Return the report's rotations and slots for a pair of layers, if it has them."""
