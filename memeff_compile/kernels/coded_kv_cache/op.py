@@ -184,9 +184,10 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
             f"the head dimension is {depth}; {LEAST_DEPTH} and more have been compared with "
             "float64 on a GPU."
         )
-    if q.dtype != torch.bfloat16 and bits < 4:
+    least = min(bits, value_bits_of(pool[0].shape[3], pool[1].shape[3], bits))
+    if q.dtype != torch.bfloat16 and least < 4:
         return (
-            f"{bits} bits serve {short(q.dtype)}; there 4 and 8 bits have been compared with "
+            f"{least} bits serve {short(q.dtype)}; there 4 and 8 bits have been compared with "
             "float64 on a GPU, and all in bfloat16."
         )
     if heads > MOST_HEADS:
