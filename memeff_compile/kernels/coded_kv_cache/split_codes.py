@@ -85,6 +85,8 @@ def turned(q: Tensor, turns: Tensor) -> Tensor:
     return found
 
 
+TOGETHER = True
+
 CHUNK = 32
 """Channels of a map that one program applies."""
 
@@ -214,6 +216,7 @@ def attend(
             IS_PER_HEAD=per_head,
             HAS_NORMS=norms[0] is not None,
             HAS_VALUE_NORMS=of_values is not None,
+            TOGETHER=TOGETHER,
             KINDS=kinds,
             HAS_MASK=mask is not None,
             IS_ALONE=shares == 1,

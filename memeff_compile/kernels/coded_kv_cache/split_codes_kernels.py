@@ -434,8 +434,13 @@ def _coded_kv_cache_split_codes_attention_kernel(
                     k_norms = k_norms + (k_norm,)  # noqa: RUF005
                     more = more + (v_norm,)  # noqa: RUF005
                 if C.HAS_VALUE_NORMS:
-                    place = pair * norm_count + block * C.GROUP + tokens
-                    more = more + (tl.load(norms_ptr + place).to(tl.float32),)  # noqa: RUF005
+                    first_norm = norms_ptr + pair * norm_count + block * C.GROUP
+                    if C.TOGETHER:
+                        even, odd = _pair_of(first_norm, tl.arange(0, C.GROUP // 2))
+                        v_norm = tl.permute(tl.join(even, odd), (1, 0)).reshape((C.GROUP,))
+                    else:
+                        v_norm = tl.load(first_norm + tokens).to(tl.float32)
+                    more = more + (v_norm,)  # noqa: RUF005
             scaled = _side_by_side(queries, C.HALVES)
             score = none
             for side in tl.static_range(C.HALVES):

@@ -137,6 +137,7 @@ def _attention(
         "HAS_NORMS": has_norms or (bool(aligned) and kinds == 2),
         "HAS_VALUE_NORMS": kinds == 1,
         "KINDS": kinds,
+        "TOGETHER": True,
         "HAS_MASK": has_mask,
         "IS_ALONE": splits == 1 and aligned != "upper",
         "IS_ALIGNED": bool(aligned),
