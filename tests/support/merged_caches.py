@@ -143,8 +143,8 @@ class Values:
     def pool(self, *, is_upper: bool) -> list[Tensor]:
         return pool_of_values(self.shared, self.own(is_upper=is_upper))
 
-    def norms(self, *, is_upper: bool) -> tuple[None, Tensor]:
-        return None, self.own(is_upper=is_upper)[OWN_KEYS.index("norms")]
+    def norms(self, *, is_upper: bool) -> tuple[None, Tensor | None]:
+        return None, self.shared[2] if is_upper else None
 
     def maps_of(self, *, is_upper: bool) -> list[Tensor]:
         """Return the maps that the view and attention of one layer take."""

@@ -88,11 +88,19 @@ def _scaled(low, high, most, scales_base, place):
     """Store the scale step and the zero point for numbers from `low` to `high`; return both as
     stored."""
     kind: tl.constexpr = scales_base.dtype.element_ty
-    step = _stored(tl.div_rn(high - low, most), scales_base)
-    zero = low.to(kind).to(tl.float32)
+    step, zero = _steps(low, high, most, scales_base)
     tl.store(scales_base + 2 * place, step.to(kind))
     tl.store(scales_base + 2 * place + 1, zero.to(kind))
     return step, zero
+
+
+@triton.jit
+def _steps(low, high, most, scales_base):
+    """Return the scale step and the zero point for numbers from `low` to `high`, rounded to the
+    type of scales."""
+    kind: tl.constexpr = scales_base.dtype.element_ty
+    step = _stored(tl.div_rn(high - low, most), scales_base)
+    return step, low.to(kind).to(tl.float32)
 
 
 @triton.jit

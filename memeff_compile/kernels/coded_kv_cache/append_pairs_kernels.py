@@ -25,6 +25,7 @@ from .append_codes_kernels import (
     _load_rows,
     _put,
     _scaled,
+    _steps,
     _store_bytes,
     bits_of,
     parts_of,
@@ -115,7 +116,9 @@ def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: 
 def _code_directions(
     pair,
     made,
-    norms,  # of the group's first token; keys and values alternate if both are merged
+    # of the group's first token: of either layer, where keys and values alternate; or, with one
+    # norm, twice the place for how much longer the upper layer's value is
+    norms,
     slot,
     found,  # as `_measure` returns it
     t,
@@ -146,7 +149,10 @@ def _code_directions(
             some = share * C.CHANNELS + tl.arange(0, C.CHANNELS)
             e = _direction(lower, upper, slot, some, a, b, C.DEPTH, True)
             low, high = tl.min(e, axis=0), tl.max(e, axis=0)
-            step, zero = _scaled(low, high, most, scales_base, share * C.GROUP + token)
+            if C.NORMS == 2:
+                step, zero = _scaled(low, high, most, scales_base, share * C.GROUP + token)
+            else:
+                step, zero = _steps(low, high, most, scales_base)
             steps = steps + (step,)  # noqa: RUF005
             zeros = zeros + (zero,)  # noqa: RUF005
     elif BITS < 16:
@@ -199,8 +205,18 @@ def _code_directions(
     if not IS_VALUE:
         lower_norm = tl.where(is_kept, -1.0, lower_norm)
         upper_norm = tl.where(is_kept, -1.0, upper_norm)
-    tl.store(lower_norms + C.NORMS * token, lower_norm.to(lower_norms.dtype.element_ty))
-    tl.store(upper_norms + C.NORMS * token, upper_norm.to(upper_norms.dtype.element_ty))
+    if C.NORMS == 2:
+        tl.store(lower_norms + 2 * token, lower_norm.to(lower_norms.dtype.element_ty))
+        tl.store(upper_norms + 2 * token, upper_norm.to(upper_norms.dtype.element_ty))
+    else:
+        # The scales have the lower layer's lengths, and one norm is how much longer the upper's is.
+        lower_norm = tl.maximum(lower_norm, 1e-3 * upper_norm)
+        for share in tl.static_range(C.DEPTH // C.CHANNELS):
+            place = scales_base + 2 * (share * C.GROUP + token)
+            tl.store(place, (steps[share] * lower_norm).to(place.dtype.element_ty))
+            tl.store(place + 1, (zeros[share] * lower_norm).to(place.dtype.element_ty))
+        longer = tl.minimum(upper_norm / tl.maximum(lower_norm, 1e-30), 65504.0)
+        tl.store(upper_norms + token, longer.to(upper_norms.dtype.element_ty))
 
 
 @triton.jit

@@ -118,10 +118,10 @@ def merge_prompt(
     recent: int,
     settings: Merging,
 ) -> None:
-    """Encode the shared values of the first groups of an empty cache, and store both lengths."""
+    """Encode the shared values of the first groups of an empty cache."""
     from . import append_value_pairs_kernels as kernels
 
-    shared, lower, upper, maps = pair
+    shared, _, upper, maps = pair
     low, high = (x if x.stride(3) == 1 else x.contiguous() for x in values)
     batch, heads, _, depth = low.shape
     group = upper.k_window.shape[2] - recent
@@ -132,7 +132,7 @@ def merge_prompt(
         start(
             kernels._coded_kv_cache_append_value_pairs_groups_kernel,
             (batch * heads, parts),
-            *(low, low.stride()[:3], high, high.stride()[:3], shared, lower.norms, upper.norms),
+            *(low, low.stride()[:3], high, high.stride()[:3], shared),
             *(maps, scratch, (heads, shared.v_codes.shape[2], due), float(settings.t)),
             **_constants(pair, bits, recent, settings),
             num_warps=WARPS,

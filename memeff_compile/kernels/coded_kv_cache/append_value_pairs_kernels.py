@@ -25,17 +25,15 @@ def _share_group(
     heads,  # of the lower layer and of the upper, which share the group
     tile,  # the group's place
     shared,
-    norms,  # of the lower layer and of the upper
     maps,
     made,  # memory for the aligned rows, (2, GROUP, D) fp32
     groups,
     t,
     C: tl.constexpr,
 ):
-    """Align the values of a group, encode their shared directions, and store both lengths."""
+    """Align the values of a group, and encode their shared directions and lengths."""
     lower, lower_slot, lower_row, upper, upper_slot, upper_row = rows
     pair, mine = heads
-    lower_norms, upper_norms = norms
     ROWS: tl.constexpr = C.GROUP * C.DEPTH
     BLOCK: tl.constexpr = ROWS * C.V_BITS // 8
     SCALES: tl.constexpr = 2 * C.GROUP * (C.DEPTH // C.CHANNELS)
@@ -48,13 +46,10 @@ def _share_group(
     found = _measure(made, made + ROWS, member, C.DEPTH, SHARE, C.GROUP)
     block = pair * groups + tile
     codes = (shared.v_codes + block * BLOCK, shared.v_scales + block * SCALES)
-    lengths = (
-        lower_norms + block * C.GROUP,
-        upper_norms + (mine * groups + tile) * C.GROUP,
-    )
+    longer = shared.norms + (mine * groups + tile) * C.GROUP
     nobody = member < 0
     both, left = (made, made + ROWS), (nobody, nobody)
-    _code_directions(both, codes, lengths, member, found, t, left, C, True)
+    _code_directions(both, codes, (longer, longer), member, found, t, left, C, True)
     tl.debug_barrier()  # the memory is free for the next group
 
 
@@ -136,8 +131,7 @@ def _walk_values(
             slot = (coded + tl.arange(0, C.GROUP)) % C.WINDOW
             rows = (lower_window, slot, C.DEPTH, upper_window, slot, C.DEPTH)
             tile = tl.minimum(coded // C.GROUP, groups - 1)
-            norms = (lower.norms, upper.norms)
-            _share_group(rows, (pair, mine), tile, shared, norms, maps, made, groups, t, C)
+            _share_group(rows, (pair, mine), tile, shared, maps, made, groups, t, C)
             kept = C.KEPT * C.DEPTH
             _keep_early(lower_window, lower.v_kept + pair * kept, coded, first, C)
             _keep_early(upper_window, upper.v_kept + mine * kept, coded, first, C)
@@ -205,8 +199,6 @@ def _coded_kv_cache_append_value_pairs_groups_kernel(
     upper_ptr,
     upper_steps,
     shared,  # as of `_coded_kv_cache_append_value_pairs_rows_kernel`
-    lower_norms_ptr,  # (B, KV_HEADS, groups * GROUP)
-    upper_norms_ptr,
     maps,
     scratch_ptr,  # (B, KV_HEADS, programs, 2, GROUP, D) fp32
     sizes,  # key-value heads, groups, groups to encode
@@ -221,9 +213,8 @@ def _coded_kv_cache_append_value_pairs_groups_kernel(
     lower = lower_ptr + sequence * lower_steps[0] + slot * lower_steps[1]
     upper = upper_ptr + sequence * upper_steps[0] + mine % kv_heads * upper_steps[1]
     made = scratch_ptr + (mine * tl.num_programs(1) + tl.program_id(1)) * (2 * C.GROUP * C.DEPTH)
-    norms = (lower_norms_ptr, upper_norms_ptr)
     for group in tl.range(tl.program_id(1), due, tl.num_programs(1)):
         tile = mine * 0 + group  # a 64-bit number
         place = tile * C.GROUP + tl.arange(0, C.GROUP)
         rows = (lower, place, lower_steps[2], upper, place, upper_steps[2])
-        _share_group(rows, (pair, mine), tile, shared, norms, maps, made, groups, t, C)
+        _share_group(rows, (pair, mine), tile, shared, maps, made, groups, t, C)

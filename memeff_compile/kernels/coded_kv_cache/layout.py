@@ -88,7 +88,8 @@ class SharedValues(NamedTuple):
     """The tensors that the two layers of a pair share if only their values are merged."""
 
     v_codes: Any
-    v_scales: Any
+    v_scales: Any  # with the lengths of the lower layer's values
+    norms: Any  # (B, H, groups * group), by which the upper layer's values are longer
     places: Any  # of the first tokens, as all layers of the cache have them
 
 
@@ -102,7 +103,6 @@ class OwnKeys(NamedTuple):
     k_kept: Any
     v_kept: Any
     counts: Any
-    norms: Any  # (B, H, groups * group), of each token's value
 
 
 class Maps(NamedTuple):

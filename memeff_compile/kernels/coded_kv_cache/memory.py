@@ -72,14 +72,14 @@ def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsi
     """Return the bytes of two layers that share values, for `tokens` tokens, without maps and the
     positions of first tokens.
 
-    Codes and scales of values are stored once per pair; codes and scales of keys, norms of values,
-    windows and first tokens twice.
+    Codes and scales of values and a norm per token are stored once per pair; codes and scales of
+    keys, windows and first tokens twice.
     """
     rows = layout.groups(tokens) * layout.group
     keys = layout.depth * layout.bits / 8 + 2 * layout.depth * itemsize / layout.group
     shares = layout.depth // layout.channel_group
     values = layout.depth * layout.bits_of_values / 8 + 2 * shares * itemsize
-    each = 2 * keys + values + 2 * itemsize
+    each = 2 * keys + values + itemsize
     exact = 4 * (layout.window + layout.kept) * layout.depth * itemsize
     return int(batch * heads * (each * rows + exact))
 

@@ -21,7 +21,7 @@ from .op import on_kernels, supports_pool
 from .pair import MAPS, shapes_of_maps
 from .value_pair_reference import Merging
 
-SHARED_VALUES = SharedValues._fields[:2]
+SHARED_VALUES = SharedValues._fields[:3]
 """Names of the tensors that the layers of a pair share, without the places of all layers."""
 
 OWN_KEYS = OwnKeys._fields
@@ -54,8 +54,8 @@ def shapes_of_values(
 
 def pool_of_values(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
     """Return the ten tensors that the view and attention of one layer take."""
-    v_codes, v_scales, places = shared
-    k_codes, k_scales, *rows, counts, _ = own
+    v_codes, v_scales, _, places = shared
+    k_codes, k_scales, *rows, counts = own
     return [k_codes, v_codes, k_scales, v_scales, *rows, places, counts]
 
 
@@ -85,6 +85,10 @@ def _unlike(args: Sequence[Any]) -> str | None:
             return f"{name} is {new.dtype} on {new.device}; as the cache is needed."
         if tuple(new.shape) != (batch, heads, k.shape[2], depth):
             return f"{name} is {tuple(new.shape)}; {(batch, heads, 'tokens', depth)} is needed."
+    wanted = (*upper.k_codes.shape[:2], upper.k_codes.shape[2] * group)
+    kind = dtype_of("norms", upper.k_window.dtype, bits)
+    if tuple(shared.norms.shape) != wanted or shared.norms.dtype != kind:
+        return f"norms is {shared.norms.dtype} {tuple(shared.norms.shape)}; {kind} {wanted} is needed."
     for name, tensor in maps._asdict().items():
         wanted = shapes_of_maps(Layout(depth, bits), batch, heads, 1)[name]
         kind = dtype_of(name, upper.k_window.dtype, bits)

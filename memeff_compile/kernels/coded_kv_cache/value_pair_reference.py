@@ -96,8 +96,12 @@ def share_values(
     bits: int,  # of a key's code
     settings: Merging,  # how values are merged
 ) -> None:
-    """Encode the shared directions of groups of values, and store the lengths of both layers'."""
-    shared, lower, upper, maps = pair
+    """Encode the shared directions of groups of values.
+
+    The lengths of the lower layer's values are multiplied into the scales; `norms` has by how much
+    the upper layer's values are longer.
+    """
+    shared, lower, _, maps = pair
     depth = values[0].shape[3]
     v_bits = value_bits_of(lower.k_codes.shape[3], shared.v_codes.shape[3], bits)
     for span in spans_of(values[0], group):
@@ -107,10 +111,18 @@ def share_values(
         kind = shared.v_scales.dtype
         found = encode(grouped, v_bits, "kivi", is_value=True, dtype=kind)
         at = slice((coded + span.start) // group, (coded + span.stop) // group)
-        shared.v_codes[:, :, at], shared.v_scales[:, :, at] = found
         decoded = decode(*found, v_bits, depth, is_value=True)
-        norms = [folded_length(x, decoded, scale=settings.scale) for x in both]
-        norms[1] = alignment.in_order(norms[1], maps.slots)  # of the upper layer's own heads
-        for own, mine in ((lower, norms[0]), (upper, norms[1])):
-            most = torch.finfo(own.norms.dtype).max
-            own.norms[:, :, coded + span.start : coded + span.stop] = mine.clamp_max(most)
+        low, high = (folded_length(x, decoded, scale=settings.scale) for x in both)
+        low = torch.maximum(low, _LEAST * high)
+        by = low.unflatten(2, (-1, group))[:, :, :, None, :, None]
+        shared.v_codes[:, :, at] = found[0]
+        shared.v_scales[:, :, at] = (found[1].to(by.dtype) * by).to(kind)
+        longer = (high / low.clamp_min(1e-30)).clamp_max(torch.finfo(shared.norms.dtype).max)
+        # by the upper layer's own heads
+        shared.norms[:, :, coded + span.start : coded + span.stop] = alignment.in_order(
+            longer, maps.slots
+        )
+
+
+_LEAST = 1e-3
+"""The least length of a lower layer's value, as a share of that of the upper layer's."""

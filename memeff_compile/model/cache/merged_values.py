@@ -50,7 +50,7 @@ class ValuesLayer(MergedLayer):
     """One of two neighbouring layers that share their older tokens' values."""
 
     held = tuple(name for name in op_folder.OWN_KEYS if name != "counts")
-    long = "span", "k_codes", "k_scales", "norms"
+    long = "span", "k_codes", "k_scales"
 
     def own(self) -> list[Tensor]:
         """Return the tensors of this layer that the pair does not share, in the order in which the
@@ -62,7 +62,7 @@ class ValuesLayer(MergedLayer):
         return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())
 
     def _lengths(self) -> tuple[Tensor | None, Tensor | None]:
-        return None, self.norms
+        return None, getattr(self.pair, "norms") if self.is_upper else None
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
         """Allocate this layer's tensors; for the first layer of a pair, also the shared ones."""

@@ -119,7 +119,8 @@ def test_attention_equals_float64(layout: Layout, repeat: int) -> None:
             wide = [x.double() if x is not None and x.is_floating_point() else x for x in maps]
             held = [x.double() if x.is_floating_point() else x for x in pool]
             given = (seen, depth**-0.5, bits, wide)
-            expected = reference.attend(q.double(), held, (None, norms[1].double()), *given)
+            lengths = None if norms[1] is None else norms[1].double()
+            expected = reference.attend(q.double(), held, (None, lengths), *given)
             difference = float((found.double() - expected).abs().max())
             assert difference <= 2 * BUDGET[dtype] * max(1.0, float(expected.abs().max()))
 
