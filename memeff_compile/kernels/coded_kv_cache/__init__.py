@@ -34,6 +34,7 @@ from .layout import group_of as group_of
 from .layout import value_bits_of as value_bits_of
 from .memory import bytes_after as bytes_after
 from .memory import bytes_of_token as bytes_of_token
+from .memory import bytes_of_value_pair as bytes_of_value_pair
 from .memory import bytes_per_token as bytes_per_token
 from .memory import fixed_bytes as fixed_bytes
 from .memory import map_bytes as map_bytes

@@ -7,6 +7,7 @@ kept tokens, which does not depend on the cache's length.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -76,12 +77,19 @@ def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsi
     keys, windows and first tokens twice.
     """
     rows = layout.groups(tokens) * layout.group
-    keys = layout.depth * layout.bits / 8 + 2 * layout.depth * itemsize / layout.group
-    shares = layout.depth // layout.channel_group
-    values = layout.depth * layout.bits_of_values / 8 + 2 * shares * itemsize
-    each = 2 * keys + values + itemsize
+    each = bytes_of_value_pair(layout, heads, itemsize)
     exact = 4 * (layout.window + layout.kept) * layout.depth * itemsize
-    return int(batch * heads * (each * rows + exact))
+    return int(batch * (each * rows + heads * exact))
+
+
+def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
+    """Return the bytes of one token in two layers that share values."""
+    both = replace(layout, value_bits=0)
+    of_values = bytes_of_token(layout, heads, itemsize) - bytes_of_token(both, heads, itemsize)
+    shares = layout.depth // layout.channel_group
+    scales = 2 * heads * shares * itemsize  # of values
+    keys = bytes_of_token(both, heads, itemsize) - scales
+    return 2 * keys + of_values + scales + heads * itemsize
 
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
