@@ -31,12 +31,14 @@ values through the op's append.
 `batch`: decoding steps of four layers, 8192 tokens, against the number of sequences: bf16 in a
 StaticCache, codes of 2 bits in KIVI's groups, and in this package's; with 8 and with 32 key-value
 heads, or with those of --shapes; 4 and 3 bits also with aligned layers merged, from half and from a
-quarter on, with all rows kept that there is room for, and with values alone merged. One step is a CUDA graph of PyTorch's kernels
-around attention. `ms` is the mean of the last 64 steps, of which one codes or merges a group, and
-`ms_with_a_group` that step alone; --kernels adds the time of each kernel in a step without one.
+quarter on, with all rows kept that there is room for, and with values alone merged. One step is a
+CUDA graph of PyTorch's kernels around attention. `ms` is the mean of the last 64 steps, of which
+one codes or merges a group, and `ms_with_a_group` that step alone; --kernels adds the time of each
+kernel in a step without one.
 
 `prompt`: a prompt of --prompt-tokens through --layers layers of Llama-3-8B's widths, by its cache:
-bf16, 4 bits, and 4 bits with half of the layers merged: as they are, aligned, values alone. Caches take turns.
+bf16, 4 bits, and 4 bits with half of the layers merged: as they are, aligned, values
+alone. Caches take turns.
 
 `fits`: the longest cache of each kind for which steps of such layers run in --gib GiB of memory,
 weights included, at the last number of --batches.

@@ -54,7 +54,7 @@ class Sums(NamedTuple):
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows that count
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
     # (B, H, 2, D, D) for keys and values, or (B, H, 1, D, D) for one kind, by the upper layer's
-    # heads: sums of a row of the upper layer times that of its slot, both less the means in the maps
+    # heads: sums of a row of the upper layer times that of its slot, both less their means
     products: Callable[[Sequence[Tensor], Tensor, Maps], Tensor]
 
 
@@ -83,9 +83,7 @@ def fit(
     means = total / counted.sum(1).clamp_min(1).to(total.dtype)[:, None, None, None]
     maps.lower_means.copy_(means[:, :, :kinds])
     maps.upper_means.copy_(means[:, :, kinds:])
-    likeness = [
-        _likeness(rows[at::kinds], counted, means[:, :, at::kinds]) for at in range(kinds)
-    ]
+    likeness = [_likeness(rows[at::kinds], counted, means[:, :, at::kinds]) for at in range(kinds)]
     slots = matched(torch.stack(likeness).sum(0)).to(maps.slots.dtype)
     maps.slots.copy_(torch.where(is_given[:, None], maps.slots, slots))
     with _exact(rows[0]):

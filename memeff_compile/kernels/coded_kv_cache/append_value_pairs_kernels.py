@@ -97,9 +97,7 @@ def _walk_keys(source, room, at, sizes, C: tl.constexpr, WRITES: tl.constexpr):
 
 
 @triton.jit
-def _walk_values(
-    sources, shared, lower, upper, maps, scratch_ptr, at, sizes, t, C: tl.constexpr
-):
+def _walk_values(sources, shared, lower, upper, maps, scratch_ptr, at, sizes, t, C: tl.constexpr):
     """Write the new values of one head of each layer; merge and encode full groups.
 
     Return the new numbers of tokens.

@@ -48,7 +48,10 @@ def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
     codes."""
     if layout.bits == PLAIN:
         return 2 * heads * layout.depth * itemsize
-    told: dict[str, Any] = {"group": layout.group if layout.scheme == "kivi" else 0, "itemsize": itemsize}
+    told: dict[str, Any] = {
+        "group": layout.group if layout.scheme == "kivi" else 0,
+        "itemsize": itemsize,
+    }
     shares = layout.depth // layout.channel_group
     told["value_bits"] = layout.value_bits
     return bytes_per_token(heads, layout.depth, layout.bits, shares=shares, **told)

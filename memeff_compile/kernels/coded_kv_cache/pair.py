@@ -49,8 +49,7 @@ _ALIGNED += ", Tensor? angles=None"
 def shapes_of_maps(
     layout: Layout, batch: int, heads: int, kinds: int = 2
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that align the two layers of a pair, keys and values or, with
-    one kind, values alone."""
+    """Return the shapes of the tensors that align two layers: keys and values, or one kind."""
     front, depth = (batch, heads), layout.depth
     means = (*front, kinds, depth)
     return dict(zip(MAPS, (means, means, (*means, depth), front), strict=True))

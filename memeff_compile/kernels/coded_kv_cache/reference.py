@@ -218,8 +218,8 @@ def view(
     is_recent = ((position >= coded) & (position < length))[:, None]
     slots = maps[2]
     has_own_keys = maps[0] is not None and maps[0].shape[2] == 1
-    is_moved = slots is not None and not has_own_keys
-    place = in_order(places, slots).long() if is_moved else places.long()
+    place = places if slots is None or has_own_keys else in_order(places, slots)
+    place = place.long()
     there = torch.where((place >= 0) & (place < coded), place, tokens)
     results = []
     for codes, scales, window, kept, norm, is_value in (

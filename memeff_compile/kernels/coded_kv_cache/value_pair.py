@@ -88,7 +88,9 @@ def _unlike(args: Sequence[Any]) -> str | None:
     wanted = (*upper.k_codes.shape[:2], upper.k_codes.shape[2] * group)
     kind = dtype_of("norms", upper.k_window.dtype, bits)
     if tuple(shared.norms.shape) != wanted or shared.norms.dtype != kind:
-        return f"norms is {shared.norms.dtype} {tuple(shared.norms.shape)}; {kind} {wanted} is needed."
+        return (
+            f"norms is {shared.norms.dtype} {tuple(shared.norms.shape)}; {kind} {wanted} is needed."
+        )
     for name, tensor in maps._asdict().items():
         wanted = shapes_of_maps(Layout(depth, bits), batch, heads, 1)[name]
         kind = dtype_of(name, upper.k_window.dtype, bits)

@@ -308,7 +308,9 @@ class _Other(NamedTuple):
 
     def merge(self) -> MiniCache | None:
         """Return the setting that merges the values of all layers, if they are merged."""
-        return MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
+        return (
+            MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
+        )
 
     def named(self) -> dict[str, Any]:
         """Return the settings that are not defaults."""

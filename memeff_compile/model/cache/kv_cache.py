@@ -38,8 +38,8 @@ from memeff_compile.model.cache.layers import (
     remaining,
 )
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
-from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike
 from memeff_compile.model.cache.merged_values import ValuesLayer, ValuesPair
+from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
 from memeff_compile.model.cache.run_ahead import let_run_ahead
 from memeff_compile.model.changes import require_module

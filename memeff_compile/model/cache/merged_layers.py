@@ -8,7 +8,7 @@ lower layer wait for those of the upper layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -107,7 +107,7 @@ class MergedLayer(CodedLayer):
     lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
-    long = "span", "norms", "k_kept", "v_kept"
+    long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
 
     def __init__(
         self,

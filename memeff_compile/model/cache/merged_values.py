@@ -7,9 +7,8 @@ So keys stay in codes of each layer, and merging values alone loses much less.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from memeff_compile.kernels import coded_kv_cache as op_folder
@@ -35,7 +34,7 @@ class ValuesPair(Pair):
         """Return that no rows besides first tokens are kept unchanged."""
         return {"kept": 0.0, "left_over": 0.0}
 
-    def clear(self, starts: Tensor) -> None:  # noqa: ARG002 - all layers have the same first tokens
+    def clear(self, starts: Tensor) -> None:
         """Remove all tokens: forget the maps, or take those of a report."""
         self.parked = None
         maps = self.maps()
@@ -62,7 +61,8 @@ class ValuesLayer(MergedLayer):
         return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())
 
     def _lengths(self) -> tuple[Tensor | None, Tensor | None]:
-        return None, getattr(self.pair, "norms") if self.is_upper else None
+        pair: Any = self.pair
+        return None, pair.norms if self.is_upper else None
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
         """Allocate this layer's tensors; for the first layer of a pair, also the shared ones."""

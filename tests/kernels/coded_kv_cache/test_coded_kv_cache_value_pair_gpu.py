@@ -68,9 +68,7 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout, dtype: torch
         part = [x[:, :, start:end] for x in rows]
         write(pairs[0], part, is_first=start == 0)
         given = (part[0], part[1]), (part[2], part[3]), layout.bits, layout.recent, LIMIT
-        value_pair_reference.append(
-            pairs[1].tensors(), *given, Merging(t=0.7), is_first=start == 0
-        )
+        value_pair_reference.append(pairs[1].tensors(), *given, Merging(t=0.7), is_first=start == 0)
     assert pairs[0].filled() == pairs[1].filled()
     assert pairs[0].maps[3].tolist() == [[1, 2, 3, 0]] * 2
     coded = pairs[0].filled()[1] // layout.group
@@ -79,9 +77,7 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout, dtype: torch
         mine, theirs = (pair.own(is_upper=is_upper)[place] for pair in pairs)
         end = None if name == "k_kept" else coded
         assert torch.equal(mine[:, :, :end], theirs[:, :, :end]), name
-    for place, (found, expected, came) in enumerate(
-        zip(*map(restored, pairs), rows, strict=True)
-    ):
+    for place, (found, expected, came) in enumerate(zip(*map(restored, pairs), rows, strict=True)):
         real = torch.ones(2, 600, dtype=torch.bool, device="cuda")
         real[1, : 7 if layout.kept else 0] = False
         mine, theirs, truth = (

@@ -253,7 +253,6 @@ def test_a_chunk_that_ended_between_two_layers_is_noticed(model: Any) -> None:
 def test_bytes_are_those_of_the_formula(model: Any) -> None:
     cache = fill(model, cache_of(model))
     layout = Layout(16, 3, group=32, recent=16, value_bits=2)
-    places = 2 * 2 * 4 * 4  # of first tokens, stored once
     expected = bytes_after(layout, 2, 2, LENGTH, 4) + value_pair_bytes(layout, 2, 2, LENGTH, 4)
     assert cache.nbytes == expected + map_bytes(layout, 2, 2, 4, 1)
 
@@ -270,9 +269,7 @@ def test_keys_of_three_bits_take_no_more_than_a_cache_of_two(depth: int) -> None
 
 def test_a_report_judges_the_values_alone(model: Any) -> None:
     merge = MiniCache(start_layer=1, values_only=True)
-    report = memeff_compile.fidelity_report(
-        model, prompt(2, 90), merge=merge, steps=8, **SETTINGS
-    )
+    report = memeff_compile.fidelity_report(model, prompt(2, 90), merge=merge, steps=8, **SETTINGS)
     assert [line["merged"] for line in report.merged] == [64]
     assert {tuple(sorted(each)) for each in report.codes} >= {("bits", "kl", "ratio")}
     assert "values_only" in str(report)
