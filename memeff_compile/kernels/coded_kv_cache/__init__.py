@@ -31,6 +31,7 @@ from .layout import SCHEMES as SCHEMES
 from .layout import Layout as Layout
 from .layout import dtype_of as dtype_of
 from .layout import group_of as group_of
+from .layout import pool_of_values as pool_of_values
 from .layout import value_bits_of as value_bits_of
 from .memory import bytes_after as bytes_after
 from .memory import bytes_of_token as bytes_of_token
@@ -64,5 +65,4 @@ from .split_codes import plan_for as plan_for
 from .value_pair import OWN_KEYS as OWN_KEYS
 from .value_pair import SHARED_VALUES as SHARED_VALUES
 from .value_pair import coded_kv_cache_append_values as coded_kv_cache_append_values
-from .value_pair import pool_of_values as pool_of_values
 from .value_pair import shapes_of_values as shapes_of_values

@@ -13,10 +13,9 @@ from .._triton.launch import start
 from ..device import on_device, processors
 from . import alignment, append_codes
 from .append_pairs import SUMS
-from .layout import ValuePair, channel_group, value_bits_of
+from .layout import ValuePair, channel_group, pool_of_values, value_bits_of
 from .merging import RULES
 from .reference import groups_due, kept_until
-from .value_pair import pool_of_values
 from .value_pair_reference import Merging
 
 WARPS = 8

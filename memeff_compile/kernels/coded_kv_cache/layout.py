@@ -14,6 +14,7 @@ after it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,6 +134,13 @@ class ValuePair(NamedTuple):
     lower: OwnKeys
     upper: OwnKeys
     maps: Maps
+
+
+def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    """Return the ten tensors that the view and attention of one layer of a `ValuePair` take."""
+    v_codes, v_scales, _, places = shared
+    k_codes, k_scales, *rows, counts = own
+    return [k_codes, v_codes, k_scales, v_scales, *rows, places, counts]
 
 
 @dataclass(frozen=True)

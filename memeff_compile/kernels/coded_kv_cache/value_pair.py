@@ -10,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from .. import library
 from ..checks import require
 from . import value_pair_reference
-from .layout import Layout, Maps, OwnKeys, SharedValues, ValuePair, dtype_of, group_of
+from .layout import (
+    Layout,
+    Maps,
+    OwnKeys,
+    SharedValues,
+    ValuePair,
+    dtype_of,
+    group_of,
+    pool_of_values,
+)
 from .merging import RULES, SCALES
 from .op import on_kernels, supports_pool
 from .pair import MAPS, shapes_of_maps
@@ -50,13 +57,6 @@ def shapes_of_values(
     every["norms"] = (batch, heads, layout.groups(tokens) * layout.group)
     shared = {name: every[name] for name in SHARED_VALUES}
     return shared, {name: every[name] for name in OWN_KEYS}
-
-
-def pool_of_values(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-    """Return the ten tensors that the view and attention of one layer take."""
-    v_codes, v_scales, _, places = shared
-    k_codes, k_scales, *rows, counts = own
-    return [k_codes, v_codes, k_scales, v_scales, *rows, places, counts]
 
 
 def _split(args: Sequence[Any]) -> tuple[ValuePair, Sequence[Any]]:
