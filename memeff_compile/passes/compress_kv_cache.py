@@ -152,8 +152,8 @@ def _bits(view: Node) -> int | None:
 
 def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
     """Return the bits of values' codes."""
-    blocks = (compat.size_hint(each.shape[3]) for each in (codes, of_values))
-    return op_folder.value_bits_of(*blocks, bits)
+    k_block, v_block = (compat.size_hint(each.shape[3]) for each in (codes, of_values))
+    return op_folder.value_bits_of(k_block, v_block, bits)
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
