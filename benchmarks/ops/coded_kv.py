@@ -31,12 +31,14 @@ values through the op's append.
 `batch`: decoding steps of four layers, 8192 tokens, against the number of sequences: bf16 in a
 StaticCache, codes of 2 bits in KIVI's groups, and in this package's; with 8 and with 32 key-value
 heads, or with those of --shapes; 4 and 3 bits also with aligned layers merged, from half and from a
-quarter on, with all rows kept that there is room for. One step is a CUDA graph of PyTorch's kernels
-around attention. `ms` is the mean of the last 64 steps, of which one codes or merges a group, and
-`ms_with_a_group` that step alone; --kernels adds the time of each kernel in a step without one.
+quarter on, with all rows kept that there is room for, and with values alone merged. One step is a
+CUDA graph of PyTorch's kernels around attention. `ms` is the mean of the last 64 steps, of which
+one codes or merges a group, and `ms_with_a_group` that step alone; --kernels adds the time of each
+kernel in a step without one.
 
 `prompt`: a prompt of --prompt-tokens through --layers layers of Llama-3-8B's widths, by its cache:
-bf16, 4 bits, and 4 bits with half of the layers merged, as they are and aligned. Caches take turns.
+bf16, 4 bits, and 4 bits with half of the layers merged: as they are, aligned, values
+alone. Caches take turns.
 
 `fits`: the longest cache of each kind for which steps of such layers run in --gib GiB of memory,
 weights included, at the last number of --batches.
@@ -261,7 +263,7 @@ def filled_cache(
             elif tensor.is_floating_point() and name not in ("bound", "turns"):
                 tensor.normal_(0.0, 0.1)
         layer.is_empty = False
-        if hasattr(layer, "pair"):
+        if hasattr(layer, "pair") and not layer.pair.merge.values_only:
             keep_rows(layer)
     set_filled(cache, tokens - 1)
     return cache
@@ -390,6 +392,9 @@ KINDS = {
     "2 bits": (2, {}),
     "4 bits, aligned from half on": (4, {"merge": 0.5}),
     "3 bits, aligned from a quarter on": (3, {"merge": 0.25}),
+    "4 bits, values merged from half on": (4, {"merge": 0.5, "values_only": True}),
+    "3 bits, values of 2 bits": (3, {"value_bits": 2}),
+    "3 bits, values of 2 bits, merged": (3, {"value_bits": 2, "merge": 0, "values_only": True}),
 }
 """Bits and settings; `merge` is the share of layers that stay apart."""
 
@@ -405,8 +410,10 @@ def settings_of(given: dict[str, Any], layers: int) -> dict[str, Any]:
     """Return settings of `KVCache` for a model of so many layers."""
     if "merge" not in given:
         return given
-    start = int(given["merge"] * layers)
-    return {**given, "merge": memeff_compile.MiniCache(start_layer=start, force=True)}
+    given = dict(given)
+    start, values = int(given["merge"] * layers), given.pop("values_only", False)
+    merge = memeff_compile.MiniCache(start_layer=start, values_only=values, force=True)
+    return {**given, "merge": merge}
 
 
 @torch.no_grad()
@@ -564,6 +571,9 @@ def prompt(options: argparse.Namespace) -> None:
         name: memeff_compile.MiniCache(start_layer=layers // 2, align=align, force=True)
         for name, align in (("as they are", "none"), ("aligned", "heads"))
     }
+    merge["values alone"] = memeff_compile.MiniCache(
+        start_layer=layers // 2, values_only=True, force=True
+    )
     kinds: dict[str, dict[str, Any]] = {"bf16": {"bits": 16}, "4 bits": {"bits": 4}}
     kinds |= {
         f"4 bits, half merged, {name}": {"bits": 4, "merge": each} for name, each in merge.items()

@@ -90,6 +90,14 @@ def modes(layers: int) -> list[Mode]:
     few = Merged(start_layer=layers // 3, retained=0.002)
     shown = "cache, aligned from a third on, few rows kept, 3 bits"
     found.append(Mode(shown, cache={"bits": 3, "merge": few}))
+    two = {"bits": 3, "value_bits": 2}
+    found.append(Mode("cache, 3 bits, values of 2 bits", cache=two))
+    for where, start in (("merged", 0), ("merged from layer 2 on", 2)):
+        settings = {**two, "merge": Merged(start_layer=start, values_only=True)}
+        found.append(Mode(f"cache, 3 bits, values of 2 bits, {where}", cache=settings))
+    for bits in (4, 3):
+        settings = {"bits": bits, "merge": Merged(start_layer=half, values_only=True)}
+        found.append(Mode(f"cache, {bits} bits, values merged from half on", cache=settings))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
     found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
     found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))

@@ -86,10 +86,11 @@ class CompressKVCache(cached.CachedPass):
         head."""
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = match.tensors(info)
-        codes, window = pool[0], pool[op_folder.POOL.index("k_window")]
+        codes, of_values, window = *pool[:2], pool[op_folder.POOL.index("k_window")]
         bits = _bits(match.view)
         if query is None or taken is None or codes is None or window is None or bits is None:
             return None
+        most = bits if of_values is None else max(bits, _value_bits(codes, of_values, bits))
         b, h, g, n, d, s = sympy.symbols("B H G N D S", integer=True, positive=True)
         batch, heads, _, depth = map(compat.size_hint, query.shape)
         kv_heads, tokens = compat.size_hint(window.shape[1]), compat.size_hint(taken.shape[2])
@@ -103,7 +104,7 @@ class CompressKVCache(cached.CachedPass):
         if op_folder.engine_for(query.device, query.dtype, group) == "reference":
             return Gain(before, sympy.Integer(0), sizes)
         held, shared = compat.size_hint(codes.shape[2]), heads // kv_heads
-        plan = op_folder.plan_for(batch * kv_heads, held, depth, bits, query.device, shared)
+        plan = op_folder.plan_for(batch * kv_heads, held, depth, most, query.device, shared)
         sizes |= {"H": heads, "S": plan.splits}
         return Gain(before, kv_cache.bytes_after(b, h, 1, d, splits=s), sizes)
 
@@ -147,6 +148,12 @@ def _bits(view: Node) -> int | None:
     """Return the bits of a view's codes as a number, even if a second cache made them a symbol."""
     bits = compat.known_number(view.args[_POOL + 2])
     return None if bits is None else int(bits)
+
+
+def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
+    """Return the bits of values' codes."""
+    k_block, v_block = (compat.size_hint(each.shape[3]) for each in (codes, of_values))
+    return op_folder.value_bits_of(k_block, v_block, bits)
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
@@ -271,12 +278,17 @@ def _sentence(info: GraphInfo, match: Site) -> str:
     held, depth, tokens = map(compat.size_hint, (codes.shape[3], query.shape[3], length))
     group = op_folder.group_of(held, depth, width)
     name = op_folder.engine_for(query.device, query.dtype, group, width)
+    v_width = _value_bits(codes, info.value(match.view.args[1]), width)
     form, what = f"in codes of {width} bits", "the codes"
+    if v_width != width:
+        form = f"in codes of {width} bits, values of {v_width}"
     if width == op_folder.PLAIN:
         form, what = "as they come", "them"
-    is_merged = match.view.args[_POOL] is not None
+    has_lengths = match.view.args[_POOL] is not None  # of keys
     is_aligned = any(each is not None for each in match.view.args[_POOL + 4 :])
-    shared = f"whose {'aligned ' * is_aligned}directions two layers share, " if is_merged else ""
+    is_merged = is_aligned or has_lengths
+    which = "directions" if has_lengths else "directions of values"
+    shared = f"whose {'aligned ' * is_aligned}{which} two layers share, " if is_merged else ""
     return (
         f"attention over a cache of {tokens} tokens {shared}{form} -> "
         f"memeff::coded_kv_cache_attention, which reads {what}; engine "

@@ -167,6 +167,7 @@ class _Shape:
     pairs: int  # of layers that share directions two and two, which are not among `layers`
     retained: float  # the share of tokens that a pair has room to store exactly
     is_aligned: bool  # layers of a pair are aligned before they are merged
+    values_only: bool  # the layers of a pair share values alone
     windows: tuple[int, ...]  # of the other layers
     states: int  # layers that keep no keys and values but a state of one size
     heads: int
@@ -211,7 +212,8 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:
     coded = len(layers) - len(others) - len(merged)
     retained = merged[0].merge.retained if merged else 0.0
     pairs = len(merged) // 2, retained, bool(merged) and merged[0].is_aligned
-    return _Shape(coded, *pairs, windows, states, heads, depth, dtype.itemsize)
+    values_only = bool(merged) and merged[0].merge.values_only
+    return _Shape(coded, *pairs, values_only, windows, states, heads, depth, dtype.itemsize)
 
 
 _INSTEAD = "with a short prompt and read its nbytes instead."
@@ -269,9 +271,11 @@ def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
     if shape.states:
         notes.append(f"The states of {shape.states} layers without keys and values are left out.")
     if shape.pairs:
+        what = "values" if shape.values_only else "tokens"
+        where = "not at 16 bits" if shape.values_only else "at 16 bits too"
         notes.append(
-            f"{2 * shape.pairs} layers share the directions of their older tokens in pairs, at 16 "
-            "bits too; the loss depends on the model (fidelity_report)."
+            f"{2 * shape.pairs} layers share the directions of their older {what} in pairs, "
+            f"{where}; the loss depends on the model (fidelity_report)."
         )
     return coded, tuple(notes)
 
@@ -279,6 +283,8 @@ def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def _mode(
     bits: int, shape: _Shape, settings: dict[str, Any], room: int, batch: int, length: int
 ) -> CacheMode:
+    if bits == 16 and shape.values_only:  # merged in codes alone
+        shape = replace(shape, layers=shape.layers + 2 * shape.pairs, pairs=0)
     codes = op_folder.PLAIN if bits == 16 else bits
     held = op_folder.Layout(shape.depth, codes, *settings.values())
 
@@ -289,7 +295,11 @@ def _mode(
             one = op_folder.bytes_after(held, sequences, shape.heads, tokens, shape.itemsize)
         windows = sum(min(window, tokens) for window in shape.windows)
         found = shape.layers * one + sequences * shape.row * windows
-        if shape.pairs:
+        if shape.pairs and shape.values_only:
+            sizes = (shape.heads, tokens, shape.itemsize)
+            pair = op_folder.value_pair_bytes(held, sequences, *sizes)
+            found += shape.pairs * (pair + sequences * _maps_of(shape, held))
+        elif shape.pairs:
             more = replace(held, kept=held.kept + math.ceil(shape.retained * tokens))
             pair = op_folder.pair_bytes(more, sequences, shape.heads, tokens, shape.itemsize)
             if shape.is_aligned:
@@ -322,11 +332,20 @@ def _mode(
     )
 
 
+def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
+    """Return the bytes of the maps of one sequence's values."""
+    return op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize, 1)
+
+
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes per further token of two layers that share directions, and the bytes of all
     their tokens."""
+    if shape.values_only:
+        merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)
+        exact = 2 * shape.row * (layout.window + layout.kept)
+        return merged, merged * (tokens - layout.recent) + exact + _maps_of(shape, layout)
     codes = op_folder.bytes_of_token(layout, shape.heads, shape.itemsize)
     merged = codes + 4 * shape.heads * shape.itemsize  # and the lengths of both
     retained = sympy.Rational(shape.retained).limit_denominator(10**9)

@@ -243,8 +243,9 @@ def test_steps_with_a_coded_cache_are_timed_and_the_longest_one_found(tmp_path: 
     assert held["3 bits, aligned from a quarter on"] < held["bf16"]
     fits = {row["cache"]: row["tokens"] for row in found if row["kind"] == "coded kv fits"}
     assert fits["3 bits, aligned from a quarter on"] > fits["4 bits"] > 3 * fits["bf16"]
-    assert len([row for row in found if row["kind"] == "coded kv prompt"]) == 4
-    assert len([row for row in found if row["kind"] == "coded kv batch"]) == 2 * 2 * 6
+    assert len([row for row in found if row["kind"] == "coded kv prompt"]) == 5
+    assert len([row for row in found if row["kind"] == "coded kv batch"]) == 2 * 2 * 9
+    assert fits["3 bits, values of 2 bits, merged"] > fits["3 bits, values of 2 bits"]
 
 
 @pytest.mark.slow

@@ -55,14 +55,18 @@ def test_the_bytes_are_those_of_a_cache_that_is_filled(
         assert mode.total == cache.nbytes + shared * max(0, coded - 1), mode.bits
 
 
-@pytest.mark.parametrize("start", [0, 1])
-def test_the_bytes_of_merged_layers_are_those_of_a_cache_that_is_filled(start: int) -> None:
-    merge = memeff_compile.MiniCache(start_layer=start, retained=0.03)
+@pytest.mark.parametrize(("start", "values_only"), [(0, False), (1, False), (1, True)])
+def test_the_bytes_of_merged_layers_are_those_of_a_cache_that_is_filled(
+    start: int, *, values_only: bool
+) -> None:
+    given = {"start_layer": start, "retained": 0.03, "values_only": values_only}
+    merge = memeff_compile.MiniCache(**given)  # type: ignore[arg-type]
     model = build("Llama", "cpu", num_hidden_layers=4).eval()
     asked = {"memory": "2GiB", "batch": 3, "merge": merge}
     plan = memeff_compile.explain_cache(model, length=700, **asked)  # type: ignore[arg-type]
     for mode in plan.modes:
-        cache = KVCache(model.config, 700, mode.bits, merge=merge)
+        here = None if values_only and mode.bits == 16 else merge
+        cache = KVCache(model.config, 700, mode.bits, merge=here)
         with torch.no_grad():
             model(input_ids=torch.zeros(3, 8, dtype=torch.int64), past_key_values=cache)
         alone = sum(hasattr(x, "counts") and not hasattr(x, "pair") for x in cache.layers)

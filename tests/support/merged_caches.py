@@ -9,16 +9,26 @@ from memeff_compile.kernels.coded_kv_cache import (
     CODED,
     LENGTH,
     OWN,
+    OWN_KEYS,
     PLAIN,
     SHARED,
     Layout,
     dtype_of,
     identity,
     pool_of,
+    pool_of_values,
     shapes_of_maps,
     shapes_of_pair,
+    shapes_of_values,
 )
-from memeff_compile.kernels.coded_kv_cache.layout import Maps, Own, Shared
+from memeff_compile.kernels.coded_kv_cache.layout import (
+    Maps,
+    Own,
+    OwnKeys,
+    Shared,
+    SharedValues,
+    ValuePair,
+)
 from memeff_compile.kernels.coded_kv_cache.layout import Pair as Tensors
 from memeff_compile.kernels.coded_kv_cache.reference import decode
 
@@ -89,6 +99,67 @@ class Pair:
         return decode(codes, scales, self.layout.bits, self.layout.depth, is_value=is_value)
 
 
+class Values:
+    """The tensors of two layers that share values and have their own keys."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        batch: int,
+        heads: int,
+        tokens: int,
+        dtype: torch.dtype,
+        *,
+        first: tuple[int, ...] = (),
+        device: str = "cpu",
+    ) -> None:
+        self.layout = layout
+        shared, own = shapes_of_values(layout, batch, heads, tokens)
+
+        def make(shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
+            return [
+                torch.zeros(shape, dtype=dtype_of(name, dtype, layout.bits), device=device)
+                for name, shape in shapes.items()
+            ]
+
+        self.shared, self.lower, self.upper = make(shared), make(own), make(own)
+        start = torch.tensor(first or (0,) * batch, dtype=torch.int32, device=device)
+        order = torch.arange(layout.kept, dtype=torch.int32, device=device)
+        places = (start[:, None] + order)[:, None].expand(-1, heads, -1)
+        self.shared.append(places.contiguous())
+        self.maps = make(shapes_of_maps(layout, batch, heads, 1))
+        identity(self.maps)
+
+    def tensors(self) -> ValuePair:
+        own = OwnKeys(*self.lower), OwnKeys(*self.upper)
+        return ValuePair(SharedValues(*self.shared), *own, Maps(*self.maps))
+
+    def all(self) -> list[Tensor]:
+        return [*self.shared, *self.lower, *self.upper, *self.maps]
+
+    def own(self, *, is_upper: bool) -> list[Tensor]:
+        return self.upper if is_upper else self.lower
+
+    def pool(self, *, is_upper: bool) -> list[Tensor]:
+        return pool_of_values(self.shared, self.own(is_upper=is_upper))
+
+    def norms(self, *, is_upper: bool) -> tuple[None, Tensor | None]:
+        return None, self.shared[2] if is_upper else None
+
+    def maps_of(self, *, is_upper: bool) -> list[Tensor]:
+        """Return the maps that the view and attention of one layer take."""
+        return self.maps[1:] if is_upper else self.maps[:1]
+
+    def filled(self) -> list[int]:
+        counts = [own[OWN_KEYS.index("counts")] for own in (self.lower, self.upper)]
+        return [int(c[place]) for c in counts for place in (LENGTH, CODED)]
+
+    def directions(self) -> Tensor:
+        """Return the decoded directions of values, (B, H, N, D)."""
+        bits = self.layout.bits_of_values
+        return decode(*self.shared[:2], bits, self.layout.depth, is_value=True)
+
+
 def draw(
     batch: int, heads: int, tokens: int, depth: int, dtype: torch.dtype, device: str = "cpu"
 ) -> list[Tensor]:
@@ -123,4 +194,4 @@ def aligned_rows(
     return [(x + mean.unsqueeze(2)).to(dtype) for x, mean in zip(rows, means, strict=True)]
 
 
-__all__ = ["PLAIN", "Pair", "aligned_rows", "draw"]
+__all__ = ["PLAIN", "Pair", "Values", "aligned_rows", "draw"]

@@ -31,12 +31,16 @@ from .layout import SCHEMES as SCHEMES
 from .layout import Layout as Layout
 from .layout import dtype_of as dtype_of
 from .layout import group_of as group_of
+from .layout import pool_of_values as pool_of_values
+from .layout import value_bits_of as value_bits_of
 from .memory import bytes_after as bytes_after
 from .memory import bytes_of_token as bytes_of_token
+from .memory import bytes_of_value_pair as bytes_of_value_pair
 from .memory import bytes_per_token as bytes_per_token
 from .memory import fixed_bytes as fixed_bytes
 from .memory import map_bytes as map_bytes
 from .memory import pair_bytes as pair_bytes
+from .memory import value_pair_bytes as value_pair_bytes
 from .merging import READINGS as READINGS
 from .merging import RULES as RULES
 from .merging import SCALES as SCALES
@@ -58,3 +62,7 @@ from .pair import pool_of as pool_of
 from .pair import shapes_of_maps as shapes_of_maps
 from .pair import shapes_of_pair as shapes_of_pair
 from .split_codes import plan_for as plan_for
+from .value_pair import OWN_KEYS as OWN_KEYS
+from .value_pair import SHARED_VALUES as SHARED_VALUES
+from .value_pair import coded_kv_cache_append_values as coded_kv_cache_append_values
+from .value_pair import shapes_of_values as shapes_of_values

@@ -53,14 +53,15 @@ class Sums(NamedTuple):
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows that count
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
-    # (B, H, 2, D, D) for keys and values, by the upper layer's heads: sums of a row of the upper
-    # layer times that of its slot, both less the means in the maps
+    # (B, H, 2, D, D) for keys and values, or (B, H, 1, D, D) for one kind, by the upper layer's
+    # heads: sums of a row of the upper layer times that of its slot, both less their means
     products: Callable[[Sequence[Tensor], Tensor, Maps], Tensor]
 
 
 def fit(
     maps: Maps,
-    # keys and values of the lower layer, then of the upper, each (B, H, N, D)
+    # keys and values of the lower layer, then of the upper, each (B, H, N, D); or values alone,
+    # where maps are of values alone
     rows: Sequence[Tensor],
     counted: Tensor,  # bool (B, N), the rows that the maps are fitted on
     sums: Sums | None = None,  # by default those of plain PyTorch
@@ -76,14 +77,14 @@ def fit(
     their rotary embedding, do not show how keys at later positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
-    depth = maps.turns.shape[-1]
+    kinds, depth = maps.turns.shape[2], maps.turns.shape[-1]
     is_given = (maps.turns != torch.eye(depth, device=counted.device)).flatten(1).any(1)
     total = add(rows, counted)
     means = total / counted.sum(1).clamp_min(1).to(total.dtype)[:, None, None, None]
-    maps.lower_means.copy_(means[:, :, :2])
-    maps.upper_means.copy_(means[:, :, 2:])
-    keys, values = (_likeness(rows[at::2], counted, means[:, :, at::2]) for at in (0, 1))
-    slots = matched(keys + values).to(maps.slots.dtype)
+    maps.lower_means.copy_(means[:, :, :kinds])
+    maps.upper_means.copy_(means[:, :, kinds:])
+    likeness = [_likeness(rows[at::kinds], counted, means[:, :, at::kinds]) for at in range(kinds)]
+    slots = matched(torch.stack(likeness).sum(0)).to(maps.slots.dtype)
     maps.slots.copy_(torch.where(is_given[:, None], maps.slots, slots))
     with _exact(rows[0]):
         products = multiply(rows, counted, maps)
@@ -145,9 +146,10 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
     """Return the sums of products that `Sums` describes, in fp32 or fp64."""
     products = torch.zeros_like(maps.turns, dtype=wide(rows[0].dtype))
-    for at, span in itertools.product((0, 1), _spans(rows[0])):
+    kinds = len(rows) // 2
+    for at, span in itertools.product(range(kinds), _spans(rows[0])):
         x = in_order(centred(rows[at][:, :, span], maps.lower_means[:, :, at]), maps.slots)
-        y = centred(rows[at + 2][:, :, span], maps.upper_means[:, :, at])
+        y = centred(rows[at + kinds][:, :, span], maps.upper_means[:, :, at])
         x, y = (_only(counted[:, span], each) for each in (x, y))
         products[:, :, at] += y.transpose(-1, -2) @ x
     return products
@@ -178,11 +180,11 @@ def upper_heads(maps: Maps) -> Tensor:
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
     """Return aligned rows, in the order of the slots, in fp32 or fp64. `rows` is that of `fit`."""
-    heads = upper_heads(maps)
-    found = [centred(rows[at], maps.lower_means[:, :, at]) for at in (0, 1)]
+    heads, kinds = upper_heads(maps), len(rows) // 2
+    found = [centred(rows[at], maps.lower_means[:, :, at]) for at in range(kinds)]
     with _exact(rows[0]):
-        for at in (0, 1):
-            y = in_order(centred(rows[at + 2], maps.upper_means[:, :, at]), heads)
+        for at in range(kinds):
+            y = in_order(centred(rows[at + kinds], maps.upper_means[:, :, at]), heads)
             found.append(y @ in_order(maps.turns[:, :, at], heads).to(y.dtype))
     return found
 

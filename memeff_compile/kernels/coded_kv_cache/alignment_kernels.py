@@ -33,10 +33,11 @@ def _coded_kv_cache_alignment_sum_rows_kernel(
     upper_k,
     upper_v,
     counted_ptr,  # (B, count) bytes
-    sums_ptr,  # (parts, B, KV_HEADS, 4, D) fp32
+    sums_ptr,  # (parts, B, KV_HEADS, KINDS, D) fp32
     sizes,
     DEPTH: tl.constexpr,
     TILE: tl.constexpr,
+    KINDS: tl.constexpr,  # how many of the four count
 ):
     kv_heads, count, share = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -45,9 +46,9 @@ def _coded_kv_cache_alignment_sum_rows_kernel(
     head = pair % kv_heads
     column = tl.arange(0, DEPTH)
     rows = (lower_k, lower_v, upper_k, upper_v)
-    out = sums_ptr + (part * tl.num_programs(0) + pair) * (4 * DEPTH)
+    out = sums_ptr + (part * tl.num_programs(0) + pair) * (KINDS * DEPTH)
     end = tl.minimum((part + 1) * share, count)
-    for kind in tl.static_range(4):
+    for kind in tl.static_range(KINDS):
         total = tl.zeros((DEPTH,), dtype=tl.float32)
         for start in tl.range(part * share, end, TILE):
             place = start + tl.arange(0, TILE)
@@ -65,13 +66,14 @@ def _coded_kv_cache_alignment_multiply_rows_kernel(
     upper_rows,
     counted_ptr,  # (B, count) bytes
     slots_ptr,  # (B, KV_HEADS): the lower layer's head of each head of the upper
-    lower_means_ptr,  # (B, KV_HEADS, 2, D), of keys or values on
+    lower_means_ptr,  # (B, KV_HEADS, KINDS, D), of keys or values on
     upper_means_ptr,
     products_ptr,  # (parts, B, KV_HEADS, D, D) fp32
     sizes,
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,  # of the product, for a program
     TILE: tl.constexpr,
+    KINDS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     kv_heads, count, share = sizes
@@ -82,8 +84,8 @@ def _coded_kv_cache_alignment_multiply_rows_kernel(
     channel = tl.arange(0, DEPTH)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pair = sequence * kv_heads + slot
-    lower_mean = tl.load(lower_means_ptr + pair * (2 * DEPTH) + column).to(tl.float32)
-    upper_mean = tl.load(upper_means_ptr + mine * (2 * DEPTH) + channel).to(tl.float32)
+    lower_mean = tl.load(lower_means_ptr + pair * (KINDS * DEPTH) + column).to(tl.float32)
+    upper_mean = tl.load(upper_means_ptr + mine * (KINDS * DEPTH) + channel).to(tl.float32)
     kind: tl.constexpr = upper_rows[0].dtype.element_ty
     found = tl.zeros((DEPTH, COLUMNS), dtype=tl.float32)
     end = tl.minimum((part + 1) * share, count)

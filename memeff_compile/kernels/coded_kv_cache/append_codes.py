@@ -10,7 +10,7 @@ from torch import Tensor
 from .._triton.key_tiles import cells_of
 from .._triton.launch import start
 from ..device import on_device
-from .layout import Pool, channel_group
+from .layout import Pool, channel_group, value_bits_of
 from .reference import is_per_head
 
 WARPS = 8
@@ -46,6 +46,7 @@ def append(
     pieces: int | None = None,
     new_groups: tuple[int, int] = NEW_GROUPS,
     programs: int = PROGRAMS,
+    codes_values: bool = True,  # False if another launch encodes values
 ) -> None:
     """Write new tokens and encode the groups that are complete; the op has checked the shapes.
 
@@ -53,12 +54,13 @@ def append(
     """
     from . import append_codes_kernels as kernels
 
-    k_codes, _, k_scales, _, k_window, _, k_kept, _, _, _ = pool
+    k_codes, v_codes, k_scales, _, k_window, _, k_kept, _, _, _ = pool
     batch, heads, window, depth = k_window.shape
     group = window - recent
     per_head = is_per_head(k_scales)
     new = k.shape[2]
-    best = cut(bits, depth) if new == 1 else (1, WARPS)
+    v_bits = value_bits_of(k_codes.shape[3], v_codes.shape[3], bits)
+    best = cut(min(bits, v_bits), depth) if new == 1 else (1, WARPS)
     pieces, warps = best[0] if pieces is None else pieces, best[1] if warps is None else warps
     if new > 1 or recent == 0 or depth < 64:
         # Several new tokens may complete a group, which one program then has to encode alone.
@@ -68,6 +70,7 @@ def append(
     constants = {
         "DEPTH": depth,
         "BITS": bits,
+        "V_BITS": v_bits,
         "GROUP": group,
         "CHANNELS": channel_group(depth, "per_head" if per_head else "kivi"),
         "WINDOW": window,
@@ -75,6 +78,7 @@ def append(
         "TOKENS": min(group, 1 << (new - 1).bit_length()),
         "IS_PER_HEAD": per_head,
         "IS_FAST": k.is_cuda,
+        "CODES_VALUES": codes_values,
     }
     with on_device(k):
         if new >= group:

@@ -26,6 +26,12 @@ def parts_of(BITS, SHARES):
     return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
 
 
+@triton.constexpr_function
+def bits_of(C, IS_VALUE):
+    """Return the bits of a code of keys or of values."""
+    return C.V_BITS if IS_VALUE else C.BITS
+
+
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
     """Return x / step, rounded to nearest; with IS_FAST, fused products are used instead of
@@ -82,11 +88,19 @@ def _scaled(low, high, most, scales_base, place):
     """Store the scale step and the zero point for numbers from `low` to `high`; return both as
     stored."""
     kind: tl.constexpr = scales_base.dtype.element_ty
-    step = _stored(tl.div_rn(high - low, most), scales_base)
-    zero = low.to(kind).to(tl.float32)
+    step, zero = _steps(low, high, most, scales_base)
     tl.store(scales_base + 2 * place, step.to(kind))
     tl.store(scales_base + 2 * place + 1, zero.to(kind))
     return step, zero
+
+
+@triton.jit
+def _steps(low, high, most, scales_base):
+    """Return the scale step and the zero point for numbers from `low` to `high`, rounded to the
+    type of scales."""
+    kind: tl.constexpr = scales_base.dtype.element_ty
+    step = _stored(tl.div_rn(high - low, most), scales_base)
+    return step, low.to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -113,19 +127,20 @@ def _put(
     """Add the codes of a part to the bytes and the high bits, and return both; store 8-bit codes at
     once.
     """
+    BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
     token, column = at
-    if C.BITS == 8:
+    if BITS == 8:
         if IS_VALUE:
             offs = (PART * SHARE + column)[:, None] * C.GROUP + token[None, :]
         else:
             offs = token[:, None] * C.DEPTH + (PART * SHARE + column)[None, :]
         tl.store(codes_base + offs, code.to(tl.uint8))
-    elif C.BITS == 3:
+    elif BITS == 3:
         low |= (code & 3) << (2 * PART)
         high |= (code >> 2) << ((2 * PART + 2) % 8)
     else:
-        low |= code << (PART * C.BITS)
+        low |= code << (PART * BITS)
     return low, high
 
 
@@ -138,15 +153,16 @@ def _store_bytes(
     For 3 bits, the high bits of two tokens share a byte: neighbouring tokens for keys, tokens in
     the two halves of `token` for values.
     """
+    BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
     token, column = at
-    if C.BITS != 8:
+    if BITS != 8:
         if IS_VALUE:
             offs = column[:, None] * C.GROUP + token[None, :]
         else:
             offs = token[:, None] * SHARE + column[None, :]
         tl.store(codes_base + offs, low.to(tl.uint8))
-    if C.BITS == 3:
+    if BITS == 3:
         PAIRS: tl.constexpr = token.shape[0] // 2
         behind = codes_base + C.GROUP * SHARE
         second = tl.arange(0, 2)
@@ -168,7 +184,7 @@ def _loaded(rows, token, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Return the columns of some tokens, split into the parts of a row."""
     base, start, row, step = rows
     slot = (start + token) % C.WINDOW
-    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
+    COUNT: tl.constexpr = parts_of(bits_of(C, IS_VALUE), C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     found = ()
     for part in tl.static_range(COUNT):
@@ -190,7 +206,8 @@ def _pack(
     IS_PER_HEAD: tl.constexpr,
 ):
     """Quantise tokens and columns of a group with steps already computed; store the codes."""
-    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
+    BITS: tl.constexpr = bits_of(C, IS_VALUE)
+    COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     none = tl.zeros(parts[0].shape, dtype=tl.int32)
     made = (none, none)
@@ -203,7 +220,7 @@ def _pack(
             step, zero = steps[0][:, None], zeros[0][:, None]
         else:
             step, zero = steps[part][None, :], zeros[part][None, :]
-        code = _codes(x, step, zero, C.BITS, IS_PER_HEAD, C.IS_FAST)
+        code = _codes(x, step, zero, BITS, IS_PER_HEAD, C.IS_FAST)
         made = _put(made, code, codes_base, (token, column), part, C, SHARE, IS_VALUE)
     _store_bytes(made, codes_base, (token, column), C, SHARE, IS_VALUE)
 
@@ -239,16 +256,17 @@ def _code_keys(
 @triton.jit
 def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Encode a group with one scale per token, or only some of its tokens."""
-    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
+    BITS: tl.constexpr = bits_of(C, IS_VALUE)
+    COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS
     SOME: tl.constexpr = C.GROUP // C.PIECES
     AXIS: tl.constexpr = 0 if IS_VALUE else 1
     kind: tl.constexpr = scales_base.dtype.element_ty
-    TOP: tl.constexpr = ((1 << (C.BITS - 1)) if C.IS_PER_HEAD else (1 << C.BITS)) - 1.0
+    TOP: tl.constexpr = ((1 << (BITS - 1)) if C.IS_PER_HEAD else (1 << BITS)) - 1.0
     most = tl.full((SOME,), TOP, tl.float32)
     token = piece * SOME + tl.arange(0, SOME)
-    if C.BITS == 3 and IS_VALUE:  # some tokens of either half, whose high bits share bytes
+    if BITS == 3 and IS_VALUE:  # some tokens of either half, whose high bits share bytes
         some = tl.arange(0, SOME)
         token = some // (SOME // 2) * (C.GROUP // 2) + piece * (SOME // 2) + some % (SOME // 2)
     column = tl.arange(0, SHARE)
@@ -282,7 +300,7 @@ def _code_group(
 ):
     """Encode the group of tokens that starts at `coded`, or one program's part of the group."""
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS if IS_VALUE else 1
-    BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
+    BLOCK: tl.constexpr = C.GROUP * C.DEPTH * bits_of(C, IS_VALUE) // 8
     SCALES: tl.constexpr = (
         C.GROUP if C.IS_PER_HEAD else 2 * (C.GROUP * SHARES if IS_VALUE else C.DEPTH)
     )
@@ -356,8 +374,9 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
         length += count
         if length - coded == C.WINDOW:
             tl.debug_barrier()  # the tokens just written are read by other threads
-            rows = (window, coded, C.DEPTH, 1)
-            _code_group(rows, room, pair, coded, first, piece, groups, C, IS_VALUE)
+            if C.CODES_VALUES or not IS_VALUE:
+                rows = (window, coded, C.DEPTH, 1)
+                _code_group(rows, room, pair, coded, first, piece, groups, C, IS_VALUE)
             coded += C.GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
     return length, coded
@@ -378,7 +397,8 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
     while (start < behind) & (length + new <= limit):
         base = _base(source, pair, kv_heads) + (start - length) * source[3]
         rows = (base, 0, source[3], source[4])
-        _code_group(rows, room, pair, start, first, part % C.PIECES, groups, C, IS_VALUE)
+        if C.CODES_VALUES or not IS_VALUE:
+            _code_group(rows, room, pair, start, first, part % C.PIECES, groups, C, IS_VALUE)
         if start < first + C.KEPT:
             place = base + token[:, None] * source[3] + depth[None, :] * source[4]
             is_token = (token % C.PIECES == part % C.PIECES)[:, None]

@@ -90,6 +90,8 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
     return {
         "DEPTH": depth,
         "BITS": bits,
+        "V_BITS": bits,
+        "NORMS": 2,
         "GROUP": group,
         "CHANNELS": depth // 2 if bits == PLAIN else channel_group(depth, "kivi"),
         "RULE": RULES.index(settings.rule),
@@ -162,26 +164,32 @@ def align_prompt(
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-    """Return the sum of the rows that count, for keys and values of both layers, (B, H, 4, D)."""
+    """Return the sum of the rows that count, for keys and values of both layers, (B, H, 4, D), or
+    for values alone, (B, H, 2, D)."""
     from . import alignment_kernels as kernels
 
     batch, heads, count, depth = rows[0].shape
     parts, share = _shares(count, batch * heads, counted)
-    sums = torch.empty((parts, batch, heads, 4, depth), dtype=torch.float32, device=counted.device)
+    sums = torch.empty(
+        (parts, batch, heads, len(rows), depth), dtype=torch.float32, device=counted.device
+    )
+    four = (*rows, *rows)[:4]
     with on_device(sums):
         start(
             kernels._coded_kv_cache_alignment_sum_rows_kernel,
             (batch * heads, parts),
-            *(*map(cells_of, rows), counted.view(torch.uint8), sums, (heads, count, share)),
+            *(*map(cells_of, four), counted.view(torch.uint8), sums, (heads, count, share)),
             DEPTH=depth,
             TILE=_TILE,
+            KINDS=len(rows),
             num_warps=4,
         )
     return sums.sum(0)
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return sums of products of two layers' rows, for keys and for values, (B, H, 2, D, D).
+    """Return sums of products of two layers' rows, for keys and for values, (B, H, 2, D, D), or for
+    values alone.
 
     Each product multiplies a row of the upper layer by the row of the slot's head in the lower
     layer. The means are subtracted from both rows.
@@ -191,17 +199,19 @@ def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor
     batch, heads, count, depth = rows[0].shape
     columns = min(depth, 64)
     parts, share = _shares(count, batch * heads * (depth // columns), counted)
+    kinds = len(rows) // 2
     found = torch.empty(
-        (2, parts, batch, heads, depth, depth), dtype=torch.float32, device=counted.device
+        (kinds, parts, batch, heads, depth, depth), dtype=torch.float32, device=counted.device
     )
     with on_device(found):
-        for place in (0, 1):
+        for place in range(kinds):
             start(
                 kernels._coded_kv_cache_alignment_multiply_rows_kernel,
                 (batch * heads, depth // columns, parts),
-                *(cells_of(rows[place]), cells_of(rows[place + 2]), counted.view(torch.uint8)),
+                *(cells_of(rows[place]), cells_of(rows[place + kinds]), counted.view(torch.uint8)),
                 *(maps.slots, maps.lower_means[:, :, place], maps.upper_means[:, :, place]),
                 *(found[place], (heads, count, share)),
+                KINDS=kinds,
                 DEPTH=depth,
                 COLUMNS=columns,
                 TILE=_TILE,

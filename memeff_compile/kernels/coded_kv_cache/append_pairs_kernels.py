@@ -25,7 +25,9 @@ from .append_codes_kernels import (
     _load_rows,
     _put,
     _scaled,
+    _steps,
     _store_bytes,
+    bits_of,
     parts_of,
 )
 
@@ -114,7 +116,9 @@ def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: 
 def _code_directions(
     pair,
     made,
-    norms,  # of the group's first token; keys and values alternate
+    # of the group's first token: of either layer, where keys and values alternate; or, with one
+    # norm, twice the place for how much longer the upper layer's value is
+    norms,
     slot,
     found,  # as `_measure` returns it
     t,
@@ -128,9 +132,10 @@ def _code_directions(
     lower_norms, upper_norms = norms
     cosine, m, n = found
     is_left_out, is_kept = left
-    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
+    BITS: tl.constexpr = bits_of(C, IS_VALUE)
+    COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
-    TURNED: tl.constexpr = IS_VALUE and C.BITS != 16
+    TURNED: tl.constexpr = IS_VALUE and BITS != 16
     AXIS: tl.constexpr = 0 if TURNED else 1
     kind: tl.constexpr = codes_base.dtype.element_ty
     token = tl.arange(0, C.GROUP)
@@ -138,17 +143,20 @@ def _code_directions(
     a, b = _factors(cosine, m, n, t, C.RULE)
     steps = ()
     zeros = ()
-    if C.BITS < 16 and IS_VALUE:
-        most = tl.full((C.GROUP,), (1 << C.BITS) - 1.0, tl.float32)
+    if BITS < 16 and IS_VALUE:
+        most = tl.full((C.GROUP,), (1 << BITS) - 1.0, tl.float32)
         for share in tl.static_range(C.DEPTH // C.CHANNELS):
             some = share * C.CHANNELS + tl.arange(0, C.CHANNELS)
             e = _direction(lower, upper, slot, some, a, b, C.DEPTH, True)
             low, high = tl.min(e, axis=0), tl.max(e, axis=0)
-            step, zero = _scaled(low, high, most, scales_base, share * C.GROUP + token)
+            if C.NORMS == 2:
+                step, zero = _scaled(low, high, most, scales_base, share * C.GROUP + token)
+            else:
+                step, zero = _steps(low, high, most, scales_base)
             steps = steps + (step,)  # noqa: RUF005
             zeros = zeros + (zero,)  # noqa: RUF005
-    elif C.BITS < 16:
-        most = tl.full((SHARE,), (1 << C.BITS) - 1.0, tl.float32)
+    elif BITS < 16:
+        most = tl.full((SHARE,), (1 << BITS) - 1.0, tl.float32)
         for part in tl.static_range(COUNT):
             e = _direction(lower, upper, slot, part * SHARE + column, a, b, C.DEPTH, False)
             low, high = _between(e, is_left_out[:, None])
@@ -163,7 +171,7 @@ def _code_directions(
     for part in tl.static_range(COUNT):
         at = part * SHARE + column
         e = _direction(lower, upper, slot, at, a, b, C.DEPTH, TURNED)
-        if C.BITS == 16:
+        if BITS == 16:
             plain = e.to(kind)
             decoded = plain.to(tl.float32)
             tl.store(codes_base + token[:, None] * C.DEPTH + at[None, :], plain)
@@ -174,7 +182,7 @@ def _code_directions(
             else:
                 step = steps[part][None, :]
                 zero = zeros[part][None, :]
-            code = _codes(e, step, zero, C.BITS, False)
+            code = _codes(e, step, zero, BITS, False)
             decoded = code.to(tl.float32) * step + zero
             packed = _put(packed, code, codes_base, (token, column), part, C, SHARE, TURNED)
         square += tl.sum(decoded * decoded, axis=AXIS)
@@ -183,7 +191,7 @@ def _code_directions(
             first += tl.sum(x * decoded, axis=AXIS)
             y = _load_rows(upper, slot, at, C.DEPTH, 1, TURNED)
             second += tl.sum(y * decoded, axis=AXIS)
-    if C.BITS != 16:
+    if BITS != 16:
         _store_bytes(packed, codes_base, (token, column), C, SHARE, TURNED)
     if C.IS_PROJECTED:
         lower_norm = tl.maximum(first / tl.maximum(square, 1e-24), 0.0)
@@ -197,8 +205,18 @@ def _code_directions(
     if not IS_VALUE:
         lower_norm = tl.where(is_kept, -1.0, lower_norm)
         upper_norm = tl.where(is_kept, -1.0, upper_norm)
-    tl.store(lower_norms + 2 * token, lower_norm.to(lower_norms.dtype.element_ty))
-    tl.store(upper_norms + 2 * token, upper_norm.to(upper_norms.dtype.element_ty))
+    if C.NORMS == 2:
+        tl.store(lower_norms + 2 * token, lower_norm.to(lower_norms.dtype.element_ty))
+        tl.store(upper_norms + 2 * token, upper_norm.to(upper_norms.dtype.element_ty))
+    else:
+        # The scales have the lower layer's lengths, and one norm is how much longer the upper's is.
+        lower_norm = tl.maximum(lower_norm, 1e-3 * upper_norm)
+        for share in tl.static_range(C.DEPTH // C.CHANNELS):
+            place = scales_base + 2 * (share * C.GROUP + token)
+            tl.store(place, (steps[share] * lower_norm).to(place.dtype.element_ty))
+            tl.store(place + 1, (zeros[share] * lower_norm).to(place.dtype.element_ty))
+        longer = tl.minimum(upper_norm / tl.maximum(lower_norm, 1e-30), 65504.0)
+        tl.store(upper_norms + token, longer.to(upper_norms.dtype.element_ty))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ after it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,8 +85,32 @@ class Own(NamedTuple):
     norms: Any
 
 
+class SharedValues(NamedTuple):
+    """The tensors that the two layers of a pair share if only their values are merged."""
+
+    v_codes: Any
+    v_scales: Any  # with the lengths of the lower layer's values
+    norms: Any  # (B, H, groups * group), by which the upper layer's values are longer
+    places: Any  # of the first tokens, as all layers of the cache have them
+
+
+class OwnKeys(NamedTuple):
+    """The tensors that each layer of such a pair has for itself, as in `Pool`."""
+
+    k_codes: Any
+    k_scales: Any
+    k_window: Any
+    v_window: Any
+    k_kept: Any
+    v_kept: Any
+    counts: Any
+
+
 class Maps(NamedTuple):
-    """The maps that align two layers, which `alignment` fits and applies."""
+    """The maps that align two layers, which `alignment` fits and applies.
+
+    If only values are merged, there is one mean and one matrix per head, instead of two.
+    """
 
     lower_means: Any  # (B, H, 2, D), of keys and of values
     upper_means: Any  # likewise
@@ -102,6 +127,22 @@ class Pair(NamedTuple):
     maps: Maps | None = None  # of layers that are aligned
 
 
+class ValuePair(NamedTuple):
+    """The tensors of two layers that share values."""
+
+    shared: SharedValues
+    lower: OwnKeys
+    upper: OwnKeys
+    maps: Maps
+
+
+def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    """Return the ten tensors that the view and attention of one layer of a `ValuePair` take."""
+    v_codes, v_scales, _, places = shared
+    k_codes, k_scales, *rows, counts = own
+    return [k_codes, v_codes, k_scales, v_scales, *rows, places, counts]
+
+
 @dataclass(frozen=True)
 class Layout:
     """The parameters of a coded cache."""
@@ -112,11 +153,17 @@ class Layout:
     group: int = 64  # tokens that are coded together
     recent: int = 128  # tokens at the end that are never in codes
     kept: int = 4  # tokens at the beginning that are stored exactly
+    value_bits: int | None = None  # of a value's code, by default as many as of a key's
 
     @property
     def window(self) -> int:
         """Return the largest number of tokens that are not yet in codes."""
         return self.recent + self.group
+
+    @property
+    def bits_of_values(self) -> int:
+        """Return how many bits the code of a value has."""
+        return self.bits if self.value_bits is None else self.value_bits
 
     @property
     def channel_group(self) -> int:
@@ -130,14 +177,17 @@ class Layout:
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of a cache for so many tokens, by its name."""
         front, groups = (batch, heads), self.groups(tokens)
-        # bytes of a group of tokens; numbers if they are plain
-        codes = (*front, groups, self.group * self.depth * min(self.bits, 8) // 8)
+        k_codes, v_codes = (
+            (*front, groups, self.group * self.depth * min(bits, 8) // 8)
+            for bits in (self.bits, self.bits_of_values)
+        )
         ends = scale_shapes(self.depth, self.bits, self.group, self.scheme)
         k_scales, v_scales = ((*front, groups, *end) for end in ends)
         window = (*front, self.window, self.depth)
         kept = (*front, self.kept, self.depth)
         rows = (window, window, kept, kept, (*front, self.kept))
-        return dict(zip(Pool._fields, (codes, codes, k_scales, v_scales, *rows, (3,)), strict=True))
+        shapes = (k_codes, v_codes, k_scales, v_scales, *rows, (3,))
+        return dict(zip(Pool._fields, shapes, strict=True))
 
 
 def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
@@ -172,6 +222,11 @@ def group_of(block: int, depth: int, bits: int) -> int:
     """Return how many tokens a block of codes contains, from its bytes, such as 64 for (4096, 128,
     4)."""
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
+
+
+def value_bits_of(k_block: int, v_block: int, bits: int) -> int:
+    """Return the bits of values' codes, from the bytes of blocks and the bits of keys' codes."""
+    return bits * v_block // k_block
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

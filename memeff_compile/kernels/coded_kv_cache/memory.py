@@ -7,6 +7,9 @@ kept tokens, which does not depend on the cache's length.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import sympy
 
 from ..sizes import Size
@@ -21,9 +24,11 @@ def bytes_per_token(
     group: Size,  # tokens that share the scales of a channel of keys; 0 for one per token and head
     shares: Size,  # groups of channels of a value that have separate scales; not read with group 0
     itemsize: int = 2,  # bytes of a scale
+    value_bits: int | None = None,  # of a value's code, by default as many as of a key's
 ) -> sympy.Expr:
     """Return the bytes of one token's keys and values in codes, in one layer and sequence."""
-    codes = sympy.sympify(2) * heads * depth * bits / 8
+    both = 2 * bits if value_bits is None else bits + value_bits
+    codes = sympy.sympify(both) * heads * depth / 8
     if group == 0:
         return codes + sympy.sympify(2) * heads * itemsize
     scales = 2 * sympy.sympify(depth) / group + 2 * sympy.sympify(shares)
@@ -43,8 +48,12 @@ def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
     codes."""
     if layout.bits == PLAIN:
         return 2 * heads * layout.depth * itemsize
-    told = {"group": layout.group if layout.scheme == "kivi" else 0, "itemsize": itemsize}
+    told: dict[str, Any] = {
+        "group": layout.group if layout.scheme == "kivi" else 0,
+        "itemsize": itemsize,
+    }
     shares = layout.depth // layout.channel_group
+    told["value_bits"] = layout.value_bits
     return bytes_per_token(heads, layout.depth, layout.bits, shares=shares, **told)
 
 
@@ -57,9 +66,33 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
     return int(each * batch * layout.groups(tokens) * layout.group + fixed)
 
 
-def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int) -> int:
-    """Return the bytes of the maps that align two layers: means, and a matrix per head."""
-    return batch * heads * (2 * layout.depth * (layout.depth + 2) * itemsize + 4)
+def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int = 2) -> int:
+    """Return the bytes of the maps that align two layers: means, and a matrix per head, of keys and
+    of values or, with one kind, of values alone."""
+    return batch * heads * (kinds * layout.depth * (layout.depth + 2) * itemsize + 4)
+
+
+def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of two layers that share values, for `tokens` tokens, without maps and the
+    positions of first tokens.
+
+    Codes and scales of values and a norm per token are stored once per pair; codes and scales of
+    keys, windows and first tokens twice.
+    """
+    rows = layout.groups(tokens) * layout.group
+    each = bytes_of_value_pair(layout, heads, itemsize)
+    exact = 4 * (layout.window + layout.kept) * layout.depth * itemsize
+    return int(batch * (each * rows + heads * exact))
+
+
+def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
+    """Return the bytes of one token in two layers that share values."""
+    both = replace(layout, value_bits=0)
+    of_values = bytes_of_token(layout, heads, itemsize) - bytes_of_token(both, heads, itemsize)
+    shares = layout.depth // layout.channel_group
+    scales = 2 * heads * shares * itemsize  # of values
+    keys = bytes_of_token(both, heads, itemsize) - scales
+    return 2 * keys + of_values + scales + heads * itemsize
 
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:

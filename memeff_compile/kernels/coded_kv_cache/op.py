@@ -19,7 +19,7 @@ from .. import library
 from ..checks import FLOATING, MAX_DEPTH, require, short
 from ..device import kernels_serve, where_it_runs
 from . import reference
-from .layout import BITS, PLAIN, Pool, dtype_of, group_of, scale_shapes
+from .layout import BITS, PLAIN, Pool, dtype_of, group_of, scale_shapes, value_bits_of
 
 LEAST_DEPTH = 64
 """The fewest channels per head for which the kernels were compared with float64 on a GPU."""
@@ -90,6 +90,9 @@ def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
 
 def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | None:
     groups, block = named["k_codes"].shape[2:]
+    v_bits = value_bits_of(block, named["v_codes"].shape[3], bits)
+    if v_bits not in (PLAIN, *BITS) or (v_bits == PLAIN) != (bits == PLAIN):
+        return f"a block of v_codes has {named['v_codes'].shape[3]} bytes: no known number of bits."
     scheme = reference.scheme_of(named["k_scales"])
     shapes = scale_shapes(depth, bits, group_of(block, depth, bits), scheme)
     for name, end in zip(("k_scales", "v_scales"), shapes, strict=True):
@@ -181,9 +184,10 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
             f"the head dimension is {depth}; {LEAST_DEPTH} and more have been compared with "
             "float64 on a GPU."
         )
-    if q.dtype != torch.bfloat16 and bits < 4:
+    least = min(bits, value_bits_of(pool[0].shape[3], pool[1].shape[3], bits))
+    if q.dtype != torch.bfloat16 and least < 4:
         return (
-            f"{bits} bits serve {short(q.dtype)}; there 4 and 8 bits have been compared with "
+            f"{least} bits serve {short(q.dtype)}; there 4 and 8 bits have been compared with "
             "float64 on a GPU, and all in bfloat16."
         )
     if heads > MOST_HEADS:
@@ -243,9 +247,10 @@ def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
     if (turns is None) != (slots is None) or (turns is not None and means is None):
         return "turns and slots come together, with means, or not at all."
     front = (batch, heads)
+    kinds = 1 if means is not None and means.dim() == 4 and means.shape[2] == 1 else 2
     for name, tensor, end, dtype in (
-        ("means", means, (2, depth), window.dtype),
-        ("turns", turns, (2, depth, depth), window.dtype),
+        ("means", means, (kinds, depth), window.dtype),
+        ("turns", turns, (kinds, depth, depth), window.dtype),
         ("slots", slots, (), torch.int32),
     ):
         if tensor is None:

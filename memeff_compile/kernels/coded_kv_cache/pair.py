@@ -46,10 +46,12 @@ _ALIGNED = ", ".join(f"Tensor({next(_LETTERS)}!)? {name}=None" for name in MAPS)
 _ALIGNED += ", Tensor? angles=None"
 
 
-def shapes_of_maps(layout: Layout, batch: int, heads: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that align the two layers of a pair."""
+def shapes_of_maps(
+    layout: Layout, batch: int, heads: int, kinds: int = 2
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that align two layers: keys and values, or one kind."""
     front, depth = (batch, heads), layout.depth
-    means = (*front, 2, depth)
+    means = (*front, kinds, depth)
     return dict(zip(MAPS, (means, means, (*means, depth), front), strict=True))
 
 

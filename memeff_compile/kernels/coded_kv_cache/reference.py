@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checks import wide
 from ..library import heads_inside
 from .alignment import in_order, restored
-from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
+from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of, value_bits_of
 
 
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
@@ -152,6 +152,7 @@ def append(
     require_room(length, new, limit)
     due = groups_due(end - coded, window, group)
     scheme = scheme_of(k_scales)
+    v_bits = value_bits_of(k_codes.shape[3], v_codes.shape[3], bits)
     slots = torch.arange(coded, length, device=k.device) % window
     old_and_new = [
         torch.cat([held[:, :, slots], fresh], 2) for held, fresh in ((k_window, k), (v_window, v))
@@ -166,12 +167,13 @@ def append(
             (old_and_new[1], v_codes, v_scales, True),
         ):
             grouped = x[:, :, :count].unflatten(2, (due, group))
-            found = encode(grouped, bits, scheme, is_value=is_value, left_out=left_out)
+            width = v_bits if is_value else bits
+            found = encode(grouped, width, scheme, is_value=is_value, left_out=left_out)
             codes[:, :, first : first + due], scales[:, :, first : first + due] = found
     fresh = torch.arange(max(length, end - window), end, device=k.device)
     for x, held, kept in ((k, k_window, k_kept), (v, v_window, v_kept)):
         held[:, :, fresh % window] = x[:, :, fresh - length]
-        _keep(x, kept, places, length)
+        keep_first(x, kept, places, length)
     counts[LENGTH], counts[CODED] = end, coded + due * group
 
 
@@ -182,7 +184,7 @@ def kept_until(places: Tensor, positions: Tensor) -> Tensor:
     return positions < places[:, :, :1] + places.shape[2]
 
 
-def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
+def keep_first(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
     """Write the kept tokens to the memory for kept tokens."""
     source = places.long() - length
     is_here = (source >= 0) & (source < x.shape[2])
@@ -199,7 +201,7 @@ def view(
     bits: int,  # of a code
     tokens: int,  # N, length of the result
     # `layout.Maps` of the layer, for layers that are aligned: means, turns, slots; turns and slots
-    # are None in the lower layer
+    # are None in the lower layer, and there is one kind of each if only values are merged
     maps: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would have them, with zeros in empty positions.
@@ -208,23 +210,28 @@ def view(
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     depth, dtype = k_window.shape[3], k_window.dtype
+    v_bits = value_bits_of(k_codes.shape[3], v_codes.shape[3], bits)
     length, coded = counts[LENGTH], counts[CODED]
     position = torch.arange(tokens, device=counts.device)
     in_window = position % k_window.shape[2]
     is_coded = (position < coded)[:, None]
     is_recent = ((position >= coded) & (position < length))[:, None]
     slots = maps[2]
-    place = places.long() if slots is None else in_order(places, slots).long()
+    has_own_keys = maps[0] is not None and maps[0].shape[2] == 1
+    place = places if slots is None or has_own_keys else in_order(places, slots)
+    place = place.long()
     there = torch.where((place >= 0) & (place < coded), place, tokens)
     results = []
     for codes, scales, window, kept, norm, is_value in (
         (k_codes, k_scales, k_window, k_kept, norms[0], False),
         (v_codes, v_scales, v_window, v_kept, norms[1], True),
     ):
-        decoded = decode(codes, scales, bits, depth, is_value=is_value)
-        some = [None if x is None else x[:, :, int(is_value)] for x in maps[:2]]
-        lengths = None if norm is None else norm[:, :, : decoded.shape[2]]
-        decoded = restored(decoded, lengths, (*some, slots))
+        width = v_bits if is_value else bits
+        decoded = decode(codes, scales, width, depth, is_value=is_value)
+        if is_value or not has_own_keys:
+            some = [None if x is None else x[:, :, -1 if is_value else 0] for x in maps[:2]]
+            lengths = None if norm is None else norm[:, :, : decoded.shape[2]]
+            decoded = restored(decoded, lengths, (*some, slots))
         short = tokens - decoded.shape[2]
         decoded = F.pad(decoded[:, :, :tokens], (0, 0, 0, max(0, short))).to(dtype)
         whole = torch.where(is_recent, window[:, :, in_window], decoded)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._triton.launch import start
 from ..device import gpu, on_device, processors
-from .layout import Pool, channel_group
+from .layout import Pool, channel_group, value_bits_of
 from .reference import is_per_head
 from .shapes import Shapes, halves_for, part_width, rows_for, shapes_for, splits_for
 
@@ -85,6 +85,8 @@ def turned(q: Tensor, turns: Tensor) -> Tensor:
     return found
 
 
+TOGETHER = True
+
 CHUNK = 32
 """Channels of a map that one program applies."""
 
@@ -139,6 +141,7 @@ def combine(
             MERGED_BLOCK=1 << (shares - exact - 1).bit_length(),
             EXACT_BLOCK=1 << (exact - 1).bit_length(),
             AT_ONCE=at_once,
+            KINDS=turns.shape[2],
             num_warps=4,
         )
         return
@@ -165,27 +168,31 @@ def attend(
     """Return attention of one query per sequence; the op has checked the shapes."""
     from . import split_codes_kernels as kernels
 
-    k_codes, k_scales, k_window, k_kept, counts = (pool[i] for i in (0, 2, 4, 6, 9))
+    k_codes, v_codes, k_scales, _, k_window, _, k_kept, _, _, counts = pool
     batch, kv_heads, groups, block = k_codes.shape
     window, depth = k_window.shape[2:]
     heads = q.shape[1]
     repeat, pairs = heads // kv_heads, batch * kv_heads
+    v_bits = value_bits_of(block, v_codes.shape[3], bits)
+    most = max(bits, v_bits)
     per_head = is_per_head(k_scales)
     channels = channel_group(depth, "per_head" if per_head else "kivi")
     kept = k_kept.shape[2]
     if plan is None:
-        plan = plan_for(pairs, groups, depth, bits, q.device, repeat)
+        plan = plan_for(pairs, groups, depth, most, q.device, repeat)
     splits = plan.splits
-    halves = halves_for(repeat, bits)
+    halves = halves_for(repeat, most)
     means, turns, slots = maps
     exact = 0 if turns is None else splits
     shares = splits * halves + exact
     out, share, stat = room_for(q, shares)
-    paired = paired_norms(norms)
-    norm_count = 0 if norms[0] is None else norms[0].shape[2]
+    kinds = 2 if means is None else means.shape[2]
+    of_values = norms[1] if norms[0] is None else None
+    paired = paired_norms(norms) if of_values is None else of_values.contiguous()
+    norm_count = 0 if norms[1] is None else norms[1].shape[2]
     mask_count = 0 if mask is None else mask.shape[3]
     with on_device(q):
-        read = means, None if turns is None else turned(q, turns), slots
+        read = means, None if turns is None or kinds == 1 else turned(q, turns), slots
         start(
             kernels._coded_kv_cache_split_codes_attention_kernel,
             (pairs, splits),
@@ -198,15 +205,19 @@ def attend(
             DEPTH=depth,
             ROWS=rows_for(repeat),
             BITS=bits,
+            V_BITS=v_bits,
             GROUP=block * 8 // (depth * bits),
             CHANNELS=channels,
-            WIDTH=part_width(depth, bits, channels),
+            WIDTH=part_width(depth, v_bits, channels),
             WINDOW=window,
             WINDOW_TILE=min(64, 1 << (window - 1).bit_length()),
             KEPT=kept,
             KEPT_TILE=max(16, min(64, 1 << max(0, kept - 1).bit_length())),
             IS_PER_HEAD=per_head,
             HAS_NORMS=norms[0] is not None,
+            HAS_VALUE_NORMS=of_values is not None,
+            TOGETHER=TOGETHER,
+            KINDS=kinds,
             HAS_MASK=mask is not None,
             IS_ALONE=shares == 1,
             IS_ALIGNED=means is not None,

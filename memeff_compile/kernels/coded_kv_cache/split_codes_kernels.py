@@ -93,6 +93,7 @@ def _numbers(
     high,
     PART: tl.constexpr,
     C: tl.constexpr,
+    BITS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     kind: tl.constexpr,
@@ -103,14 +104,14 @@ def _numbers(
     With PACKED, the numbers are very small, scaled as `_take_two` says.
     """
     if not C.PACKED:
-        even = _code_of(raw, high, PART * (2 if C.BITS == 3 else C.BITS), C.BITS, kind)
-        odd = _code_of(raw, high, PART * (2 if C.BITS == 3 else C.BITS) + 8, C.BITS, kind)
-    elif C.BITS == 3:
-        even = _two_high(raw, high, _take_two(C.BITS, PART, 0), kind)
-        odd = _two_high(raw, high, _take_two(C.BITS, PART, 1), kind)
+        even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
+        odd = _code_of(raw, high, PART * (2 if BITS == 3 else BITS) + 8, BITS, kind)
+    elif BITS == 3:
+        even = _two_high(raw, high, _take_two(BITS, PART, 0), kind)
+        odd = _two_high(raw, high, _take_two(BITS, PART, 1), kind)
     else:
-        even = _two(raw, _take_two(C.BITS, PART, 0), kind)
-        odd = _two(raw, _take_two(C.BITS, PART, 1), kind)
+        even = _two(raw, _take_two(BITS, PART, 0), kind)
+        odd = _two(raw, _take_two(BITS, PART, 1), kind)
     return tl.permute(tl.join(even, odd), (0, 2, 1)).reshape((ROWS, COLUMNS))
 
 
@@ -121,16 +122,16 @@ def _all_numbers(
     """Return the codes of all parts of keys, one part after the other, (ROWS, COLUMNS)."""
     PARTS: tl.constexpr = 8 // C.BITS if C.BITS != 3 else 4
     WIDTH: tl.constexpr = COLUMNS // PARTS
-    first = _numbers(raw, high, 0, C, ROWS, WIDTH, kind)
+    first = _numbers(raw, high, 0, C, C.BITS, ROWS, WIDTH, kind)
     found = first
     if PARTS == 2:
-        second = _numbers(raw, high, 1, C, ROWS, WIDTH, kind)
+        second = _numbers(raw, high, 1, C, C.BITS, ROWS, WIDTH, kind)
         both = tl.join(first, second)  # (ROWS, WIDTH, 2)
         found = tl.permute(both, (0, 2, 1)).reshape((ROWS, COLUMNS))
     if PARTS == 4:
-        second = _numbers(raw, high, 1, C, ROWS, WIDTH, kind)
-        third = _numbers(raw, high, 2, C, ROWS, WIDTH, kind)
-        fourth = _numbers(raw, high, 3, C, ROWS, WIDTH, kind)
+        second = _numbers(raw, high, 1, C, C.BITS, ROWS, WIDTH, kind)
+        third = _numbers(raw, high, 2, C, C.BITS, ROWS, WIDTH, kind)
+        fourth = _numbers(raw, high, 3, C, C.BITS, ROWS, WIDTH, kind)
         four = tl.join(tl.join(first, third), tl.join(second, fourth))  # (ROWS, WIDTH, 2, 2)
         found = tl.permute(four, (0, 2, 3, 1)).reshape((ROWS, COLUMNS))
     return found
@@ -203,10 +204,10 @@ def _seen(mask, batch, position, is_seen, mask_count):
 
 @triton.jit
 def _gain(PART: tl.constexpr, C: tl.constexpr):
-    """Return the factor by which the codes of a part are scaled."""
-    AS_IT_LIES: tl.constexpr = C.PACKED and C.BITS != 8
-    PLACE: tl.constexpr = 2 if C.BITS == 3 and PART == 3 else PART
-    return (2 ** (PLACE * (4 if C.BITS == 4 else 2))) * 1.0 if AS_IT_LIES else 1.0
+    """Return the factor by which the codes of a part of values are scaled."""
+    AS_IT_LIES: tl.constexpr = C.PACKED and C.V_BITS != 8
+    PLACE: tl.constexpr = 2 if C.V_BITS == 3 and PART == 3 else PART
+    return (2 ** (PLACE * (4 if C.V_BITS == 4 else 2))) * 1.0 if AS_IT_LIES else 1.0
 
 
 @triton.jit
@@ -277,9 +278,12 @@ def _attend_exact(
 def _coded_kv_cache_split_codes_attention_kernel(
     q,  # (B, KV_HEADS * REPEAT, 1, D), and strides of its first, second and last axis
     pool,  # `layout.Pool`
-    norms_ptr,  # (B, KV_HEADS, norm_count, 2) of key and value, with HAS_NORMS
-    # of layers that are aligned: means (B, KV_HEADS, 2, D) with IS_ALIGNED; in the upper one, with
-    # IS_TURNED, turned queries (B, KV_HEADS * REPEAT, D) fp32 and slots (B, KV_HEADS) int32
+    # (B, KV_HEADS, norm_count, 2) of key and value, with HAS_NORMS; of values, (B, KV_HEADS,
+    # norm_count), with HAS_VALUE_NORMS
+    norms_ptr,
+    # of layers that are aligned: means (B, KV_HEADS, KINDS, D) with IS_ALIGNED; in the upper one,
+    # with IS_TURNED, slots (B, KV_HEADS) int32 and, unless each layer has its own keys, turned
+    # queries (B, KV_HEADS * REPEAT, D) fp32
     maps,
     mask,  # (B, mask_count) bytes and its strides, with HAS_MASK
     out_ptr,  # (B, KV_HEADS * REPEAT, D), with IS_ALONE
@@ -288,16 +292,17 @@ def _coded_kv_cache_split_codes_attention_kernel(
     scale,  # of the scores, in base 2
     sizes,  # stat_count: B * KV_HEADS * REPEAT * shares
     C: tl.constexpr,  # CHANNELS: of a value that share a scale
-    # WIDTH: channels per part
+    # V_BITS: of a value's code; BITS: of a key's
+    # WIDTH: channels of values per part
     # AT_ONCE: times HALVES groups per turn
     # HALVES: groups side by side in the columns of a tile
+    # KINDS: 2, or 1 if only values are merged
 ):
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
     mask_ptr, stride_mask_batch, stride_mask_key = mask
     means_ptr, turned_ptr, slots_ptr = maps
     kv_heads, groups, norm_count, mask_count, splits, stat_count = sizes
     PARTS: tl.constexpr = C.DEPTH // C.WIDTH
-    BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
     # Factors of queries and weights, and of their products. PACKED numbers are very small. A
     # weight's product with a scale uses the range of half precision, which cannot overflow there: a
     # scale is at most 2 ** 17 / (2 ** BITS - 1).
@@ -305,13 +310,13 @@ def _coded_kv_cache_split_codes_attention_kernel(
     IS_WIDE: tl.constexpr = C.PACKED and kind == tl.bfloat16
     SMALL: tl.constexpr = 2.0 ** (-133 if IS_WIDE else -24) if C.PACKED else 1.0
     RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 1.0
-    V_RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 2.0 ** (C.BITS - 2)
+    V_RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 2.0 ** (C.V_BITS - 2)
     K_LOWER: tl.constexpr = 1.0 / (SMALL * RAISE)
     V_LOWER: tl.constexpr = 1.0 / (SMALL * V_RAISE)
-    K_WIDTH: tl.constexpr = (
-        C.DEPTH if C.BITS == 8 else C.WIDTH
-    )  # channels of keys whose codes share bytes
+    # channels of keys whose codes share bytes
+    K_WIDTH: tl.constexpr = C.DEPTH // (4 if C.BITS == 3 else 8 // C.BITS)
     TOP: tl.constexpr = 1 << (C.BITS - 1)
+    V_TOP: tl.constexpr = 1 << (C.V_BITS - 1)
     LANES: tl.constexpr = C.ROWS // C.HALVES
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -320,12 +325,15 @@ def _coded_kv_cache_split_codes_attention_kernel(
     shared = pair  # of the tensors that two layers share
     if C.IS_TURNED:
         shared = batch * kv_heads + tl.load(slots_ptr + pair)
+    of_keys = shared
+    if C.KINDS == 1:
+        of_keys = pair
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)
     tiles = tl.minimum(coded // C.GROUP, groups).to(tl.int32)
     first = 0
     if C.KEPT > 0:
-        first = tl.load(pool.places + shared * C.KEPT)
+        first = tl.load(pool.places + of_keys * C.KEPT)
     rows = tl.arange(0, C.ROWS)
     lanes = tl.arange(0, LANES)
     half = rows // LANES
@@ -345,18 +353,18 @@ def _coded_kv_cache_split_codes_attention_kernel(
     # A key's code of a part counts as often as `_take_two` says; its query is that much smaller.
     gains = tl.full((C.DEPTH,), 1.0 / RAISE, dtype=tl.float32)
     if C.PACKED and C.BITS == 4:
-        gains *= tl.where(depth < C.WIDTH, 1.0, 16.0)
+        gains *= tl.where(depth < K_WIDTH, 1.0, 16.0)
     if C.PACKED and C.BITS < 4:
-        gains *= tl.where(depth < C.WIDTH, 1.0, tl.where(depth < 2 * C.WIDTH, 4.0, 16.0))
+        gains *= tl.where(depth < K_WIDTH, 1.0, tl.where(depth < 2 * K_WIDTH, 4.0, 16.0))
     if C.PACKED and C.BITS == 2:
-        gains *= tl.where(depth < 3 * C.WIDTH, 1.0, 4.0)
-    if C.IS_TURNED:
+        gains *= tl.where(depth < 3 * K_WIDTH, 1.0, 4.0)
+    if C.IS_TURNED and C.KINDS == 2:
         query_offs = (pair * C.REPEAT + lanes[None, :]) * C.DEPTH + come[:, None]
         query_ptrs = turned_ptr + query_offs
     else:
         query_ptrs = q_base + lanes[None, :] * stride_q_head + come[:, None] * stride_q_depth
     whole_query = tl.load(query_ptrs, mask=(lanes < C.REPEAT)[None, :], other=0.0).to(tl.float32)
-    if C.IS_ALIGNED:
+    if C.IS_ALIGNED and C.KINDS == 2:
         # The scores of the mean key, which every merged key has.
         head = rows % LANES
         own_query = tl.load(
@@ -378,18 +386,20 @@ def _coded_kv_cache_split_codes_attention_kernel(
     v_half = tl.arange(0, C.GROUP // 2)
     k_place = tokens[:, None] * (K_WIDTH // 2) + k_half[None, :]
     v_place = width[:, None] * (C.GROUP // 2) + v_half[None, :]
+    BEHIND: tl.constexpr = C.GROUP * C.DEPTH // 8  # the low bits of a block of 3 bits
     if C.BITS == 3:
-        BEHIND: tl.constexpr = C.GROUP * C.WIDTH // 2
         k_pair = tl.arange(0, C.GROUP // 2)
+        k_high = BEHIND + k_pair[:, None] * (K_WIDTH // 2) + k_half[None, :]
+    if C.V_BITS == 3:
         v_pair = tl.arange(0, C.GROUP // 4)
-        k_high = BEHIND + k_pair[:, None] * (C.WIDTH // 2) + k_half[None, :]
         v_high = BEHIND + width[:, None] * (C.GROUP // 4) + v_pair[None, :]
-    PLACES: tl.constexpr = BLOCK // 2
-    k_base = pool.k_codes.to(tl.pointer_type(tl.uint16)) + shared * groups * PLACES
-    v_base = pool.v_codes.to(tl.pointer_type(tl.uint16)) + shared * groups * PLACES
+    K_PLACES: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 16
+    V_PLACES: tl.constexpr = C.GROUP * C.DEPTH * C.V_BITS // 16
+    k_base = pool.k_codes.to(tl.pointer_type(tl.uint16)) + of_keys * groups * K_PLACES
+    v_base = pool.v_codes.to(tl.pointer_type(tl.uint16)) + shared * groups * V_PLACES
     K_SCALES: tl.constexpr = C.GROUP if C.IS_PER_HEAD else 2 * C.DEPTH
     V_SCALES: tl.constexpr = C.GROUP if C.IS_PER_HEAD else 2 * C.GROUP * (C.DEPTH // C.CHANNELS)
-    ks_base = pool.k_scales + shared * groups * K_SCALES
+    ks_base = pool.k_scales + of_keys * groups * K_SCALES
     vs_base = pool.v_scales + shared * groups * V_SCALES
     wide_zero = pair * 0  # makes addresses 64-bit numbers
 
@@ -423,14 +433,22 @@ def _coded_kv_cache_split_codes_attention_kernel(
                     k_norm, v_norm = _pair_of(norms_ptr + pair * norm_count * 2, place)
                     k_norms = k_norms + (k_norm,)  # noqa: RUF005
                     more = more + (v_norm,)  # noqa: RUF005
+                if C.HAS_VALUE_NORMS:
+                    first_norm = norms_ptr + pair * norm_count + block * C.GROUP
+                    if C.TOGETHER:
+                        even, odd = _pair_of(first_norm, tl.arange(0, C.GROUP // 2))
+                        v_norm = tl.permute(tl.join(even, odd), (1, 0)).reshape((C.GROUP,))
+                    else:
+                        v_norm = tl.load(first_norm + tokens).to(tl.float32)
+                    more = more + (v_norm,)  # noqa: RUF005
             scaled = _side_by_side(queries, C.HALVES)
             score = none
             for side in tl.static_range(C.HALVES):
                 block = wide_zero + tl.minimum(tile + side, tiles - 1)
-                k_raw = tl.load(k_base + block * PLACES + k_place)
+                k_raw = tl.load(k_base + block * K_PLACES + k_place)
                 k_more = k_raw
                 if C.BITS == 3:
-                    k_more = _of_both(tl.load(k_base + block * PLACES + k_high), False, C.PACKED)
+                    k_more = _of_both(tl.load(k_base + block * K_PLACES + k_high), False, C.PACKED)
                 numbers = _all_numbers(k_raw, k_more, C, C.GROUP, C.DEPTH, kind)
                 found = dot(numbers, scaled, none, C.UPCAST)
                 score = found if side == 0 else tl.where((half == 0)[None, :], score, found)
@@ -447,13 +465,14 @@ def _coded_kv_cache_split_codes_attention_kernel(
             is_seen = position < tiles * C.GROUP
             if C.HAS_NORMS:
                 k_norm = _choose(k_norms, half, C.HALVES)
-                v_norms = v_norms + (more,)  # noqa: RUF005
                 score *= k_norm
                 if C.IS_ALIGNED:
                     score += of_mean[None, :]
                 is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
             elif C.KEPT > 0:
                 is_seen = is_seen & ((position < first) | (position >= first + C.KEPT))
+            if C.HAS_NORMS or C.HAS_VALUE_NORMS:
+                v_norms = v_norms + (more,)  # noqa: RUF005
             if C.HAS_MASK:
                 seen = tl.load(
                     mask_ptr + batch * stride_mask_batch + (wide_zero + position) * stride_mask_key,
@@ -486,7 +505,7 @@ def _coded_kv_cache_split_codes_attention_kernel(
             tile = (turn * C.AT_ONCE + at) * C.HALVES
             weight = tl.exp2(scores[at] - base[None, :])
             sums += weight
-            if C.HAS_NORMS:
+            if C.HAS_NORMS or C.HAS_VALUE_NORMS:
                 weight *= _choose(v_norms[at], half, C.HALVES)
             scaled_of = ()
             new_zeros = ()
@@ -505,7 +524,7 @@ def _coded_kv_cache_split_codes_attention_kernel(
                 step = _choose(steps, half, C.HALVES)
                 scaled = _narrow(weight * (step * V_RAISE), C.PACKED, kind)
                 if C.IS_PER_HEAD:
-                    taken = (-TOP / V_RAISE) * scaled.to(tl.float32)
+                    taken = (-V_TOP / V_RAISE) * scaled.to(tl.float32)
                 else:
                     taken = weight * _choose(pairs, half, C.HALVES)
                 scaled_of = scaled_of + (scaled,)  # noqa: RUF005
@@ -513,19 +532,26 @@ def _coded_kv_cache_split_codes_attention_kernel(
             zeros = new_zeros
             for side in tl.static_range(C.HALVES):
                 block = wide_zero + tl.minimum(tile + side, tiles - 1)
-                v_raw = tl.load(v_base + block * PLACES + v_place)
+                v_raw = tl.load(v_base + block * V_PLACES + v_place)
                 v_more = v_raw
-                if C.BITS == 3:
-                    v_more = _of_both(tl.load(v_base + block * PLACES + v_high), True, C.PACKED)
+                if C.V_BITS == 3:
+                    v_more = _of_both(tl.load(v_base + block * V_PLACES + v_high), True, C.PACKED)
                 new_accs = ()
                 for part in tl.static_range(PARTS):
-                    if C.BITS == 8 and part > 0:
+                    if C.V_BITS == 8 and part > 0:
                         v_raw = tl.load(
-                            v_base + block * PLACES + v_place + part * C.WIDTH * (C.GROUP // 2)
+                            v_base + block * V_PLACES + v_place + part * C.WIDTH * (C.GROUP // 2)
                         )
                     scaled = scaled_of[part * C.WIDTH // C.CHANNELS]
                     numbers = _numbers(
-                        v_raw, v_more, 0 if C.BITS == 8 else part, C, C.WIDTH, C.GROUP, kind
+                        v_raw,
+                        v_more,
+                        0 if C.V_BITS == 8 else part,
+                        C,
+                        C.V_BITS,
+                        C.WIDTH,
+                        C.GROUP,
+                        kind,
                     )
                     acc = accs[part] if side == 0 else others[part]  # type: ignore[var-annotated]
                     new_accs = new_accs + (dot(numbers, scaled, acc, C.UPCAST),)  # noqa: RUF005
@@ -543,7 +569,7 @@ def _coded_kv_cache_split_codes_attention_kernel(
         zero = tl.sum(zeros[part * C.WIDTH // C.CHANNELS], axis=0)
         whole = whole + (acc * (V_LOWER / _gain(part, C)) + zero[None, :],)  # noqa: RUF005
     if C.IS_ALIGNED and not C.IS_TURNED:
-        v_mean_ptr = means_ptr + pair * (2 * C.DEPTH) + C.DEPTH
+        v_mean_ptr = means_ptr + (pair * C.KINDS + C.KINDS - 1) * C.DEPTH
         moved = ()
         for part in tl.static_range(PARTS):
             v_mean = tl.load(v_mean_ptr + part * C.WIDTH + width).to(tl.float32)
@@ -587,7 +613,7 @@ def _coded_kv_cache_split_codes_attention_kernel(
         turn = (split + splits - TILES % splits) % splits
         for tile in tl.range(turn, (C.KEPT + C.KEPT_TILE - 1) // C.KEPT_TILE, splits, num_stages=1):
             row = tile * C.KEPT_TILE + tl.arange(0, C.KEPT_TILE)
-            position = tl.load(pool.places + shared * C.KEPT + row, mask=row < C.KEPT, other=-1)
+            position = tl.load(pool.places + of_keys * C.KEPT + row, mask=row < C.KEPT, other=-1)
             is_seen = (position >= 0) & (position < coded)
             if C.HAS_MASK:
                 is_seen = _seen(mask, batch, position, is_seen, mask_count)
@@ -660,14 +686,15 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     share_ptr,  # (rows, merged + exact, D) fp32: of merged tokens, then of those that are not
     stat_ptr,  # (2, rows, merged + exact) fp32
     out_ptr,  # (rows, D)
-    means_ptr,  # (B, KV_HEADS, 2, D)
-    turns_ptr,  # (B, KV_HEADS, 2, D, D)
+    means_ptr,  # (B, KV_HEADS, KINDS, D)
+    turns_ptr,  # (B, KV_HEADS, KINDS, D, D)
     sizes,  # numbers of shares of either kind, query heads per key-value head, rows times shares
     DEPTH: tl.constexpr,
     CHUNK: tl.constexpr,
     MERGED_BLOCK: tl.constexpr,
     EXACT_BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,  # rows that one program turns by the same map
+    KINDS: tl.constexpr,  # of which the last are values
 ):
     """Combine partial results, and rotate the merged tokens' part of the result back to the layer's
     own axes."""
@@ -678,7 +705,7 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     share = tl.arange(0, MERGED_BLOCK)
     other = tl.arange(0, EXACT_BLOCK)
     low = float("-inf")
-    map_of = (first // repeat) * 2 + 1
+    map_of = (first // repeat + 1) * KINDS - 1
     turn_ptr = turns_ptr + map_of * (DEPTH * DEPTH)
     turn = tl.load(turn_ptr + channel[:, None] * DEPTH + depth[None, :]).to(tl.float32)
     mean = tl.load(means_ptr + map_of * DEPTH + channel).to(tl.float32)

@@ -58,8 +58,10 @@ class FidelityReport(VerbReport):
         memory: the `bytes` of the cache, the bytes that keys and values take in the model's dtype
             (`before`), and the `ratio` of the two.
         merged: `KVCache.merged` for the last input.
-        codes: for a cache that merges: `bits`, `kl` and `ratio` of caches that do not merge, with
-            as many bits, with 3 and with 2.
+        codes: for a cache that merges: `bits`, `kl` and `ratio` of other caches: without merging,
+            with as many bits, with 3 and with 2, and with 3 for keys and 2 for values, where
+            `value_bits` is 2; and with these and the values of all layers merged, where
+            `values_merged` is True.
         maps: for each two neighbouring layers, the maps that align them on all inputs: the
             rotations of keys and of values, (heads, 2, depth, depth), and the lower layer's head
             for each head of the upper layer. A cache that is created with this report uses these
@@ -72,14 +74,14 @@ class FidelityReport(VerbReport):
     logits: dict[str, float]
     memory: dict[str, float]
     merged: list[dict[str, Any]]
-    codes: list[dict[str, float]] = field(default_factory=list)
+    codes: list[dict[str, Any]] = field(default_factory=list)
     maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     def advice(self) -> str:
-        """Return advice on whether to use this cache or one that does not merge; "" if this one
-        does not merge."""
+        """Return advice on whether to use this cache or another one; "" if this one does not
+        merge."""
         if not self.codes:
             return ""
         kl, ratio = self.logits["kl"], self.memory["ratio"]
@@ -236,10 +238,10 @@ def fidelity_report(
             found = _run(model, ids, mask, steps, cache)
             gathered.answers(exact, found, ids[:, -steps:])
             gathered.bytes += cache.nbytes
-            for few in () if asked is None else sorted({bits, 3, 2}):
-                plain = KVCache(model.config, ids.shape[1], few, **{**how, "merge": None})
-                other = _run(model, ids, mask, steps, plain)
-                gathered.other(few, exact, other, plain.nbytes)
+            for other in () if asked is None else _others(bits):
+                given_others = {**how, "value_bits": other.value_bits, "merge": other.merge()}
+                made = KVCache(model.config, ids.shape[1], other.bits, **given_others)
+                gathered.other(other, exact, _run(model, ids, mask, steps, made), made.nbytes)
             if each_pair and isinstance(asked, MiniCache):
                 for at in gathered.mergeable():
                     pair = replace(asked, start_layer=at, end_layer=at + 2)
@@ -297,14 +299,41 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
     return _Run(out.logits[:, -steps:].float(), results, getattr(out, CACHE_NAME))
 
 
-def _without(codes: Mapping[str, float]) -> str:
-    """Return the report's description of a cache that does not merge layers."""
+class _Other(NamedTuple):
+    """A cache with which one that merges is compared."""
+
+    bits: int
+    value_bits: int | None = None
+    values_merged: bool = False
+
+    def merge(self) -> MiniCache | None:
+        """Return the setting that merges the values of all layers, if they are merged."""
+        return (
+            MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
+        )
+
+    def named(self) -> dict[str, Any]:
+        """Return the settings that are not defaults."""
+        named = {"bits": self.bits, "value_bits": self.value_bits}
+        named["values_merged"] = self.values_merged or None
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def _others(bits: int) -> list[_Other]:
+    plain = [_Other(few) for few in sorted({bits, 3, 2})]
+    return [*plain, _Other(3, 2), _Other(3, 2, values_merged=True)]
+
+
+def _without(codes: Mapping[str, Any]) -> str:
+    """Return the report's description of another cache."""
     kl, ratio = codes["kl"], codes["ratio"]
-    return f"{codes['bits']:.0f} bits without merging ({ratio:.2f} times smaller, KL {kl:.1e})"
+    of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""
+    merged = "with values alone merged" if codes.get("values_merged") else "without merging"
+    return f"{codes['bits']} bits{of_values} {merged} ({ratio:.2f} times smaller, KL {kl:.1e})"
 
 
-def _all_bits(codes: Sequence[Mapping[str, float]]) -> str:
-    return ", ".join(f"{each['bits']:.0f}" for each in codes)
+def _all_bits(codes: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(dict.fromkeys(str(each["bits"]) for each in codes))
 
 
 class _Gathered:
@@ -313,16 +342,16 @@ class _Gathered:
     def __init__(self) -> None:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         self.bytes = self.before = 0
-        self.others: defaultdict[int, int] = defaultdict(int)  # bytes by bits, without merging
+        self.others: defaultdict[_Other, int] = defaultdict(int)  # bytes of other caches
         self.have_windows: dict[int, bool] = {}  # by the number of a pair's lower layer
         self.slots: dict[int, Tensor] = {}  # likewise
         self.products: dict[int, Tensor] = {}
 
-    def other(self, bits: int, exact: _Run, found: _Run, size: int) -> None:
-        """Record the answers with a cache that does not merge, and its bytes."""
+    def other(self, which: _Other, exact: _Run, found: _Run, size: int) -> None:
+        """Record the answers with another cache, and its bytes."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
-        self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", bits)
-        self.others[bits] += size
+        self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", which)
+        self.others[which] += size
 
     def alone(self, at: int, exact: _Run, found: _Run) -> None:
         """Record the answers of a cache that merges one pair of layers."""
@@ -399,8 +428,12 @@ class _Gathered:
             for at in (of[1] for of in whole if of[0] == "keys")
         ]
         codes = [
-            {"bits": bits, "kl": float(whole["kl", bits].mean()), "ratio": self.before / size}
-            for bits, size in self.others.items()
+            {
+                **which.named(),
+                "kl": float(whole["kl", which].mean()),
+                "ratio": self.before / size,
+            }
+            for which, size in self.others.items()
         ]
         merge = settings["merge"]
         if isinstance(merge, MiniCache):

@@ -38,6 +38,7 @@ from memeff_compile.model.cache.layers import (
     remaining,
 )
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
+from memeff_compile.model.cache.merged_values import ValuesLayer, ValuesPair
 from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
 from memeff_compile.model.cache.run_ahead import let_run_ahead
@@ -63,6 +64,7 @@ class KVCache(Cache):
             an error. On a GPU, where the CPU does not wait for the number of tokens, logits are nan
             from there on.
         bits: 16 (exact), 8, 4, 3 or 2.
+        value_bits: the bits of values, if they are not those of keys: values need fewer.
         scheme: ``kivi`` (a scale and a zero point per channel of keys and per token of values) or
             ``per_head`` (one scale per token and head).
         group: number of tokens that are encoded together: 32, 64 or 128.
@@ -90,6 +92,7 @@ class KVCache(Cache):
         max_cache_len: int,
         bits: int = 4,
         *,
+        value_bits: int | None = None,
         scheme: str = "kivi",
         group: int = 64,
         recent: int = 128,
@@ -102,8 +105,10 @@ class KVCache(Cache):
             refuse(f"a {kind} was given as config; model.config of transformers is needed.")
         _check(max_cache_len, bits, scheme, group, recent, keep_first)
         self.bits, self.scheme, self.merge = bits, scheme, _merging(merge, scheme)
+        self.value_bits = bits if value_bits is None else value_bits
+        _check_value_bits(bits, value_bits, self.merge)
         self._starts = Starts(attention_mask)
-        settings = {"bits": bits, "scheme": scheme, "group": group}
+        settings = {"bits": bits, "value_bits": value_bits, "scheme": scheme, "group": group}
         settings |= {"recent": recent, "kept": keep_first}
 
         def full() -> Untyped:
@@ -152,16 +157,9 @@ class KVCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, MergedLayer) or not layer.is_upper:
                 continue
-            pair: Untyped = layer.pair
-            has = pair.shape is not None
-            found.append(
-                {
-                    "layers": pair.numbers,
-                    "merged": int(layer.counts[CODED]) if has else 0,
-                    "kept": float(pair.kept_count.float().mean()) if has else 0.0,
-                    "left_over": float(pair.left_over.float().mean()) if has else 0.0,
-                }
-            )
+            pair = layer.pair
+            merged = 0 if pair.shape is None else int(layer.counts[CODED])
+            found.append({"layers": pair.numbers, "merged": merged, **pair.kept()})
         return found
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
@@ -267,8 +265,9 @@ class KVCache(Cache):
         length = self.get_max_length()
         merged = sum(isinstance(layer, MergedLayer) for layer in self.layers)
         share = f", {merged} of them share directions" if merged else ""
+        of_values = "" if self.value_bits == self.bits else f", value_bits={self.value_bits}"
         return (
-            f"KVCache(bits={self.bits}, scheme={self.scheme!r}, max_cache_len={length}, "
+            f"KVCache(bits={self.bits}{of_values}, scheme={self.scheme!r}, max_cache_len={length}, "
             f"{coded} of {len(self.layers)} layers in codes{share})"
         )
 
@@ -356,15 +355,15 @@ def _pair(
     text = config.get_text_config(decoder=True)
     # A layer without rotary embeddings never goes with one that has them.
     rotary = getattr(text, "no_rope_layers", None) or [1] * len(layers)
-    kinds = [
+    rotated = [
         rotary[place]
         if isinstance(layer, (CodedLayer, ExactLayer)) and not layer.is_sliding
         else None
         for place, layer in enumerate(layers)
     ]
     start = len(layers) // 2 if merge.start_layer is None else merge.start_layer
-    pairs = pairs_of(kinds, start, merge.end_layer)
-    if not pairs_of(kinds, 0):
+    pairs = pairs_of(rotated, start, merge.end_layer)
+    if not pairs_of(rotated, 0):
         refuse(
             "no two neighbouring layers of this model attend to all tokens, so none can be merged. "
             "Leave merge out, and take fewer bits for a smaller cache."
@@ -379,12 +378,30 @@ def _pair(
         )
     require_alike(merge, pairs)
     room = settings["kept"] + merge.capacity(max_cache_len)
-    given = {**settings, "kept": room}
+    kinds = (ValuesPair, ValuesLayer) if merge.values_only else (Pair, MergedLayer)
+    given = settings if merge.values_only else {**settings, "kept": room}
     for numbers in pairs:
-        pair = Pair(numbers, merge, settings["kept"], config if rotary[numbers[0]] else None)
+        pair = kinds[0](numbers, merge, settings["kept"], config if rotary[numbers[0]] else None)
         lower = None
         for place in numbers:
-            lower = layers[place] = MergedLayer(max_cache_len, given, starts, pair, lower)
+            lower = layers[place] = kinds[1](max_cache_len, given, starts, pair, lower)
+
+
+def _check_value_bits(bits: int, value_bits: int | None, merge: MiniCache | None) -> None:
+    if value_bits is not None and (bits == 16 or value_bits not in BITS):
+        refuse(
+            f"bits is {bits!r} and value_bits {value_bits!r}; both are one of "
+            f"{', '.join(map(str, BITS))}, or value_bits is left out."
+        )
+    if merge is None:
+        return
+    if merge.values_only and bits == 16:
+        refuse("values alone are merged in codes; set bits to 8, 4, 3 or 2, or merge keys as well.")
+    if not merge.values_only and value_bits not in (None, bits):
+        refuse(
+            f"merged layers have {bits} bits for keys and {value_bits} for values; give both the "
+            "same, or merge values alone: MiniCache(values_only=True)."
+        )
 
 
 def _check(

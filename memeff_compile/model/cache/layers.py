@@ -489,10 +489,14 @@ class CodedLayer(InPlace):
         return ()
 
     def _view(self) -> tuple[Tensor, Tensor]:
-        norms = (None, None) if self.norms is None else (self.norms[..., 0], self.norms[..., 1])
         how = (self.settings["bits"], self.room)
-        keys, values = op_folder.coded_kv_cache_view(*self.pool(), *norms, *how, *self.maps())
+        found = op_folder.coded_kv_cache_view(*self.pool(), *self._lengths(), *how, *self.maps())
+        keys, values = found
         return keys, values
+
+    def _lengths(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the factors of the decoded keys and values, (B, H, N), or None."""
+        return (None, None) if self.norms is None else (self.norms[..., 0], self.norms[..., 1])
 
     def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens
         """Return the number of tokens in the cache."""

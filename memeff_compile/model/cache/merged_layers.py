@@ -8,7 +8,7 @@ lower layer wait for those of the upper layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -75,6 +75,14 @@ class Pair:
             "tokens again."
         )
 
+    def kept(self) -> dict[str, float]:
+        """Return how many rows are kept unchanged per sequence and head, without first tokens, and
+        how many had no room."""
+        held: Any = self
+        if self.shape is None:
+            return {"kept": 0.0, "left_over": 0.0}
+        return {name: float(getattr(held, of).float().mean()) for name, of in _KEPT.items()}
+
     def clear(self, starts: Tensor) -> None:
         """Remove all tokens; `starts`, (B, H), is each sequence's first position."""
         self.parked = None
@@ -91,12 +99,15 @@ class Pair:
                     getattr(self, name).copy_(given)
 
 
+_KEPT = {"kept": "kept_count", "left_over": "left_over"}
+
+
 class MergedLayer(CodedLayer):
     """One of two neighbouring layers, whose older tokens have a shared direction and two
     lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
-    long = "span", "norms", "k_kept", "v_kept"
+    long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
 
     def __init__(
         self,
@@ -146,15 +157,20 @@ class MergedLayer(CodedLayer):
             self.pair.span = torch.empty(0, 0, self.max_cache_len, device=self.device)
             self.pair.shape = shape
             self.pair.clear(self._first_tokens(batch, heads))
-        elif self.pair.shape != shape:
+        else:
+            self._require_alike(shape)
+        self._make(self, own)
+        self.span = self.pair.span
+
+    def _require_alike(self, shape: tuple[int, ...]) -> None:
+        """Raise an error if the other layer of the pair has keys of another shape."""
+        if self.pair.shape != shape:
             first, second = self.pair.numbers
             refuse(
                 f"layers {first} and {second} have keys of {self.pair.shape} and {shape} (batch, "
                 "heads, depth); merged layers need equal shapes. Set MiniCache(start_layer=) to a "
                 "later layer."
             )
-        self._make(self, own)
-        self.span = self.pair.span
 
     def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
         """Raise an error for a report of another model, and put the report's rotations on the
@@ -195,12 +211,7 @@ class MergedLayer(CodedLayer):
         complete groups.
         """
         if not self.is_upper:
-            if key_states.shape[2] != 1:
-                self.pair.parked = key_states, value_states
-                return
-            held = self.k_window, self.v_window, self.counts
-            new = key_states, value_states, self.room
-            op_folder.coded_kv_cache_append_lower(*held, *new)
+            self._write_lower(key_states, value_states)
             return
         lower, merge = cast("MergedLayer", self.lower), self.pair.merge
         waiting, self.pair.parked = self.pair.parked or (None, None), None
@@ -213,6 +224,14 @@ class MergedLayer(CodedLayer):
         if self.is_empty and self.pair.angles is not None:
             maps = [*maps, self.pair.angles]
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
+
+    def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Write a single token into the lower layer's window, or let several tokens wait."""
+        if key_states.shape[2] != 1:
+            self.pair.parked = key_states, value_states
+            return
+        held = self.k_window, self.v_window, self.counts
+        op_folder.coded_kv_cache_append_lower(*held, key_states, value_states, self.room)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return all keys and values decoded, including waiting tokens, or nan if they do not

@@ -26,8 +26,8 @@ is set."""
 
 
 ALIGNED_T = 0.7
-"""Where on the arc the direction of two aligned rows lies: real models lose least with more of the
-upper layer's.
+"""Where on the arc the direction of two aligned rows lies if keys are merged too: real models then
+lose least with more of the upper layer's.
 """
 
 
@@ -70,7 +70,7 @@ class MiniCache:
         rule: how one direction is computed from two: ``slerp``, on the arc between them;
             ``average``, their weighted mean; ``max_norm``, the direction of the longer row.
         t: position on the arc, or the weight: 0 is the lower layer's direction, 1 the upper
-            layer's; by default 0.7 for aligned layers, and 0.5 for others.
+            layer's; by default 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
         gamma: rows whose distance is within this share of the largest distance are kept unchanged;
             a larger share keeps more rows, and 1 keeps all that fit.
         retained: the memory for such rows, as a share of `max_cache_len`. The rows that differ most
@@ -79,6 +79,8 @@ class MiniCache:
             of the paper's inequality, keeps those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes the error of each row
             smallest.
+        values_only: merge values alone. Each layer keeps codes of its own keys, no rows but the
+            first tokens stay unchanged, and `gamma`, `retained` and `reading` have no effect.
         fidelity: the result of `fidelity_report` for the model. Without it, a cache with merged
             layers warns the user; with it, the cache raises an error for a pair whose rows have a
             mean cosine below `ALIKE`. The report's maps are used if the cache's first tokens are
@@ -101,6 +103,7 @@ class MiniCache:
     reading: str = "distinct"
     scale: str = "norm"
     align: str = "heads"
+    values_only: bool = False
     fidelity: Measured | None = field(default=None, repr=False, compare=False)
     force: bool = field(default=False, repr=False, compare=False)
 
@@ -113,6 +116,8 @@ class MiniCache:
                 is_right, needed = given in words[name], ", ".join(map(repr, words[name]))
             elif name == "t" and given is None:
                 continue
+            elif name == "values_only":
+                is_right, needed = isinstance(given, bool), "True or False"
             elif name in ("t", "gamma", "retained"):
                 is_right = isinstance(given, (int, float)) and 0 <= given <= 1
                 needed = "a number from 0 to 1"
@@ -123,9 +128,16 @@ class MiniCache:
                 said = f"MiniCache: {name} is {given!r}; {needed} is needed."
                 raise UnsupportedInputError(f"{said}{_WHY.get(name, '')}")
 
+        if self.values_only and self.align == "none":
+            raise UnsupportedInputError(
+                "MiniCache: values alone are merged aligned; give align='heads', or leave "
+                "values_only out."
+            )
+
     def position(self) -> float:
         """Return `t`, or its default for layers that are aligned or not aligned."""
-        return (0.5 if self.align == "none" else ALIGNED_T) if self.t is None else self.t
+        is_even = self.align == "none" or self.values_only
+        return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
         """Return the report's rotations and slots for a pair of layers, if it has them."""
@@ -140,6 +152,8 @@ class MiniCache:
 _EXPECTED = {
     "heads": "aligned layers from half on cost 5 to 9 % of perplexity with 4 bits, and from a "
     "quarter on with 3 bits 8 to 16 %; codes of 3 bits alone, 4.5 times smaller, cost 1 to 2 %",
+    "values": "values merged from half on cost up to 2 % of perplexity with 4 bits, and in all "
+    "layers, with keys of 3 bits and values of 2, 1 to 15 %; codes of 3 bits alone cost 1 to 2 %",
     "none": "no neighbouring layers are alike as they are, and answers get much worse; use "
     "align='heads'",
 }
@@ -153,7 +167,7 @@ def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
     if merge.fidelity is None:
         warnings.warn(
             "KVCache merges layers of a model that was not measured. In the real models that were, "
-            f"{_EXPECTED[merge.align]}. See what it does with "
+            f"{_EXPECTED['values' if merge.values_only else merge.align]}. See what it does with "
             "report = memeff_compile.fidelity_report(model, ids, merge=...), then give "
             "MiniCache(fidelity=report); MiniCache(force=True) merges without this warning.",
             UserWarning,
@@ -168,7 +182,7 @@ def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
             "report of this model is needed. Call fidelity_report(model, ids) again."
         )
     is_aligned = merge.align != "none"
-    for kind in ("keys", "values"):
+    for kind in ("values",) if merge.values_only else ("keys", "values"):
         means = {
             p: measured[p]["aligned"][kind] if is_aligned else measured[p][kind]["mean"]
             for p in pairs

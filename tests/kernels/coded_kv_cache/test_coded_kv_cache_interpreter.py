@@ -23,6 +23,9 @@ KINDS = [
     pytest.param(Layout(16, 3, "per_head", **SMALL), id="3 bits per head"),  # type: ignore[arg-type]
     pytest.param(Layout(128, 4, group=16, recent=16, kept=0), id="two shares of channels"),
     pytest.param(Layout(128, 8, group=16, recent=16, kept=2), id="two shares, a byte each"),
+    pytest.param(Layout(16, 3, value_bits=2, **SMALL), id="3 and 2 bits"),  # type: ignore[arg-type]
+    pytest.param(Layout(128, 4, group=16, recent=16, kept=2, value_bits=8), id="4 and 8 bits"),
+    pytest.param(Layout(16, 2, "per_head", value_bits=4, **SMALL), id="2 and 4 bits per head"),  # type: ignore[arg-type]
 ]
 
 

@@ -113,30 +113,38 @@ def _attention(
     aligned: str = "",
     splits: int = 4,
     repeat: int = 4,
+    value_bits: int | None = None,
+    kinds: int = 2,
 ) -> Any:
-    shapes = shapes_for(depth, bits, repeat, gpu_of(divmod(capability, 10)))
+    of_values = bits if value_bits is None else value_bits
+    most = max(bits, of_values)
+    shapes = shapes_for(depth, most, repeat, gpu_of(divmod(capability, 10)))
     channels = channel_group(depth, scheme)
     constants = {
         "REPEAT": repeat,
         "DEPTH": depth,
         "ROWS": rows_for(repeat),
         "BITS": bits,
+        "V_BITS": of_values,
         "GROUP": group,
         "CHANNELS": channels,
-        "WIDTH": part_width(depth, bits, channels),
+        "WIDTH": part_width(depth, of_values, channels),
         "WINDOW": 192,
         "WINDOW_TILE": 64,
         "KEPT": kept,
         "KEPT_TILE": 16,
         "IS_PER_HEAD": scheme == "per_head",
-        "HAS_NORMS": has_norms or bool(aligned),
+        "HAS_NORMS": has_norms or (bool(aligned) and kinds == 2),
+        "HAS_VALUE_NORMS": kinds == 1,
+        "KINDS": kinds,
+        "TOGETHER": True,
         "HAS_MASK": has_mask,
         "IS_ALONE": splits == 1 and aligned != "upper",
         "IS_ALIGNED": bool(aligned),
         "IS_TURNED": aligned == "upper",
         "STAGES": shapes.stages,
         "AT_ONCE": shapes.at_once,
-        "HALVES": halves_for(repeat, bits),
+        "HALVES": halves_for(repeat, most),
         "PACKED": True,
         "UPCAST": False,
     }
@@ -164,6 +172,7 @@ def _append(
     constants = {
         "DEPTH": depth,
         "BITS": bits,
+        "V_BITS": bits,
         "GROUP": 64,
         "CHANNELS": channel_group(depth, scheme),
         "WINDOW": 192,
@@ -172,6 +181,7 @@ def _append(
         "PIECES": append_codes.cut(bits, depth)[0] if tokens == 1 else share if is_new else 1,
         "IS_PER_HEAD": scheme == "per_head",
         "IS_FAST": True,
+        "CODES_VALUES": True,
     }
     warps = append_codes.cut(bits, depth)[1] if tokens == 1 else append_codes.WARPS
     name = (
@@ -203,6 +213,7 @@ def _turn(capability: int, depth: int, splits: int | None = None) -> Any:
         name = "_coded_kv_cache_split_codes_turn_kernel"
     else:
         name = "_coded_kv_cache_split_codes_combine_turned_kernel"
+        constants["KINDS"] = 2
         exact = 1 << (splits - 1).bit_length()
         constants |= {"MERGED_BLOCK": 2 * exact, "EXACT_BLOCK": exact}
     return _compile("split_codes_kernels", name, capability, "bf16", constants, 4)
@@ -225,6 +236,11 @@ ALIGNED = [
     ("bf16", 256, 4, "kivi", {"aligned": "upper", "has_mask": True}),
     ("bf16", 64, 2, "kivi", {"aligned": "upper", "repeat": 12}),
 ]
+VALUES = [
+    ("bf16", 128, 3, "kivi", {"value_bits": 2, "kinds": 1, "aligned": "upper", "has_mask": True}),
+    ("bf16", 64, 4, "kivi", {"kinds": 1, "aligned": "lower", "has_mask": True}),
+    ("bf16", 128, 3, "kivi", {"value_bits": 2, "has_mask": True}),
+]
 SMALLER = (0, 2, 4, 9)
 """Forms whose parts are in the others: shifts of codes, one split, a scale per head."""
 
@@ -243,7 +259,8 @@ SMALLER = (0, 2, 4, 9)
         *[pytest.param(80, *CASES[place], marks=SLOW) for place in (1, 3, 8)],
         *[pytest.param(100, *CASES[place], marks=SLOW) for place in (1, 3, 7, 8)],
         *twice(90, *ALIGNED[0]),
-        *[pytest.param(90, *case, marks=SLOW) for case in ALIGNED[1:]],
+        *twice(90, *VALUES[0]),
+        *[pytest.param(90, *case, marks=SLOW) for case in (*ALIGNED[1:], *VALUES[1:])],
         *[pytest.param(each, *case, marks=SLOW) for each in (80, 100) for case in ALIGNED[:2]],
     ],
     ids=str,

@@ -121,6 +121,8 @@ def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:
     constants = {
         "DEPTH": depth,
         "BITS": bits,
+        "V_BITS": bits,
+        "NORMS": 2,
         "GROUP": 64,
         "CHANNELS": depth // 2 if bits == 16 else channel_group(depth, "kivi"),
         "WINDOW": 192,
@@ -144,8 +146,8 @@ def prompt(capability: int, bits: int, depth: int = 128, **more: Any) -> list[An
     """Build the passes over a prompt: measuring, coding keys, coding values."""
     both = {"DEPTH": depth, "GROUP": 64}
     channels = depth // 2 if bits == 16 else channel_group(depth, "kivi")
-    codes = {**both, "BITS": bits, "CHANNELS": channels, "RULE": 0, "IS_PROJECTED": False}
-    codes |= {"IS_ALIGNED": False, **more}
+    codes = {**both, "BITS": bits, "V_BITS": bits, "NORMS": 2, "CHANNELS": channels}
+    codes |= {"RULE": 0, "IS_PROJECTED": False, "IS_ALIGNED": False, **more}
     module, name = "append_pairs_kernels", "_coded_kv_cache_append_pairs_code_kernel"
     return [
         build(module, "_coded_kv_cache_append_pairs_measure_kernel", capability, both, 8),
@@ -249,11 +251,11 @@ def test_merging_a_prompt_compiles_within_the_limits(
 def test_fitting_maps_and_aligning_a_prompt_compile_within_the_limits(
     capability: int, depth: int
 ) -> None:
-    module, tile = "alignment_kernels", {"DEPTH": depth, "TILE": 64}
+    module, tile = "alignment_kernels", {"DEPTH": depth, "TILE": 64, "KINDS": 2}
     products = {**tile, "COLUMNS": 64, "UPCAST": False}
     rows = {"DEPTH": depth, "GROUP": 64, "UPCAST": False}
     for name, constants, warps in (
-        ("_coded_kv_cache_alignment_sum_rows_kernel", tile, 4),
+        ("_coded_kv_cache_alignment_sum_rows_kernel", {**tile, "KINDS": 4}, 4),
         ("_coded_kv_cache_alignment_multiply_rows_kernel", products, 8),
         ("_coded_kv_cache_alignment_align_rows_kernel", rows, 8),
     ):

@@ -236,12 +236,21 @@ def test_the_advice_is_the_cache_that_is_small_and_loses_little(codes: Any, word
     assert re.search(words, report.advice())
 
 
+def test_the_advice_names_values_of_fewer_bits_that_are_merged() -> None:
+    codes = {"bits": 3, "value_bits": 2, "values_merged": True, "kl": 0.05, "ratio": 6.6}
+    report = FidelityReport({}, [], [], {"kl": 0.1}, {"ratio": 6.5}, [], [codes])
+    words = "Use 3 bits, 2 for values, with values alone merged (6.60 times smaller, KL 5.0e-02)"
+    assert words in report.advice()
+
+
 def test_merging_is_compared_with_codes_alone(model: Any) -> None:
     merge = MiniCache(start_layer=0, retained=0.05)
     report = fidelity_report(model, ids(), bits=4, merge=merge, **SHORT)
-    assert [each["bits"] for each in report.codes] == [2, 3, 4]
+    assert [each["bits"] for each in report.codes] == [2, 3, 4, 3, 3]
     for each in report.codes:
-        alone = fidelity_report(model, ids(), bits=each["bits"], merge=None, **SHORT)
+        values = MiniCache(start_layer=0, values_only=True) if "values_merged" in each else None
+        given = {"value_bits": each.get("value_bits"), "merge": values, **SHORT}
+        alone = fidelity_report(model, ids(), bits=each["bits"], **given)
         assert each["kl"] == pytest.approx(alone.logits["kl"])
         assert each["ratio"] == alone.memory["ratio"]
     assert report.advice() in str(report)

@@ -1,0 +1,133 @@
+"""The op memeff::coded_kv_cache_append_values, for two layers that share values alone.
+
+Each layer of such a pair has its own keys, in codes, and the two share codes of values. In a step,
+the lower layer writes its token by `coded_kv_cache_append_lower`, before the upper layer's exists;
+the upper layer's append encodes the groups of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .. import library
+from ..checks import require
+from . import value_pair_reference
+from .layout import (
+    Layout,
+    Maps,
+    OwnKeys,
+    SharedValues,
+    ValuePair,
+    dtype_of,
+    group_of,
+    pool_of_values,
+)
+from .merging import RULES, SCALES
+from .op import on_kernels, supports_pool
+from .pair import MAPS, shapes_of_maps
+from .value_pair_reference import Merging
+
+SHARED_VALUES = SharedValues._fields[:3]
+"""Names of the tensors that the layers of a pair share, without the places of all layers."""
+
+OWN_KEYS = OwnKeys._fields
+"""Names of the tensors that each layer has."""
+
+_TENSORS = [
+    *SharedValues._fields,
+    *(f"lower_{name}" for name in OWN_KEYS),
+    *(f"upper_{name}" for name in OWN_KEYS),
+    *MAPS,
+]
+_COUNT = len(_TENSORS)
+_LETTERS = iter("abcdefghijklmnopqrstuvwxyz")
+_WRITTEN = ", ".join(
+    f"Tensor {name}" if name == "places" else f"Tensor({next(_LETTERS)}!) {name}"
+    for name in _TENSORS
+)
+
+
+def shapes_of_values(
+    layout: Layout, batch: int, heads: int, tokens: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Return the shapes of the tensors that the layers of a pair share, and of those that each has
+    for itself."""
+    every = layout.shapes(batch, heads, tokens)
+    every["norms"] = (batch, heads, layout.groups(tokens) * layout.group)
+    shared = {name: every[name] for name in SHARED_VALUES}
+    return shared, {name: every[name] for name in OWN_KEYS}
+
+
+def _split(args: Sequence[Any]) -> tuple[ValuePair, Sequence[Any]]:
+    first, second = len(SharedValues._fields), len(SharedValues._fields) + len(OWN_KEYS)
+    third = second + len(OWN_KEYS)
+    own = OwnKeys(*args[first:second]), OwnKeys(*args[second:third])
+    maps = Maps(*args[third:_COUNT])
+    return ValuePair(SharedValues(*args[:first]), *own, maps), args[_COUNT:]
+
+
+def _unlike(args: Sequence[Any]) -> str | None:
+    (shared, lower, upper, maps), rest = _split(args)
+    lower_k, lower_v, k, v, bits, recent, _, rule, t, scale, _ = rest
+    for own in (lower, upper):
+        sentence = supports_pool(pool_of_values(shared, own), bits)
+        if sentence is not None:
+            return sentence
+    batch, heads, window, depth = upper.k_window.shape
+    group = group_of(upper.k_codes.shape[3], depth, bits)
+    if bits == 16 or window != recent + group:
+        return f"bits={bits}, a window of {window} rows; codes and {recent + group} are needed."
+    for name, new in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):
+        if new is None:
+            continue
+        if new.dtype != upper.k_window.dtype or new.device != upper.k_window.device:
+            return f"{name} is {new.dtype} on {new.device}; as the cache is needed."
+        if tuple(new.shape) != (batch, heads, k.shape[2], depth):
+            return f"{name} is {tuple(new.shape)}; {(batch, heads, 'tokens', depth)} is needed."
+    wanted = (*upper.k_codes.shape[:2], upper.k_codes.shape[2] * group)
+    kind = dtype_of("norms", upper.k_window.dtype, bits)
+    if tuple(shared.norms.shape) != wanted or shared.norms.dtype != kind:
+        return (
+            f"norms is {shared.norms.dtype} {tuple(shared.norms.shape)}; {kind} {wanted} is needed."
+        )
+    for name, tensor in maps._asdict().items():
+        wanted = shapes_of_maps(Layout(depth, bits), batch, heads, 1)[name]
+        kind = dtype_of(name, upper.k_window.dtype, bits)
+        if tuple(tensor.shape) != wanted or tensor.dtype != kind or not tensor.is_contiguous():
+            return f"{name} is {tensor.dtype} {tuple(tensor.shape)}; {kind} {wanted} is needed."
+    if (lower_k is None) != (lower_v is None):
+        return "lower_k and lower_v come together or not at all."
+    if lower_k is None and k.shape[2] > group:
+        return f"{k.shape[2]} tokens came without the lower layer's; at most a group can."
+    for name, given, known in (("rule", rule, RULES), ("scale", scale, SCALES)):
+        if given not in known:
+            return f"{name} is {given!r}; one of {', '.join(map(repr, known))} is needed."
+    return None if 0.0 <= t <= 1.0 else f"t is {t}; a number from 0 to 1 is needed."
+
+
+def _append_values(*args: Any) -> None:
+    require("coded_kv_cache_append_values", _unlike(args))
+    pair, rest = _split(args)
+    lower_k, lower_v, k, v, bits, recent, limit, rule, t, scale, is_first = rest
+    if not k.numel():
+        return
+    new = None if lower_k is None else (lower_k, lower_v)
+    window = pair.upper.k_window
+    run: Any = value_pair_reference.append
+    if on_kernels(window, window.shape[2] - recent):
+        from .append_value_pairs import append as run
+    run(pair, new, (k, v), bits, recent, limit, Merging(rule, t, scale), is_first=is_first)
+
+
+def _fake_append_values(*args: Any) -> None:
+    require("coded_kv_cache_append_values", _unlike(args))
+
+
+coded_kv_cache_append_values = library.op(
+    f"coded_kv_cache_append_values({_WRITTEN}, Tensor? lower_k, Tensor? lower_v, Tensor k, "
+    "Tensor v, int bits, int recent, SymInt limit, str rule, float t, str scale, bool is_first)"
+    " -> ()",
+    _append_values,
+    _fake_append_values,
+)

@@ -1,0 +1,98 @@
+"""The layers of a KVCache that share values, two by two, and have their own keys.
+
+Keys of neighbouring layers differ more than values do, and an error in a key changes every score.
+So keys stay in codes of each layer, and merging values alone loses much less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import Tensor
+
+from memeff_compile.kernels import coded_kv_cache as op_folder
+from memeff_compile.model.cache.layers import Place
+from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
+
+
+class ValuesPair(Pair):
+    """The values that the two layers of a pair share, and the tokens of the lower layer that
+    wait."""
+
+    def tensors(self) -> Iterator[tuple[Place, Tensor]]:
+        """Yield the shared tensors, once they exist, and the maps that align the values."""
+        if self.shape is not None:
+            for name in (*op_folder.SHARED_VALUES, *op_folder.MAPS):
+                yield (self, name), getattr(self, name)
+
+    def shared(self) -> list[Tensor]:
+        """Return the shared tensors in the order in which the ops take them."""
+        return [getattr(self, name) for name in op_folder.SHARED_VALUES]
+
+    def kept(self) -> dict[str, float]:
+        """Return that no rows besides first tokens are kept unchanged."""
+        return {"kept": 0.0, "left_over": 0.0}
+
+    def clear(self, starts: Tensor) -> None:
+        """Remove all tokens: forget the maps, or take those of a report."""
+        self.parked = None
+        maps = self.maps()
+        op_folder.identity(maps)
+        if self.common is not None:
+            turns, slots = self.common
+            maps[2].copy_(turns[:, 1:])
+            maps[3].copy_(slots)
+
+
+class ValuesLayer(MergedLayer):
+    """One of two neighbouring layers that share their older tokens' values."""
+
+    held = tuple(name for name in op_folder.OWN_KEYS if name != "counts")
+    long = "span", "k_codes", "k_scales"
+
+    def own(self) -> list[Tensor]:
+        """Return the tensors of this layer that the pair does not share, in the order in which the
+        ops take them."""
+        return [getattr(self, name) for name in op_folder.OWN_KEYS]
+
+    def pool(self) -> list[Tensor]:
+        """Return the tensors that the ops for view and attention take."""
+        return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())
+
+    def _lengths(self) -> tuple[Tensor | None, Tensor | None]:
+        pair: Any = self.pair
+        return None, pair.norms if self.is_upper else None
+
+    def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
+        """Allocate this layer's tensors; for the first layer of a pair, also the shared ones."""
+        shared, own = op_folder.shapes_of_values(layout, batch, heads, self.max_cache_len)
+        places = (batch, heads, layout.kept)
+        self.starts.allocate(places, self.max_cache_len, self.device)
+        self.span = self.starts.span
+        shape = (batch, heads, layout.depth)
+        if self.pair.shape is None:
+            self._require_common(layout, heads)
+            self._make(self.pair, shared | op_folder.shapes_of_maps(layout, batch, heads, 1))
+            self.pair.shape = shape
+            self.pair.clear(self._first_tokens(batch, heads))
+        else:
+            self._require_alike(shape)
+        self._make(self, own)
+
+    def _write(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Write a single token into the window, or let several tokens wait for the upper layer.
+
+        The upper layer writes its tokens and the waiting ones of the lower layer, encodes keys, and
+        merges the values of complete groups.
+        """
+        if not self.is_upper:
+            self._write_lower(key_states, value_states)
+            return
+        lower, merge = cast("MergedLayer", self.lower), self.pair.merge
+        waiting, self.pair.parked = self.pair.parked or (None, None), None
+        tensors = (*self.pair.shared(), self.starts.places, *lower.own(), *self.own())
+        new = (*waiting, key_states, value_states)
+        how = (self.settings["bits"], self.settings["recent"], self.room)
+        rule = (merge.rule, merge.position(), merge.scale, self.is_empty)
+        op_folder.coded_kv_cache_append_values(*tensors, *self.pair.maps(), *new, *how, *rule)
