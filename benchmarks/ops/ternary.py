@@ -351,7 +351,7 @@ def measure_decode(options: argparse.Namespace) -> None:
 
 RECIPES = ("dense", "b1.58", "a4.8", "a4.8-fp4")
 PROMPT = {"h200": 512, "tiny": 8}
-PATIENCE = 240.0
+PATIENCE = 400.0
 
 
 def kinds_by_recipe(model: torch.nn.Module) -> dict[str, dict[str, str]]:
