@@ -362,8 +362,8 @@ def ternary_model(rows: list[Row]) -> Any:
         curve = {r["step"]: _mean(r) for r in judged if (r["stage"], r["seed"]) == (1, seed)}
         left.plot([*curve], [*curve.values()], color="#9a9a9a", linewidth=1.2)
     base = {(r["seed"], r["step"]): _mean(r) for r in second if r["variant"] == "b1.58"}
-    for shade, name in enumerate(unique(row["variant"] for row in second)):
-        mine = [row for row in second if row["variant"] == name]
+    for shade, name in enumerate(unique(_variant(row) for row in second)):
+        mine = [row for row in second if _variant(row) == name]
         gaps: dict[int, dict[float, float]] = {}
         for seed in unique(row["seed"] for row in mine):
             own = [row for row in mine if row["seed"] == seed]
@@ -374,7 +374,7 @@ def ternary_model(rows: list[Row]) -> Any:
                 if (seed, row["step"]) in base and row["step"]:
                     gap = _mean(row) - base[seed, row["step"]]
                     gaps.setdefault(seed, {})[number] = gap
-        if name != "b1.58":
+        if mine[0]["variant"] != "b1.58":
             _band(right, [*gaps.values()], name, f"C{shade}")
     left.legend(frameon=False, fontsize=7)
     right.axhline(0.02, color="black", linewidth=0.6, linestyle="--")
@@ -385,6 +385,10 @@ def ternary_model(rows: list[Row]) -> Any:
     model = ends[0]["model"]
     figure.suptitle(f"{model} in ternary weights\n{caption(ends)}", fontsize=9)
     return figure
+
+
+def _variant(row: Row) -> str:
+    return row["variant"] + (", rotated" if row.get("rotated") else "")
 
 
 def _mean(row: Row) -> float:

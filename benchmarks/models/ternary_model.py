@@ -12,7 +12,7 @@ steps or seconds are over and saves weights and optimizer under --state; a secon
 there. `second` takes up that state for each variant, switches quantisers, rate (times 2/3) and
 weight decay (to 0) with `TernaryStages`, and lets the rate fall to zero over its steps. So all
 variants share the first stage and see the same text. fp32 weights, bf16 autocast, AdamW; each layer
-is compiled by memeff.
+is compiled by memeff. --rotate first rotates the hidden states of the dense model (rotation.py).
 
 All processes of a run may start at once with --wait: they compile, then wait for the text and the
 first stage. Its end says how many steps all variants do: as many as fit into the time until
@@ -44,6 +44,7 @@ from benchmarks.data.corpus import roots, texts
 from benchmarks.methods import registered
 from benchmarks.models import training
 from benchmarks.models.causal_attention import use_causal_attention
+from benchmarks.models.rotation import rotate_
 from benchmarks.tiles import wide_product
 from memeff_compile.functional import linear_cross_entropy
 from memeff_compile.model import TernaryStages
@@ -159,7 +160,10 @@ def load(given: argparse.Namespace, device: str) -> Any:
         model = AutoModelForCausalLM.from_config(config).float()
     model.config.use_cache = False
     model.set_attn_implementation(use_causal_attention())
-    return model.to(device).train()
+    model.to(device).train()
+    if given.rotate:
+        rotate_(model, given.seed)
+    return model
 
 
 def compile_layers(model: Any, inner: str) -> None:
@@ -288,6 +292,8 @@ def facts(given: argparse.Namespace, stage: int) -> dict[str, Any]:
     said = {"what": "ternary model", "model": given.model.name, "stage": stage}
     said |= {"begins": "weights" if has_weights(given) else "random", "rate": RATE}
     names = ("seed", "batch", "length", "train_tokens", "layers")
+    if given.rotate:
+        said["rotated"] = True
     return said | {name: getattr(given, name) for name in names}
 
 
@@ -403,9 +409,16 @@ def table(given: argparse.Namespace) -> None:
     Gaps are differences on the same text from the run of the same seed. The number in brackets is
     the standard error over sequences.
     """
-    found = [row for row in rows.read(given.out) if row.get("stage") == 2]
+    every = [row for row in rows.read(given.out) if row.get("stage") == 2]
+    for is_rotated in (False, True):
+        found = [row for row in every if row.get("rotated", False) == is_rotated]
+        if found:
+            _table(found, ", rotated" if is_rotated else "")
+
+
+def _table(found: list[dict[str, Any]], also: str) -> None:
     ends = {(row["variant"], row["seed"]): row for row in found if "judged_each" in row}
-    print("| variant | seeds | steps | python | other | gap, python | gap, other | zeros |")
+    print("\n| variant | seeds | steps | python | other | gap, python | gap, other | zeros |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in VARIANTS:
         mine = {seed: row for (variant, seed), row in ends.items() if variant == name}
@@ -415,9 +428,9 @@ def table(given: argparse.Namespace) -> None:
         losses = [statistics.mean(r["judged"][part] for r in mine.values()) for part in SLICES]
         gaps = [gap_of(mine, ends, part) for part in SLICES]
         zero = statistics.mean(row["zeros"]["overall"] for row in mine.values())
-        cells = [name, f"{len(mine)}", steps, *(f"{loss:.4f}" for loss in losses), *gaps]
+        cells = [name + also, f"{len(mine)}", steps, *(f"{loss:.4f}" for loss in losses), *gaps]
         print(f"| {' | '.join(cells)} | {zero:.1%} |")
-    _gaps_on_the_way(found)
+    _gaps_on_the_way(found, also)
 
 
 def gap_of(
@@ -435,7 +448,7 @@ def gap_of(
     return f"{statistics.mean(gaps):+.4f} ({statistics.stdev(gaps) / len(gaps) ** 0.5:.4f})"
 
 
-def _gaps_on_the_way(found: list[dict[str, Any]]) -> None:
+def _gaps_on_the_way(found: list[dict[str, Any]], also: str) -> None:
     """Print a column for each evaluation: means over slices and seeds."""
     losses: dict[tuple[str, int, int], dict[str, float]] = {}
     for row in found:
@@ -457,7 +470,7 @@ def _gaps_on_the_way(found: list[dict[str, Any]]) -> None:
             ]
             cells.append(f"{statistics.mean(gaps):+.4f}" if gaps else "")
         if name != BASE and any(cells):
-            print(f"| {name} | {' | '.join(cells)} |")
+            print(f"| {name}{also} | {' | '.join(cells)} |")
 
 
 ACTIONS = {"text": tokens, "first": first, "second": second, "table": table}
@@ -474,6 +487,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=list(VARIANTS), default="a4.8")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model has")
+    parser.add_argument("--rotate", action="store_true", help="hidden states, before the training")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=math.inf, help="since the process began")
     parser.add_argument("--until", type=float, default=math.inf, help="the same as a time of day")

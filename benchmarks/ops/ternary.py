@@ -351,7 +351,7 @@ def measure_decode(options: argparse.Namespace) -> None:
 
 RECIPES = ("dense", "b1.58", "a4.8", "a4.8-fp4")
 PROMPT = {"h200": 512, "tiny": 8}
-PATIENCE = 240.0
+PATIENCE = 400.0
 
 
 def kinds_by_recipe(model: torch.nn.Module) -> dict[str, dict[str, str]]:
@@ -377,6 +377,8 @@ def measure_steps(options: argparse.Namespace) -> None:
         memeff_compile.pack_ternary_(model)
     if options.apart:
         op.GROUPED_TOKENS = 0
+    if options.shared:
+        op.GROUPED_TOKENS = options.shared
     length, filled = FILLED[options.size]
     length = options.cache_length or length
     chosen = {"memeff.regions": "auto", "memeff.cuda_graphs": "off"}
@@ -411,6 +413,7 @@ def measure_steps(options: argparse.Namespace) -> None:
         row = {
             "kind": "ternary prompt" if is_prompt else "ternary decoding step",
             "method": options.recipe + (", matrices apart" if options.apart else ""),
+            **({"shared_launch_tokens": options.shared} if options.shared else {}),
             "model": options.model,
             "layers": options.layers or LAYERS[options.size][options.model],
             "batch": batch,
@@ -576,6 +579,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", default="1,8,32,prompt", help="of steps: batches, or prompt")
     parser.add_argument("--cache-length", type=int, default=0, help="of the static cache")
     parser.add_argument("--apart", action="store_true", help="no launch has several matrices")
+    parser.add_argument(
+        "--shared", type=int, default=0, help="tokens up to which matrices share a launch"
+    )
     parser.add_argument("--processes", type=int, default=1, help="that take turns by --turns")
     parser.add_argument("--layers", type=int, default=0, help="other than the model's own number")
     parser.add_argument("--size", default="h200", choices=list(registry.TERNARY))

@@ -8,6 +8,7 @@
 keys, with their means and without (SageAttention2, figures 4 and 5). `layers`: cosines of
 neighbouring layers' keys and values, as they are and aligned (MiniCache, figure 1). `inputs`:
 errors of the quantisers of BitNet a4.8 on the inputs of linears, without any training for them.
+`rotated`: the same after a rotation of the hidden states (rotation.py), which changes the model.
 
 FOLDER is an argument of `from_pretrained`. The text is "prose" of texts.py.
 """
@@ -29,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows
 from benchmarks.ablations.probabilities import mean_by_rank, ranks
+from benchmarks.models.rotation import rotate_
 from benchmarks.quality import texts
 from benchmarks.quality.subject import Subject
 from benchmarks.tiles import EPS
@@ -235,12 +237,22 @@ def inputs(subject: Subject, ids: Tensor, _: Seen) -> dict[str, Any]:
     return {"errors": errors}
 
 
+def rotated(subject: Subject, ids: Tensor, seen: Seen) -> dict[str, Any]:
+    """Return what `inputs` returns, of the rotated model; or why it cannot be rotated."""
+    try:
+        rotate_(subject.model)
+    except ValueError as problem:
+        return {"refused": str(problem)}
+    return inputs(subject, ids, seen)
+
+
 PARTS: dict[str, Callable[[Subject, Tensor, Seen], dict[str, Any]]] = {
     "probabilities": probabilities,
     "exponents": exponents,
     "codes": codes,
     "layers": layers,
     "inputs": inputs,
+    "rotated": rotated,
 }
 
 

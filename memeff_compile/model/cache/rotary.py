@@ -20,6 +20,16 @@ _HALVES = (-2.0, -3.0, 0.0, 1.0)
 """0, 1, 2, 3 after a `rotate_half` that pairs the channels i and i + D / 2."""
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _pairs_halves(name: str) -> bool:
+    """Return whether the `rotate_half` of a module pairs the channels i and i + D / 2.
+
+    Dynamo does not trace this function: reading numbers from a tensor would break the graph.
+    """
+    turn = getattr(sys.modules.get(name), "rotate_half", None)
+    return turn is not None and tuple(turn(torch.arange(float(_CHANNELS))).tolist()) == _HALVES
+
+
 def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
     """Return the angle per position by which channels i and i + D / 2 rotate, (D / 2,).
 
@@ -27,9 +37,7 @@ def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
     channels do not rotate, or if the embedding's scaling depends on the length.
     """
     text = config.get_text_config(decoder=True)
-    name = type(text).__module__.replace(".configuration_", ".modeling_")
-    turn = getattr(sys.modules.get(name), "rotate_half", None)
-    if turn is None or tuple(turn(torch.arange(float(_CHANNELS))).tolist()) != _HALVES:
+    if not _pairs_halves(type(text).__module__.replace(".configuration_", ".modeling_")):
         return None
     given = getattr(text, "rope_parameters", None) or {}
     given = given.get("full_attention", given)

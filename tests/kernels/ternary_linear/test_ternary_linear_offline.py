@@ -246,8 +246,10 @@ def test_the_kernel_for_many_tokens_compiles_within_the_limits(
 
 @pytest.mark.parametrize("tokens", [*twice(8), 32])
 def test_three_matrices_of_one_launch_compile_within_the_limits(tokens: int) -> None:
-    kernel = _tiles(90, tile_shapes(tokens, 9600, 800, 132), matrices=3, is_even=False)
-    assert "wgmma" in within_limits(kernel, 90)
+    shapes = tile_shapes(tokens, 9600, 800, 132)
+    kernel = _tiles(90, shapes, matrices=3, is_even=False)
+    # A warp group has four warps; fewer multiply by the older instruction.
+    assert ("wgmma" if shapes.warps >= 4 else "mma.sync") in within_limits(kernel, 90)
 
 
 def test_the_kernels_compile_for_an_older_gpu() -> None:

@@ -628,8 +628,13 @@ def test_training_is_refused(model: Any) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_prompt_fills_the_cache_as_an_eager_one(model: Any) -> None:
-    """The lower layer's keys wait inside the graph, and no longer after it."""
-    compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
+    """The lower layer's keys wait inside the graph, and no longer after it.
+
+    The prompt is one graph: a break in each layer makes Dynamo give up after eight of them.
+    """
+    compiled = torch.compile(
+        model, backend="memeff", options={"memeff.inner": "eager"}, fullgraph=True
+    )
     caches = [KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT) for _ in range(2)]
     ids = prompt(tokens=66)
     expected = logits(model, model, caches[0], ids, 60)
