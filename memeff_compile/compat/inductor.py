@@ -94,7 +94,7 @@ def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Ite
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
-    chosen = {**config.get_config_copy(), **patches}  # type: ignore[attr-defined]
+    chosen = {**config.get_config_copy(), **patches}
     if chosen["max_autotune"] or chosen["max_autotune_gemm"]:  # runs kernels to choose one
         yield
         return
