@@ -28,7 +28,7 @@ def deep(family: Family, **more: Any) -> Any:
     """Build a model of the family with at least four equal layers."""
     if family.name not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family.name}")
-    alternates = _ALTERNATE & family.overrides.keys() or family.name == "gemma2"
+    alternates = _ALTERNATE & family.overrides.keys() or family.name in ("gemma2", "vaultgemma")
     depth = 8 if alternates else 5
     changed: dict[str, Any] = dict.fromkeys(_NAMES, depth)
     for name in {"layer_types", "block_types"} & family.overrides.keys():
