@@ -878,6 +878,31 @@ def test_inductors_processes_are_started_by_its_own_function(
     assert called == [True]
 
 
+@probes("waits_for_kernels_at_end")
+@pytest.mark.parametrize("tunes", [False, True])
+def test_inductor_waits_for_the_kernels_of_several_graphs_together(
+    monkeypatch: pytest.MonkeyPatch, tunes: bool
+) -> None:
+    from torch._functorch import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    order: list[Any] = []
+    monkeypatch.setattr(AsyncCompile, "wait", lambda self, scope: order.append(scope))
+    waits = AsyncCompile.wait
+    with compat.waits_for_kernels_at_end({"max_autotune": tunes}, trains=True):
+        AsyncCompile().wait({"one": 1})
+        AsyncCompile().wait({"two": 2})
+        order.append("compiled")
+        assert config.force_non_lazy_backward_lowering is not tunes
+    assert not config.force_non_lazy_backward_lowering
+    assert AsyncCompile.wait is waits
+    kernels = [{"one": 1}, {"two": 2}]
+    assert order == ([*kernels, "compiled"] if tunes else ["compiled", *kernels])
+    with pytest.raises(ZeroDivisionError), compat.waits_for_kernels_at_end({}, trains=False):
+        raise ZeroDivisionError
+    assert AsyncCompile.wait is waits
+
+
 @probes("is_compiled_by_itself")
 def test_modules_that_are_compiled_by_themselves_are_known() -> None:
     module, wrapped = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast, overload
@@ -100,8 +101,18 @@ def _inner(trip: Trip) -> Callable[..., Any]:
         # A CUDA graph of Inductor's keeps the addresses of weights, so each layer needs its own.
         shares = not trip.reuses_memory
         how: dict[str, Any] = {"shares": shares, "is_last_plain": trip.is_last_plain}
-        return compiled_in_pieces(gm, trip.example_inputs, trip.cuts, compile_one, **how)
+        with _at_once(trip):
+            return compiled_in_pieces(gm, trip.example_inputs, trip.cuts, compile_one, **how)
     return compile_one(gm, trip.example_inputs)
+
+
+def _at_once(trip: Trip) -> AbstractContextManager[None]:
+    """Return a context in which Inductor compiles the kernels of several partitions at once."""
+    tensors = [each for each in trip.example_inputs if isinstance(each, torch.Tensor)]
+    if trip.options.inner != "inductor" or any(each.device.type != "cpu" for each in tensors):
+        return nullcontext()
+    trains = trip.outcome.report.training
+    return compat.waits_for_kernels_at_end(trip.inductor_patches, trains=trains)
 
 
 def keep_transformers_losses_in_one_graph() -> None:

@@ -81,6 +81,42 @@ def compile_with_inductor(
     return cast("Compiled", compiled)
 
 
+@contextlib.contextmanager
+def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Iterator[None]:
+    """Compile several graphs of a CPU with Inductor, and wait for their C++ compilations together.
+
+    Inductor waits for the kernels of a graph when it loads the graph's code. In this context it
+    goes on to the next graph, so that several compilations run at once; ``trains`` compiles the
+    backward with the forward. Not for GPUs: a cached graph contains its Triton kernels, which have
+    to be compiled by then. An exception leaves the context without waiting.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    chosen = {**config.get_config_copy(), **patches}
+    if chosen["max_autotune"] or chosen["max_autotune_gemm"]:  # runs kernels to choose one
+        yield
+        return
+    wait, here = AsyncCompile.wait, threading.get_ident()
+    left: list[tuple[AsyncCompile, dict[str, Any]]] = []
+
+    def wait_later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == here:
+            left.append((self, scope))
+        else:
+            wait(self, scope)
+
+    with functorch_config.patch(force_non_lazy_backward_lowering=trains):
+        AsyncCompile.wait = wait_later  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            AsyncCompile.wait = wait  # type: ignore[method-assign]
+    for each, scope in left:
+        wait(each, scope)
+
+
 def is_to_be_saved() -> bool:
     """Return whether `aot_compile` compiles the graph, so that the caller may save it."""
     from torch._functorch import config

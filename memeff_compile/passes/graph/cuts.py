@@ -132,9 +132,18 @@ def undecided(error: Exception) -> Record:
 class Piece:
     """A partition of a graph."""
 
-    graph: GraphModule
+    root: GraphModule  # the whole graph's module, which has the attributes
+    graph: Graph
     takes: tuple[Node, ...]  # the partition's inputs, as nodes of the whole graph
     gives: tuple[Node, ...]  # the nodes that the partition returns
+
+    def module(self) -> GraphModule:
+        """Return a module that runs the partition; making one is slow, as it generates code."""
+        return GraphModule(self.root, self.graph)
+
+    def structure(self, inputs: Sequence[Any]) -> Hashable:
+        """Return a key that is equal for partitions which can run the same compiled code."""
+        return structure(self.root, inputs, self.graph)
 
 
 def compiled_in_pieces(
@@ -165,12 +174,12 @@ def compiled_in_pieces(
     for place, piece in enumerate(pieces):
         inputs = [known.get(node, compat.example_value(node)) for node in piece.takes]
         is_plain = is_last_plain and piece is pieces[-1]
-        key = structure(piece.graph, inputs) if shares and not is_plain else place
+        key = piece.structure(inputs) if shares and not is_plain else place
         if is_plain:
-            made[key] = piece.graph.forward
+            made[key] = piece.module().forward
         if key not in made:
             with compat.apart_in_tracing():
-                made[key] = compile_one(piece.graph, inputs)
+                made[key] = compile_one(piece.module(), inputs)
         for node in piece.gives:
             slots[node] = len(slots)
         done = [n for n in {*piece.takes, *piece.gives} if last_use.get(n, place) <= place]
@@ -256,7 +265,7 @@ def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:
         # a user without an index is the output
         used = [n for n in group if any(place.get(u, end) > number for u in n.users)]
         gives = tuple(n for n in used if not enters_autocast(n))
-        found.append(Piece(_piece(gm, group, takes, gives, entered[number]), takes, gives))
+        found.append(Piece(gm, _piece(group, takes, gives, entered[number]), takes, gives))
     return found
 
 
@@ -285,12 +294,8 @@ def leaves_autocast(node: Node) -> bool:
 
 
 def _piece(
-    gm: GraphModule,
-    group: Sequence[Node],
-    takes: Sequence[Node],
-    gives: Sequence[Node],
-    entered: Sequence[Node],
-) -> GraphModule:
+    group: Sequence[Node], takes: Sequence[Node], gives: Sequence[Node], entered: Sequence[Node]
+) -> Graph:
     graph, copies = Graph(), dict[Node, Node]()
     for node in takes:
         copies[node] = graph.placeholder(node.name)
@@ -310,4 +315,4 @@ def _piece(
     for node in reversed(open_now):
         graph.call_function(compat.leave_autocast, (copies[node],))
     graph.output(tuple(copies[node] for node in gives))
-    return GraphModule(gm, graph)
+    return graph

@@ -22,7 +22,7 @@ from ...kernels.device import gpu
 from ...report import Record
 from .cuts import Piece, block_of, candidates, crossed_by_tensors, is_size, size_inputs, split
 from .graph_info import GraphInfo, levels_of
-from .structure import structure, with_names
+from .structure import with_names
 
 LEAST = 4
 """The fewest equal layers for which the graph is cut; fewer are compiled with the rest of the
@@ -162,7 +162,7 @@ def _stack(block: str) -> str:
 def _keys(info: GraphInfo, pieces: Sequence[Piece]) -> list[Hashable]:
     known = {node: compat.example_input(node) for node in info.placeholders}
     return [
-        structure(p.graph, [known.get(node, compat.example_value(node)) for node in p.takes])
+        p.structure([known.get(node, compat.example_value(node)) for node in p.takes])
         for p in pieces
     ]
 

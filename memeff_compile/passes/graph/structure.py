@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ... import compat
 
@@ -21,17 +21,20 @@ ALIGNMENT = 16
 """The alignment in bytes that compilers assume for an address if the first address had it."""
 
 
-def structure(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Hashable:
+def structure(
+    gm: GraphModule, inputs: Sequence[Any] | None = None, graph: Graph | None = None
+) -> Hashable:
     """Return a key that two graphs share only if both can run the same compiled code.
 
     Args:
-        gm: the graph. The names of its nodes and the values of its input tensors are not in the
-            key.
+        gm: the module of the graph. The names of nodes and the values of input tensors are not in
+            the key.
         inputs: the example values for which it is compiled, real or fake; none for a nested graph.
+        graph: a graph that reads the module's attributes; otherwise its own.
     """
     places: dict[Node, int] = {}
     lines: list[Hashable] = []
-    for node in gm.graph.nodes:
+    for node in (gm.graph if graph is None else graph).nodes:
         places[node] = len(places)
         if node.op == "placeholder":
             continue

@@ -517,6 +517,32 @@ def test_cuda_graphs_of_inductor_keep_layers_apart(
         assert len(compilations) == count
 
 
+def test_kernels_of_all_layers_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor waits for kernels after the last of three functions, each forward and backward."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    order: list[str] = []
+    compile_one, wait = compat.compile_with_inductor, AsyncCompile.wait
+
+    def compiled(*args: Any) -> Any:
+        order.append("compile")
+        return compile_one(*args)
+
+    def waited(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        order.append("wait")
+        wait(self, scope)
+
+    monkeypatch.setattr(compat, "compile_with_inductor", compiled)
+    monkeypatch.setattr(AsyncCompile, "wait", waited)
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    model, x = Net(alike()), torch.randn(3, WIDTH)
+    # Inductor calls the operations: no loops for g++ to compile
+    more = {"memeff.inner": "inductor", "fallback_by_default": True}
+    found = gradients(model, x, "on", **more)
+    assert order == ["compile"] * 3 + ["wait"] * 6
+    torch.testing.assert_close(found, gradients(model, x, "off"))
+
+
 def _llama(**more: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 

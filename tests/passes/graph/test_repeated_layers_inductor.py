@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 import memeff_compile
 from tests.support import zoo
 from tests.support.closeness import assert_same_gradients, needs_compiler, pooled_error
 
-pytest.importorskip("transformers", reason="builds models of transformers")
+transformers = pytest.importorskip("transformers", reason="builds models of transformers")
 
 KINDS = {family.name: family for family in zoo.FAMILIES}
 
@@ -32,6 +33,9 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
     checkpointed: bool = False
     batches: tuple[int, ...] = (2,)
+    whole_since: str = (
+        "5"  # older transformers branch on values, so each layer is a graph of its own
+    )
 
 
 FOUR = {"num_hidden_layers": 4}
@@ -52,7 +56,9 @@ CASES = {
     "experts": Case("mixtral", overrides=FOUR),
     "encoder and decoder": Case("t5", 8, {"num_hidden_layers": 5, "num_decoder_layers": 5}),
     "encoder": Case("bert", overrides=FOUR),
-    "convolution": Case("whisper", 8, {**FOUR, "encoder_layers": 4, "decoder_layers": 4}),
+    "convolution": Case(
+        "whisper", 8, {**FOUR, "encoder_layers": 4, "decoder_layers": 4}, whole_since="5.23"
+    ),
 }
 
 
@@ -110,7 +116,8 @@ def test_gradients_of_shared_layers_are_those_of_eager(name: str, device: str) -
         said = [r for r in memeff_compile.last_report().records if r.code == "repeated_layers"]
         shared = max(shared, sum(int(record.sentence.split()[0]) for record in said))
         assert_equal(model, found, eager, given)
-    assert shared >= case.shared
+    if Version(transformers.__version__) >= Version(case.whole_since):
+        assert shared >= case.shared
 
 
 @pytest.mark.parametrize("device", DEVICES)
