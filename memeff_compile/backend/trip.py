@@ -1,6 +1,6 @@
 """Take one graph through all steps of the backend (a trip), and wrap the compiled result.
 
-A trip analyzes the graph twice: before the passes and after them. Each wrapper function takes the
+A trip analyses the graph twice: before the passes and after them. Each wrapper function takes the
 compiled callable and the trip. A wrapper returns a callable with the same arguments, or the
 compiled callable itself if it need not be wrapped.
 """
@@ -57,7 +57,7 @@ class Trip:
     unread: list[int] = field(default_factory=list)  # inputs that the rewritten graph does not read
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:
-        """Analyze the graph, run the passes, report their results, and analyze the graph again."""
+        """Analyse the graph, run the passes, report their results, and analyse the graph again."""
         gm, options = self.gm, self.options
         self.pieces = compat.inputs_from_other_graphs(gm)
         _refuse_dropped(self.example_inputs, self.pieces)

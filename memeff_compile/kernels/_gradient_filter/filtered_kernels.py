@@ -670,7 +670,7 @@ def _gradient_filter_products_kernel(
     """Multiply packed tiles by gathered rows of the weight and sum these products for dE; also
     multiply packed tiles by rows of hidden states and add them to dC.
 
-    The tiles of dE are computed first, because they take longest. The tiles of dE of neighboring
+    The tiles of dE are computed first, because they take longest. The tiles of dE of neighbouring
     groups are computed at the same time and use the same rows of the weight, which therefore stay
     in the L2 cache. One program computes all of a tile, so the order in which programs take tiles
     does not change the results.

@@ -2,13 +2,13 @@
 kernels are found by a short key.
 
 A kernel with many constants takes them as one argument, C, and passes C on to device functions.
-Names of constants are capitalized, for the caller and in the kernel: `start(kernel, grid, x,
+Names of constants are capitalised, for the caller and in the kernel: `start(kernel, grid, x,
 ROWS=64)` is C.ROWS == 64 in the kernel.
 
-At each launch, Triton binds arguments by name, computes each argument's specialization, and builds
+At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
 a key from all of them. For a kernel with thirty arguments this takes longer than many kernels run,
 so a training step with small kernels waits for the CPU. Here, the key contains only the few
-properties on which a specialization depends, and the compiled kernel is called directly.
+properties on which a specialisation depends, and the compiled kernel is called directly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
 
 
 def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments in which the capitalized ones are packed into C, if the kernel has
+    """Return keyword arguments in which the capitalised ones are packed into C, if the kernel has
     an argument C."""
     if not compat.takes(kernel, "C"):
         return dict(given)
@@ -113,7 +113,7 @@ def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return the properties of a recorded argument on which the compiler's specialization
+    """Return the properties of a recorded argument on which the compiler's specialisation
     depends."""
     if isinstance(argument, tuple):
         return tuple(map(_kind, argument))
@@ -311,7 +311,7 @@ def _read(
 ) -> list[Any]:
     """Return the arguments as a GPU takes them.
 
-    The function also appends the properties on which the compiler's specialization depends to `key`
+    The function also appends the properties on which the compiler's specialisation depends to `key`
     and `numbers`.
 
     Tensors on the GPU become addresses; for other tensors, Triton itself checks whether a kernel
@@ -340,5 +340,5 @@ def _read(
 
 @lru_cache(maxsize=1 << 14)
 def _kinds(numbers: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the properties of numbers on which the compiler's specialization may depend."""
+    """Return the properties of numbers on which the compiler's specialisation may depend."""
     return tuple((n % 16 == 0, n == 1, -(1 << 31) <= n < 1 << 31) for n in numbers)

@@ -138,7 +138,7 @@ def _store_bytes(
     block.
 
     With 3-bit codes, the high bits of two tokens share a byte: for keys the two tokens are
-    neighbors, for values they come from the two halves of `token`.
+    neighbours, for values they come from the two halves of `token`.
     """
     low, high = made
     token, column = at
@@ -191,7 +191,7 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Quantize tokens and columns of a group with scale steps that were computed before; store the
+    """Quantise tokens and columns of a group with scale steps that were computed before; store the
     codes."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT

@@ -1,4 +1,4 @@
-"""Quantize query, key and value heads to few bits, for models that train with such heads.
+"""Quantise query, key and value heads to few bits, for models that train with such heads.
 
 Each token and head has one scale, and codes are symmetric around zero, as in a `KVCache` with
 scheme "per_head". The backward pass treats the rounding as the identity (straight-through

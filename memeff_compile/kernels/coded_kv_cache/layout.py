@@ -198,7 +198,7 @@ _HIGH_PLACES = (2, 4, 6, 0)
 def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
     """Pack the high bits of a group of codes, (..., group, D) uint8, into (..., group / 2, D / 4).
 
-    Two tokens share a byte: for keys they are neighbors, for values they are half a group apart.
+    Two tokens share a byte: for keys they are neighbours, for values they are half a group apart.
     """
     tokens = bits.unflatten(-2, (2, -1) if is_value else (-1, 2))
     first, second = tokens.unbind(-3 if is_value else -2)

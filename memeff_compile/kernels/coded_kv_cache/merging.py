@@ -29,7 +29,7 @@ _NEARLY_PARALLEL = 1e-4
 
 
 def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows normalized to length one, and their original lengths, in fp32 or fp64.
+    """Return rows normalised to length one, and their original lengths, in fp32 or fp64.
 
     For a row of zeros, both the direction and the length are zero.
     """
@@ -119,7 +119,7 @@ def kept_rows(
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
-    ``norm`` preserves the row's length; ``projection`` minimizes the error. The factor has shape
+    ``norm`` preserves the row's length; ``projection`` minimises the error. The factor has shape
     (...) in fp32 or fp64; it is 0 where the decoded direction is zero.
     """
     x = x.to(decoded.dtype)

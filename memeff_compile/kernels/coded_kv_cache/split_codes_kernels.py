@@ -171,7 +171,7 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _pair_of(base, place):
-    """Return two neighboring numbers in fp32; 16-bit numbers are read with one load.
+    """Return two neighbouring numbers in fp32; 16-bit numbers are read with one load.
 
     Triton does not prefetch loads of less than four bytes, and waiting for such a load takes longer
     than the rest of a loop iteration.

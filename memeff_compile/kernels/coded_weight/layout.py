@@ -3,7 +3,7 @@
 A weight is read in row-major order, as a flat run of 16-bit patterns padded with zeros to whole
 chunks. Every codec stores the sign and mantissa of each pattern as one byte, and encodes the
 exponent. All codecs use this order inside a group of 256 weights, so that a kernel rebuilds two
-neighboring weights at once, in one 32-bit word:
+neighbouring weights at once, in one 32-bit word:
 
     group[64 * q + 2 * j + h] is half h of pair q (0 to 3) of lane j (0 to 31) Neighbouring lanes of
 a warp read neighbouring words of every buffer.
@@ -168,7 +168,7 @@ def tier_header(counts: Sequence[int]) -> list[int]:
     """Return the starts of three nested windows of 3, 6 and 21 exponents, in this order.
 
     The distribution of exponents has one peak, so the 3, 6 and 21 most frequent exponents are
-    neighbors; an exponent is a window's start plus a code, and no lookup table is needed.
+    neighbours; an exponent is a window's start plus a code, and no lookup table is needed.
     """
     wide = best_window(counts, 21, 1, 234)
     middle = best_window(counts, 6, wide, wide + 15)

@@ -2,7 +2,7 @@
 """Multiply several tokens by win4 weights, in Gluon: a kernel decodes the codes to tensor-core
 operands in registers.
 
-A tensor core takes pairs of neighbors along K as 32-bit words, and decoded weights already form
+A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights already form
 such words, called pair words. Each thread loads only the codes of the weights that it passes to the
 tensor core, four words at a time, so threads need not exchange data. The order of the terms of a
 sum along K is free, as long as the weights and x are permuted in the same way.
@@ -97,7 +97,7 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
-    """Load the 7-bit normalizers of one pair of groups, for both halves of the lanes."""
+    """Load the 7-bit normalisers of one pair of groups, for both halves of the lanes."""
     if C.BLOCK == 0:
         first = group  # which is not read
     else:
@@ -114,7 +114,7 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
-    """Return pair words that contain the normalizers times 2^base."""
+    """Return pair words that contain the normalisers times 2^base."""
     scale = power
     if C.BLOCK > 0:
         scale = power | (norms[0].to(gl.int32)[:, :, None] * 0x00010001)
@@ -218,7 +218,7 @@ def patched(
 
 @gluon.jit
 def load_codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load the words of one group: codes, fields (two words for lossless weights), normalizers."""
+    """Load the words of one group: codes, fields (two words for lossless weights), normalisers."""
     codes_at, signs_at, norms_ptr, its_group = at
     pitch: gl.constexpr = 64 if C.FIELD == 8 else 32
     if IS_EVEN:
@@ -379,7 +379,7 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return pair words that contain the normalizers of some rows times 2^base."""
+    """Return pair words that contain the normalisers of some rows times 2^base."""
     if C.BLOCK == 0:
         return power
     return power | (norm.to(gl.int32)[:, None] * 0x00010001)
@@ -387,7 +387,7 @@ def _row_scale(power, norm, C: gl.constexpr):
 
 @gluon.jit
 def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
-    """Load the 7-bit normalizers of the four pairs of half a group, for some rows.
+    """Load the 7-bit normalisers of the four pairs of half a group, for some rows.
 
     `first` is the index of the group in which each row begins.
     """

@@ -2,7 +2,7 @@
 """Device functions that the kernels of all codecs share: pairs of weights in one 32-bit word,
 patches, histograms.
 
-A pair word is a 32-bit word that contains two neighboring bf16 weights. The sign and mantissa bits
+A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
 of each weight come from one byte; the kernel inserts the exponents between them, for both weights
 at once.
 """
@@ -120,7 +120,7 @@ def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexp
 
 @triton.jit
 def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
-    """Multiply both halves of a pair word by the normalizer of the block that contains the weight
+    """Multiply both halves of a pair word by the normaliser of the block that contains the weight
     at `place`."""
     if BLOCK == 0:
         return pair
@@ -185,7 +185,7 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the 7-bit normalizers of one pair of groups, for the first or last sixteen lanes of a
+    """Load the 7-bit normalisers of one pair of groups, for the first or last sixteen lanes of a
     warp."""
     if BLOCK >= 256:
         at = group // (BLOCK // 256)
@@ -196,7 +196,7 @@ def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, B
 
 @triton.jit
 def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Return pair words that contain a power of two times the normalizers of groups, of shape
+    """Return pair words that contain a power of two times the normalisers of groups, of shape
     (groups, 1 or 32)."""
     is_in = group >= 0
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK).to(tl.int32)[:, None]

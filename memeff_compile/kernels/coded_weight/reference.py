@@ -344,7 +344,7 @@ def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
     `patterns` are the bit patterns of finite bf16 weights. The function returns the quotients as
     bit patterns, with the dropped mantissa bits set to zero. The function also returns the
-    normalizers, one byte per block: the 7 mantissa bits of the block's largest weight.
+    normalisers, one byte per block: the 7 mantissa bits of the block's largest weight.
     """
     left = torch.empty_like(patterns)
     norms = []
@@ -365,7 +365,7 @@ def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def widen(patterns: Tensor, norms: Tensor, form: Format) -> Tensor:
-    """Multiply each block by its normalizer.
+    """Multiply each block by its normaliser.
 
     This function inverts `normalise`, except for the mantissa bits that `normalise` dropped.
     """

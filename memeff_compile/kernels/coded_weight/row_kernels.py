@@ -4,7 +4,7 @@ themselves.
 
 A win4 code is a weight's exponent minus the number `base`. Used directly as an exponent, a code
 gives a tiny number, which the kernel then multiplies by 2^base; code 0 without mantissa bits is
-zero. For a lossy weight, the scale also contains the normalizer, and one instruction multiplies and
+zero. For a lossy weight, the scale also contains the normaliser, and one instruction multiplies and
 rounds both weights of a pair word, so the kernel multiplies by exactly the weights that decoding
 would give.
 
@@ -196,7 +196,7 @@ def _exact_rows(
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
     """Load the codes and fields of some groups of weights of each row, (ROWS, GROUPS, 32), and the
-    groups' normalizers."""
+    groups' normalisers."""
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
         is_in = (group < groups)[None, :] & (row >= 0)[:, None]
@@ -217,7 +217,7 @@ def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.
 
 @triton.jit
 def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the normalizers for both halves of a warp's lanes."""
+    """Load the normalisers for both halves of a warp's lanes."""
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK)
     last = first
     if BLOCK == 32:

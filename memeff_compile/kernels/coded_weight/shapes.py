@@ -212,7 +212,7 @@ columns this takes longer than it saves."""
 
 
 def fits_halves(block: int, columns: int) -> bool:
-    """Return whether one token can be multiplied in fp16: normalizers must cover whole groups, and
+    """Return whether one token can be multiplied in fp16: normalisers must cover whole groups, and
     x must fit into shared memory."""
     return block >= GROUP and columns <= MOST_HALVES
 

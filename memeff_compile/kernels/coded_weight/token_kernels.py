@@ -3,7 +3,7 @@
 
 For these weights, the decoding instructions take longer than reading the codes. A 4-bit code and at
 most 3 mantissa bits fit into fp16, so one instruction assembles four weights, and another
-instruction expands two of them. The kernel multiplies the sum over each group by the normalizer,
+instruction expands two of them. The kernel multiplies the sum over each group by the normaliser,
 instead of each weight.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below
@@ -59,7 +59,7 @@ def _high_byte(high, FIRST: gl.constexpr):
 
 @gluon.jit
 def _load(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load one group of weights for some rows: codes, sign and mantissa fields, and normalizers."""
+    """Load one group of weights for some rows: codes, sign and mantissa fields, and normalisers."""
     codes_at, fields_at, norms_at, its_group = at
     if IS_EVEN:
         codes = gl.load(codes_at + group * 32, eviction_policy="evict_first")

@@ -3,7 +3,7 @@
 products of several tokens.
 
 A 32-bit word of codes contains the exponents of eight weights; two words of signs contain their
-signs and mantissas. No weight depends on its neighbors, so kernels need only about ten operations
+signs and mantissas. No weight depends on its neighbours, so kernels need only about ten operations
 per weight.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are

@@ -2,7 +2,7 @@
 """The two kernels of the implementation `sorted`: one for runs inside one chunk, one for runs that
 cross chunks.
 
-After the sort, tokens with the same id are neighbors: such a sequence is a run. A chunk is CHUNK
+After the sort, tokens with the same id are neighbours: such a sequence is a run. A chunk is CHUNK
 consecutive positions in sorted order. The program for a chunk sums and writes each run that lies
 completely inside the chunk. For a run that extends over several chunks, each of these chunks writes
 a partial sum, and the second kernel adds the partial sums in order. So the GPU sums even a run of

@@ -7,7 +7,7 @@ over the whole vocabulary. With m = share * q + (1 - share) * p, the op returns 
     a1 sum(q log q) + a2 sum(q log p) + a3 sum(p log p) + a4 sum(p log q)
                     + a5 sum(q log m) + a6 sum(p log m)
 
-where `Coefficients` are a1 to a6. KL(q || p), KL(p || q), the generalized Jensen-Shannon
+where `Coefficients` are a1 to a6. KL(q || p), KL(p || q), the generalised Jensen-Shannon
 divergence, skewed divergences and the cross entropy with the teacher's probabilities are such sums.
 The student's logits are scale * (hidden @ weight.T + bias). The teacher's logits are computed in
 the same way from its hidden states and weight, which may have another hidden size, or the caller

@@ -1,8 +1,8 @@
 """Attention with 8-bit or 4-bit operands, for calls without gradients (SageAttention2, arXiv
 2411.10958).
 
-    quantized_attention           softmax attention: scores from int8 codes; weights and values in
-    E4M3 quantized_attention_by_call   quantized_attention at a level that depends on the number of
+    quantised_attention           softmax attention: scores from int8 codes; weights and values in
+    E4M3 quantised_attention_by_call   quantised_attention at a level that depends on the number of
     calls
 
 8 bits are enough, because these means are subtracted before numbers are rounded to codes:

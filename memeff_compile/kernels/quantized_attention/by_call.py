@@ -1,4 +1,4 @@
-"""The op memeff::quantized_attention_by_call: attention whose precision level depends on how often
+"""The op memeff::quantised_attention_by_call: attention whose precision level depends on how often
 it was called.
 
 A diffusion model runs the same graph for every time step, and early steps tolerate fewer bits than
@@ -13,7 +13,7 @@ counted. Activation checkpoints never recompute the op, because it runs only wit
 
 If user code captures a CUDA graph, the capture chooses the graph's kernels once. Every replay then
 uses the most precise level, and replays are not counted. Inductor leaves the op out of the CUDA
-graphs that it captures. In float64, attention is never quantized and calls are not counted, so a
+graphs that it captures. In float64, attention is never quantised and calls are not counted, so a
 float64 comparison may run at the same time.
 """
 

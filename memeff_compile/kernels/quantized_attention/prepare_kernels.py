@@ -612,7 +612,7 @@ def _quantized_attention_prepare_correct_kernel(
     """Write the scores of the queries' means with the keys, after subtracting the keys' mean from
     the keys.
 
-    If STARTS is set, the scores are multiples of the quantization step of the keys' block.
+    If STARTS is set, the scores are multiples of the quantisation step of the keys' block.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()

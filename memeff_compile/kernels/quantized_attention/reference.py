@@ -186,8 +186,8 @@ def turned(x: Tensor, far: int, near: int) -> Tensor:
     """Return the Hadamard transform of each row of (..., D), without a scale, with D padded to a
     power of two.
 
-    The transform combines `near` neighboring channels, and `far` channels that are spread over the
-    head. This spreads a large number in one channel over many channels, so that quantization steps
+    The transform combines `near` neighbouring channels, and `far` channels that are spread over the
+    head. This spreads a large number in one channel over many channels, so that quantisation steps
     become finer. Both queries and keys are transformed; their scores are then larger by a factor,
     the number of channels.
     """
@@ -209,7 +209,7 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
 
     Scores do not change, and queries and keys get the same energy (sum of squares) in each channel;
     the energies are estimated from sampled rows. So a few channels with large numbers no longer
-    make the quantization steps of all channels coarser. The average energy over the channels does
+    make the quantisation steps of all channels coarser. The average energy over the channels does
     not change. The returned numbers are powers of the square root of two. `whole` is the energy of
     the sampled keys, including their mean. If the queries' means were subtracted, the function
     reads all queries, otherwise only the sampled ones.

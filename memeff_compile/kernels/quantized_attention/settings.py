@@ -90,13 +90,13 @@ class Settings:
         codes.
 
         The Hadamard transform does not change the scores. It spreads a large number in one channel
-        over as many channels as `turned` says, so that quantization steps become finer.
+        over as many channels as `turned` says, so that quantisation steps become finer.
         """
         return self.granularity == "row"
 
     def turned(self, channels: int) -> tuple[int, int]:
         """Return how many channels the Hadamard transform combines: distant channels, and
-        neighbors."""
+        neighbours."""
         return TURNED["small" if self.is_small else "8 bits"][channels]
 
     @property
@@ -117,7 +117,7 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """Return the largest factor by which a key's quantization step may exceed that of its
+        """Return the largest factor by which a key's quantisation step may exceed that of its
         block.
 
         Products are computed in int8, and a 4-bit code times this factor still fits into int8. So
@@ -127,7 +127,7 @@ class Settings:
 
     @property
     def starts(self) -> bool:
-        """Return whether the int32 sums are initialized with the scores of the queries' means.
+        """Return whether the int32 sums are initialised with the scores of the queries' means.
 
         These scores must fit into int32, which is not certain with 8-bit codes.
         """

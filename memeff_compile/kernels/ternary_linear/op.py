@@ -1,9 +1,9 @@
 """memeff::ternary_linear and its related ops: schemas, validation, choice of implementation, fake
 tensors, gradients.
 
-Separate ops quantize activations and weights, so that linears with the same input share its codes.
-`ternary_linear_product` also takes the unquantized input and weight. The op does not read the
-unquantized tensors, but passes gradients to them, as a straight-through estimator does.
+Separate ops quantise activations and weights, so that linears with the same input share its codes.
+`ternary_linear_product` also takes the unquantised input and weight. The op does not read the
+unquantised tensors, but passes gradients to them, as a straight-through estimator does.
 """
 
 from __future__ import annotations
@@ -491,7 +491,7 @@ def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
 
 def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:
     """Return no gradient: codes are constants, and the op for the product passes gradients to the
-    unquantized inputs."""
+    unquantised inputs."""
     return (None,) * len(ctx.needs_input_grad)
 
 

@@ -1,6 +1,6 @@
-"""The quantizers of activations: a fixed list that graph passes and modules share.
+"""The quantisers of activations: a fixed list that graph passes and modules share.
 
-A quantizer computes the maximum or mean of each token, derives a scale from it, and rounds the
+A quantiser computes the maximum or mean of each token, derives a scale from it, and rounds the
 token. `scale` means codes per unit (a value is code / scale), or units per code if the model uses
 that form (a value is code * scale).
 """
@@ -19,7 +19,7 @@ PER_WORD = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to quantize a token, by number format and bits."""
+    """A way to quantise a token, by number format and bits."""
 
     levels: float  # the code that the statistic is mapped to
     low: int  # the range of the codes
@@ -45,7 +45,7 @@ FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A quantizer's kind, and the details in which models implement it differently."""
+    """A quantiser's kind, and the details in which models implement it differently."""
 
     kind: str = "int8"  # a key of `KINDS`
     eps: float = 1e-5  # keeps the statistic above zero
@@ -62,7 +62,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Entry:
-    """The operations that are applied to a token before quantization."""
+    """The operations that are applied to a token before quantisation."""
 
     # if given, x becomes relu(x) ** 2 * up, the gate of a squared-ReLU GLU
     up: torch.Tensor | None = None

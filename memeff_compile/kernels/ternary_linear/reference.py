@@ -91,7 +91,7 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def enter(x: Tensor, entry: Entry) -> Tensor:
-    """Return the tensor to quantize: x after the gate and the norm that `entry` describes.
+    """Return the tensor to quantise: x after the gate and the norm that `entry` describes.
 
     The returned tensor has the dtype of x.
     """
@@ -105,7 +105,7 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
 
 
 def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Quantize each token (row) of x, (M, K); return codes (M, K) int8 and scales (M,) float32.
+    """Quantise each token (row) of x, (M, K); return codes (M, K) int8 and scales (M,) float32.
 
     A token that contains nan, or for which no valid scale exists, gets the scale nan.
     """
@@ -159,7 +159,7 @@ def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantized (N, K) weights, equal to those that the model itself would
+    """Return the dequantised (N, K) weights, equal to those that the model itself would
     multiply."""
     codes = unpack_codes(packed, columns).float()
     scale = scale.reshape(()).float()
@@ -209,7 +209,7 @@ def product(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantized (M, K) activations, equal to those that the model itself would
+    """Return the dequantised (M, K) activations, equal to those that the model itself would
     multiply."""
     values, scale = from_planes(codes, columns).float(), scale[:, None]
     return (values * scale if is_step else values / scale).to(dtype)

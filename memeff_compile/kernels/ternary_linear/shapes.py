@@ -71,7 +71,7 @@ tokens only once."""
 
 
 def quantizes_first(words: int, rows: int) -> bool:
-    """Return whether a separate kernel quantizes up to four tokens before the product."""
+    """Return whether a separate kernel quantises up to four tokens before the product."""
     return words * rows > WORDS_OF_ONE_LAUNCH
 
 
@@ -85,7 +85,7 @@ def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the sizes for up to 4 quantized tokens that were the fastest on an H200."""
+    """Return the sizes for up to 4 quantised tokens that were the fastest on an H200."""
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
         return VectorShapes(8, 4)

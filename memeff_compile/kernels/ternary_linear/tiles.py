@@ -51,7 +51,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:
-    """Return Triton's name for the dtype in which a quantizer computes."""
+    """Return Triton's name for the dtype in which a quantiser computes."""
     import triton.language as tl
 
     names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -62,7 +62,7 @@ def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:
 def _settings(
     quantizer: Quantizer, dtype: torch.dtype, columns: int, is_cuda: bool
 ) -> dict[str, Any]:
-    """Return the properties of a quantizer that a kernel needs."""
+    """Return the properties of a quantiser that a kernel needs."""
     kind = KINDS[quantizer.kind]
     rounded = torch.tensor(quantizer.eps, dtype=torch.float32).to(
         dtype if quantizer.is_native else torch.float32
@@ -113,7 +113,7 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def _entering(x: Tensor, entry: Entry) -> tuple[Any, ...]:
-    """Return the kernel arguments that describe the operations on x before quantization."""
+    """Return the kernel arguments that describe the operations on x before quantisation."""
     up = x if entry.up is None else _with_unit_stride(entry.up)
     norm = x if entry.norm is None else entry.norm.contiguous()
     return x, x.stride(0), up, up.stride(0), norm
@@ -155,7 +155,7 @@ def quantize(
 
 @dataclass(frozen=True, eq=False)
 class QuantizePlan:
-    """The launch arguments of a quantizer kernel: numbers, and compile-time constants."""
+    """The launch arguments of a quantiser kernel: numbers, and compile-time constants."""
 
     numbers: tuple[int | float, ...]
     constants: dict[str, Any]
@@ -169,7 +169,7 @@ def _quantize_plan(
     is_cuda: bool,
     asked: tuple[bool, ...],
 ) -> QuantizePlan:
-    """Return the launch arguments of a quantizer kernel for a number of tokens and columns."""
+    """Return the launch arguments of a quantiser kernel for a number of tokens and columns."""
     tokens, columns = sizes
     constants = dict(_settings(quantizer, dtype, columns, is_cuda))
     numbers = constants.pop("numbers")
@@ -210,11 +210,11 @@ def vectors(
     leading: Sequence[int] | None = None,
     shapes: VectorShapes | None = None,
 ) -> list[Tensor]:
-    """Multiply up to four tokens by up to three matrices, and quantize the tokens in the same
+    """Multiply up to four tokens by up to three matrices, and quantise the tokens in the same
     kernel.
 
     Each result is (M, N), or (*leading, N). If `coded` is given, `x` contains tokens that are
-    already quantized. With `is_early`, the kernel may start, and read weights, while the previous
+    already quantised. With `is_early`, the kernel may start, and read weights, while the previous
     kernel in the stream still runs.
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
@@ -286,7 +286,7 @@ def product(
     bias: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    """Return the product of quantized tokens and one matrix, computed as in `products`."""
+    """Return the product of quantised tokens and one matrix, computed as in `products`."""
     return products(codes, scale, sums, [packed], [weight_scale], [bias], **settings)[0]
 
 
@@ -306,7 +306,7 @@ def products(
     leading: Sequence[int] | None = None,
     shapes: TileShapes | None = None,
 ) -> list[Tensor]:
-    """Multiply M quantized tokens by each matrix, and return one result per matrix.
+    """Multiply M quantised tokens by each matrix, and return one result per matrix.
 
     Each result has the shape (M, N), or (*leading, N) if `leading`, whose product is M, is given.
 
@@ -431,7 +431,7 @@ def _dequantize(
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantized (N, K) weights, equal to those that the model itself would
+    """Return the dequantised (N, K) weights, equal to those that the model itself would
     multiply."""
     packed = packed.contiguous()
     out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
@@ -449,7 +449,7 @@ def dequantized_weights(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantized (M, K) activations, equal to those that the model itself would
+    """Return the dequantised (M, K) activations, equal to those that the model itself would
     multiply."""
     codes = codes.contiguous()
     out = codes.new_empty((codes.shape[0], columns), dtype=dtype)

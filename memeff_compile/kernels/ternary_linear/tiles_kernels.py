@@ -116,7 +116,7 @@ def _entering_token(
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return a token in float32 after the operations that precede quantization, rounded wherever
+    """Return a token in float32 after the operations that precede quantisation, rounded wherever
     PyTorch would round to the token's dtype.
 
     If HAS_UP is set, x becomes relu(x) ** 2 * up; if HAS_NORM is set, an RMS norm follows.

@@ -1,4 +1,4 @@
-"""The settings for merging: which layers of a KV cache share directions, and how.
+"""The settings for merging: which layers of a KV cache share directions, and in which way.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -36,14 +36,15 @@ _WHY = {"align": " There is no map over all heads together: each head would read
 
 
 class Measured(Protocol):
-    """An object with the similarity of layers, such as a `FidelityReport`."""
+    """An object that contains the similarity of layers, such as a `FidelityReport`."""
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
-        """Return, for each pair of layers, its `layers` and the cosines of its keys and values.
+        """Return, for each pair of layers, its `layers` and the cosines between their keys and
+        between their values.
 
         The `mean` cosines are those of the unchanged rows; the cosines under `aligned` are those
-        when the two layers are aligned.
+        after alignment.
         """
 
     @property
@@ -56,34 +57,35 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class MiniCache:
-    """How neighbouring layers of a `KVCache` are merged; `fidelity_report` measures the loss.
+    """The settings with which adjacent layers of a `KVCache` are merged; `fidelity_report` measures
+    the loss.
 
     Args:
-        start_layer: layers before it are not merged; pairs are this layer and the next, and so on,
-            by default from the middle layer on.
-        end_layer: this layer and later ones are not merged; by default, all layers up to the last
-            are. The last layer alone may cost the most: see `fidelity_report`.
+        start_layer: earlier layers are not merged; pairs start with this layer and the next one, by
+            default with the middle layer.
+        end_layer: this layer and later layers are not merged; by default, layers up to the last one
+            are merged. The last layer by itself may cost the most; `fidelity_report` shows this.
         align: ``heads`` subtracts each layer's mean from its rows, matches the heads of two layers,
             and rotates the upper layer's rows towards those of the lower layer before they are
             merged; the maps are fitted on the first tokens that the cache gets. ``none`` merges the
             unchanged rows, as the paper does.
-        rule: how one direction is computed from two: ``slerp``, on the arc between them;
-            ``average``, their weighted mean; ``max_norm``, the direction of the longer row.
-        t: position on the arc, or the weight: 0 is the lower layer's direction, 1 the upper
-            layer's; by default 0.7 for aligned layers, and 0.5 for others.
-        gamma: rows whose distance is within this share of the largest distance are kept unchanged;
-            a larger share keeps more rows, and 1 keeps all that fit.
-        retained: the memory for such rows, as a share of `max_cache_len`. The rows that differ most
-            are kept first.
-        reading: ``distinct`` keeps the rows that differ most; ``similar``, another interpretation
-            of the paper's inequality, keeps those that differ least.
-        scale: ``norm`` restores each row's length; ``projection`` makes the error of each row
-            smallest.
-        fidelity: the result of `fidelity_report` for the model. Without it, a cache with merged
-            layers warns the user; with it, the cache raises an error for a pair whose rows have a
-            mean cosine below `ALIKE`. The report's maps are used if the cache's first tokens are
-            too few to fit maps.
-        force: merge even if layers are not alike, without a warning.
+        rule: how one direction is computed from two: ``slerp`` takes a point on the arc between
+            them; ``average`` takes their weighted mean; ``max_norm`` takes the direction of the
+            longer row.
+        t: the position on the arc, or the weight of the mean: 0 is the lower layer's direction, 1
+            the upper layer's; the default is 0.7 for aligned layers, and 0.5 for others.
+        gamma: rows whose distance is within this share of the largest distance stay unmerged; a
+            larger share leaves more rows unmerged, and 1 leaves all that fit.
+        retained: the memory for unmerged rows, as a share of `max_cache_len`. The rows with the
+            largest differences are the first to stay unmerged.
+        reading: with ``distinct``, the rows that differ most stay unmerged; with ``similar``,
+            another interpretation of the paper's inequality, the rows that differ least do.
+        scale: ``norm`` restores each row's length; ``projection`` minimises the error of each row.
+        fidelity: the result of `fidelity_report` for the model to be used. Without this report, a
+            cache with merged layers warns the user; with it, the cache raises an error for a pair
+            whose rows have a mean cosine below `ALIKE`. If the cache's first tokens are too few to
+            fit alignment maps, the report's maps are used.
+        force: merge the layers even if they are not similar, without a warning.
 
     Raises:
         UnsupportedInputError: A setting is not supported; the message says why.
@@ -124,16 +126,17 @@ class MiniCache:
                 raise UnsupportedInputError(f"{said}{_WHY.get(name, '')}")
 
     def position(self) -> float:
-        """Return `t`, or its default for layers that are aligned or not aligned."""
+        """Return `t`, or the default of `t` for layers that are aligned or not aligned."""
         return (0.5 if self.align == "none" else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """Return the report's rotations and slots for a pair of layers, if it has them."""
+        """Return the rotations and slots that the report contains for a pair of layers, if it
+        does."""
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many rows a cache for so many tokens can keep, such as 328 of 32768 by
-        default."""
+        """Return how many unmerged rows a cache of this length can contain, by default 328 for
+        32768."""
         return math.ceil(self.retained * tokens)
 
 
@@ -189,9 +192,9 @@ def _named(pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of neighbouring layers of one kind from `start` on, and before `end`.
+    """Return the pairs of adjacent layers of one kind between layers `start` and `end`.
 
-    Each layer is in at most one pair; layers of the kind None are in no pair.
+    Each layer belongs to at most one pair; layers of the kind None belong to none.
     """
     found: list[tuple[int, int]] = []
     for lower, upper in pairwise(range(len(kinds))[start:end]):

@@ -48,7 +48,7 @@ class MemeffConfig(QuantizationConfigMixin):
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
         mantissa: the number of mantissa bits to keep, of 7; 0, 1 and 3 are lossy modes, for
             inference.
-        block: the number of weights that share a normalizer in the lossy modes.
+        block: the number of weights that share a normaliser in the lossy modes.
         skip: the names of modules that stay dense; None means output projections.
         min_size: a weight with fewer elements stays dense; None means 2**20.
         layers: the classes whose weights are compressed: "Linear", "Conv1D" and "Embedding".

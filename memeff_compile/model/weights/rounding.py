@@ -1,7 +1,7 @@
 """Round weights to few mantissa bits with regard to their inputs, so that products with the inputs
 lose less precision.
 
-Rounding each weight to the nearest number with few mantissa bits minimizes the error of the
+Rounding each weight to the nearest number with few mantissa bits minimises the error of the
 weights. A model's quality, however, depends on the error of the products of weights and inputs. So
 this module compensates the rounding error of a column in later columns, before it rounds those, by
 the inverse of the inputs' Gram matrix (Frantar et al. 2022, 2210.17323). The rounded weight has the
@@ -87,8 +87,7 @@ def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor])
 
 
 def kept(x: Tensor, mantissa: int) -> Tensor:
-    """Return fp32 numbers rounded to `mantissa` mantissa bits; halves are rounded away from zero.
-    """
+    """Return fp32 numbers rounded to `mantissa` mantissa bits, with halves away from zero."""
     low = FRACTION - mantissa  # bits that are dropped; a carry raises the exponent
     return x.view(torch.int32).add(1 << (low - 1)).bitwise_and_(-1 << low).view(torch.float32)
 
