@@ -109,8 +109,8 @@ def beside_autograd() -> Iterator[None]:
     """Run autograd in isolation, so that hooks, modes and compilers of the caller do not see its
     operations.
 
-    Otherwise hooks and modes would count or save tensors that are discarded, and compilers would
-    compile this backward pass.
+    Without this isolation, hooks and modes would count or save tensors that are discarded, and
+    compilers would compile this backward pass.
     """
     from torch._dynamo import compiled_autograd
 

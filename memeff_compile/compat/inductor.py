@@ -58,8 +58,8 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 def start_compile_workers() -> None:
     """Start the processes in which Inductor compiles GPU kernels, as Inductor's own backend does.
 
-    These processes take seconds to start. Until these processes run, Inductor compiles kernels one
-    after another.
+    Compiler processes take seconds to start. Until these processes run, Inductor compiles kernels
+    one after another.
     """
     from torch._inductor import async_compile
 
@@ -139,8 +139,8 @@ def apart_in_tracing() -> Iterator[None]:
 def call_in_inductor(op: torch._ops.OpOverload) -> None:
     """Make Inductor's generated Python code call `op.direct` instead of the op.
 
-    This saves host time: the dispatcher takes longer than many kernels run, and an op whose
-    gradient is written in Python passes through the dispatcher twice. C++ code that Inductor
+    The direct call saves host time: the dispatcher takes longer than many kernels run, and an op
+    whose gradient is written in Python passes through the dispatcher twice. C++ code that Inductor
     generates still calls the op.
     """
     from torch._inductor import ir, lowering

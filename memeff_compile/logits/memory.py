@@ -62,8 +62,8 @@ class Statistics(NamedTuple):
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
         """Return the statistics of the rows of `view`, or None if they were not computed.
 
-        They were computed if `view` has the same rows as the recorded view, or is that view at one
-        index of dimension 0.
+        The statistics were computed if `view` has the same rows as the recorded view, or is that
+        view at one index of dimension 0.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:

@@ -8,12 +8,12 @@ handler returns the function's result, computed by `memeff::linear_cross_entropy
 and the output projection. If a handler declines a call, PyTorch's function runs on the computed
 logits.
 
-`_Rows` is the autograd function that turns logits into numbers per row. Its backward pass returns
-the gradient of the logits in factored form (`FusedRows`), and this form passes through all earlier
-views, casts and scales. So hooks, `retain_grad` and `torch.autograd.grad` see the autograd graph of
-eager PyTorch, and code that reads the gradient gets a dense tensor. Log-probabilities
-(`_LogSoftmax`) are deferred tensors too: if code only gathers them, sums them or passes them to
-`nll_loss`, they are never built.
+`_Rows` is the autograd function that turns logits into numbers per row. The backward pass of
+`_Rows` returns the gradient of the logits in factored form (`FusedRows`), and this form passes
+through all earlier views, casts and scales. So hooks, `retain_grad` and `torch.autograd.grad` see
+the autograd graph of eager PyTorch, and code that reads the gradient gets a dense tensor.
+Log-probabilities (`_LogSoftmax`) are deferred tensors too: if code only gathers them, sums them or
+passes them to `nll_loss`, they are never built.
 """
 
 from __future__ import annotations
@@ -545,9 +545,9 @@ def _class_loss(
 def _makes_gradients(view: View) -> bool:
     """Return whether a loss of these logits computes its gradients in its forward pass.
 
-    These gradients are as large as the hidden states and the weight together. So the forward pass
-    computes them only for a loss of more than half of the rows, and only if no earlier step had a
-    second loss of the same logits, for which the logits would be computed again.
+    Gradients from the forward pass are as large as the hidden states and the weight together. So
+    the forward pass computes them only for a loss of more than half of the rows, and only if no
+    earlier step had a second loss of the same logits, for which the logits would be computed again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()

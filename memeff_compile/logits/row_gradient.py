@@ -2,10 +2,10 @@
 """Gradients of logits that are zero except in a few rows; only these rows are stored.
 
 For `logits[:, -1]`, the backward pass of eager PyTorch returns a gradient as large as all logits,
-with zeros in nearly all rows. Here, the backward pass of such a selection returns a `RowGradient`
-instead, whose dispatcher records the operation without running it. The backward pass of the
-deferred logits computes only the rows that a `RowGradient` contains; for any other operation, a
-`RowGradient` becomes eager PyTorch's dense tensor.
+with zeros in nearly all rows. In this module, the backward pass of such a selection returns a
+`RowGradient` instead, whose dispatcher records the operation without running it. The backward pass
+of the deferred logits computes only the rows that a `RowGradient` contains; for any other
+operation, a `RowGradient` becomes eager PyTorch's dense tensor.
 
 The gradient of a fused loss outside of the graph is a `RowGradient` too: it contains `FusedRows`, a
 few numbers per row, until the backward pass of the deferred logits uses them.

@@ -2,9 +2,9 @@
 not free the user's tensors.
 
 A user calls these functions to change a model, or to create an object for it. These functions may
-run kernels. They do not depend on graphs and passes, and passes do not depend on them. Names are
-imported on first use, because transformers' quantizers import `ternary.pretrained` early, and this
-must not import kernels.
+run kernels. The functions do not depend on graphs and passes, and passes do not depend on the
+functions. Names are imported on first use, because transformers' quantizers import
+`ternary.pretrained` early, and this must not import kernels.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ low-bit attention.
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     after:  out = memeff.quantized_attention(q, k, v, ahead=0, level="8b")
 
-The pass runs after the pass recover_attention. It rewrites calls of PyTorch's attention without a
-mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2, arXiv
-2411.10958.
+The pass runs after the pass recover_attention. The pass rewrites calls of PyTorch's attention
+without a mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2,
+arXiv 2411.10958.
 
 The pass is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per
 module. If a gradient is needed, attention stays exact, and the report states this.
@@ -112,8 +112,8 @@ class Match:
 
 
 class QuantizeAttention(GraphPass):
-    """The pass that replaces exact attention by attention in 8 or 4 bits. Its report names no
-    bytes, because the pass saves time."""
+    """The pass that replaces exact attention by attention in 8 or 4 bits. The report of this pass
+    names no bytes, because the pass saves time."""
 
     name = "quantize_attention"
 

@@ -13,8 +13,8 @@ which stay on the device, and the mask is removed. Any other boolean mask, such 
 generate() builds outside of the graph, is passed to the op, and ``last`` is computed from the mask
 once per forward pass.
 
-The pass deletes only the nodes of the match. It does not call Graph.eliminate_dead_code, which
-would remove the writes, because their results are not used.
+The pass deletes only the nodes of the match. The pass does not call Graph.eliminate_dead_code,
+which would remove the writes, because their results are not used.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ takes 1 + 3a matrix products, where a is the fraction of tiles that count. The o
 is stored as V numbers; the weight and its gradient are read and written in their own order.
 
 A row's lost mass is distributed over its kept classes in proportion, so each row's sum (without the
-target) does not change. Otherwise the logits of dropped classes would rise, because no step lowers
-them: each rises only a little, but after a hundred steps the loss is higher.
+target) does not change. Without this redistribution, the logits of dropped classes would rise,
+because no step lowers them: each rises only a little, but after a hundred steps the loss is higher.
 
 `published` is the filter of the Cut Cross-Entropy paper: rows keep their order, classes are sorted
 by their mean logits, a tile is dropped if every |p - 1(target)| in it is below eps, and no mass is

@@ -331,8 +331,8 @@ def _gradient_filter_level_kernel(
 
     The level is the highest one at which no row loses more than the limit. A row's lost mass is
     distributed over its kept classes (without the target) in proportion, so that its gradients have
-    the same sum as without a filter. Otherwise the logits of classes that no step lowers would rise
-    during training.
+    the same sum as without a filter. Without this redistribution, the logits of classes that no
+    step lowers would rise during training.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -444,8 +444,8 @@ def _gradient_filter_word_kernel(
     """Write one word per class, which has a bit for each group in which the class counts.
 
     The first group has the highest bit. After sorting by these words, classes that count in rarely
-    used groups are next to each other. This order fills more tiles completely than the reverse
-    order of bits.
+    used groups are next to each other. With the first group in the highest bit, more tiles are
+    filled completely than with the reverse order of bits.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -473,7 +473,7 @@ def _gradient_filter_tile_kernel(
 ):
     """Write one word per tile of classes.
 
-    This word has a bit for each group in which at least one class of the tile counts.
+    The word of a tile has a bit for each group in which at least one class of the tile counts.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF

@@ -78,8 +78,8 @@ class Shard(NamedTuple):
 class Split(NamedTuple):
     """The description of how an output projection is split over ranks.
 
-    It contains this rank's shard, the dimension of the device mesh, and the name of the process
-    group.
+    A `Split` contains this rank's shard, the dimension of the device mesh, and the name of the
+    process group.
     """
 
     shard: Shard
@@ -124,9 +124,9 @@ class Ranks(NamedTuple):
     """The ranks that split the classes, and exchange statistics once per block of rows.
 
     For each row, a rank sends the log-sum-exp of its classes, and the target's loss if the target
-    is one of its classes, otherwise 0. Ranks exchange no other data. This format is the same for
-    all implementations. Blocks contain rows in the order of `counted_first`, which is the same on
-    all ranks.
+    is one of its classes, otherwise 0. Ranks exchange no other data. All implementations exchange
+    these numbers in the same format. Blocks contain rows in the order of `counted_first`, which is
+    the same on all ranks.
     """
 
     rank: int

@@ -1,8 +1,8 @@
 """Multiply gradients that a forward pass computed by the gradient of the loss.
 
 An op that returns a total and the total's gradients computes these gradients once, up to a factor.
-Its backward pass multiplies them by the gradient of the total: in place if no other code can read
-them, otherwise in a copy.
+The op's backward pass multiplies the gradients by the gradient of the total: in place if no other
+code can read them, otherwise in a copy.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ ROWS=64)` is C.ROWS == 64 in the kernel.
 
 At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
 a key from all of them. For a kernel with thirty arguments this takes longer than many kernels run,
-so a training step with small kernels waits for the CPU. Here, the key contains only the few
-properties on which a specialisation depends, and the compiled kernel is called directly.
+so a training step with small kernels waits for the CPU. In this module, the key contains only the
+few properties on which a specialisation depends, and the compiled kernel is called directly.
 """
 
 from __future__ import annotations

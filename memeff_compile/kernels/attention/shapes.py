@@ -105,8 +105,8 @@ def shape_for(
 ) -> Shape:
     """Return the tile shape of a kernel for a head dimension and GPU.
 
-    This shape depends on whether only positions restrict keys, or also a key mask, ids or a mask
-    tensor.
+    The tile shape depends on whether only positions restrict keys, or also a key mask, ids or a
+    mask tensor.
     """
     kind, block = gpu.kind, max(64, depth_block(depth))
     found = _SHAPES[kind][kernel][block]

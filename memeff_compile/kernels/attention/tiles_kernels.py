@@ -10,8 +10,8 @@ the end of the fully visible ones among these. If the mask depends on positions 
 computes these numbers itself; if there are mask tensors or sequence ids, a small kernel computes
 them first and writes them to a table.
 
-The softmax uses powers of 2. It subtracts the largest raw score before scaling, so no exponent is
-above 0, however large the scores are.
+The softmax uses powers of 2. A kernel subtracts the largest raw score before scaling, so no
+exponent is above 0, however large the scores are.
 
 With HAS_MASK, only a mask tensor decides which keys are visible (`mask_tiles`): a kernel skips
 tiles that the mask hides, and does not read the mask in tiles where it hides no key. If the mask is

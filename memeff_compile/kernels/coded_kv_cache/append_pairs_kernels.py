@@ -4,10 +4,10 @@ and merge groups.
 
 One program per sequence and key-value head processes the keys and values of both layers, because
 all four tensors together decide which rows stay unmerged. A shared direction is a weighted sum of a
-row of the lower layer and a row of the upper layer. These two weights follow from three sums over
-channels, so a program reads the rows twice, a few channels at a time: once for the sums, once to
-encode them. Programs read the cache's number of tokens from GPU memory; the last program writes the
-new number.
+row of the lower layer and a row of the upper layer. The two weights of that sum follow from three
+sums over channels, so a program reads the rows twice, a few channels at a time: once for the sums,
+once to encode them. Programs read the cache's number of tokens from GPU memory; the last program
+writes the new number.
 
 Separate kernels merge the groups of a prompt. The first of these measures the distances between the
 rows of both layers. The second runs after the rows that stay unmerged are chosen, and encodes keys

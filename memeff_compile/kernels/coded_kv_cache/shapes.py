@@ -1,8 +1,8 @@
 """Choose how the implementation `codes` divides the work: programs per sequence and head, warps and
 pipeline stages.
 
-These sizes depend on static sizes, not on the number of cached tokens, so a launch in a CUDA graph
-stays valid as the cache fills up.
+The chosen sizes depend on static sizes, not on the number of cached tokens, so a launch in a CUDA
+graph stays valid as the cache fills up.
 """
 
 from __future__ import annotations

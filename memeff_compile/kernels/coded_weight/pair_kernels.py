@@ -24,7 +24,7 @@ def as_patterns(pointer):
 
 @triton.jit
 def as_words(pointer):
-    """Return a pointer to 16-bit numbers as a pointer to pair words."""
+    """Return a pointer to 16-bit numbers as a pointer to 32-bit words of two numbers."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 

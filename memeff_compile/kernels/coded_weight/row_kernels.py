@@ -85,7 +85,8 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
     """Add the products of x with the eight weights of each word.
 
-    The scale 2^base is a pair word if PACKED is set, otherwise a single number.
+    If PACKED is set, the scale 2^base is given twice in one 32-bit word, otherwise as a single
+    number.
     """
     pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
     pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)

@@ -27,10 +27,10 @@ def bytes_before(
 ) -> sympy.Expr:
     """Return the bytes of the V x D buffers that the embedding's gradient needs without this op.
 
-    Inductor scatters the gradient into an fp32 buffer (fp64 for fp64). It then adds this buffer to
-    the output projection's gradient, or rounds it into a second buffer, which it returns. Without
-    Inductor, the gradient is a tensor of the table's dtype. With DTensor, each rank's gradient has
-    the rows of all ranks.
+    Inductor scatters the gradient into an fp32 buffer (fp64 for fp64). Inductor then adds this
+    buffer to the output projection's gradient, or rounds the buffer into a second one, which is
+    returned. Without Inductor, the gradient is a tensor of the table's dtype. With DTensor, each
+    rank's gradient has the rows of all ranks.
     """
     v, d = sympy.sympify(vocab), sympy.sympify(depth)
     itemsize = max(dtype.itemsize, 4) if compiled else dtype.itemsize

@@ -115,7 +115,7 @@ class _Embedding(torch.autograd.Function):
 class _TiedEmbedding(torch.autograd.Function):
     """The autograd function of a lookup that returns the table as a second output.
 
-    Its backward pass adds the gradients of both outputs in one buffer.
+    The backward pass of this lookup adds the gradients of both outputs in one buffer.
     """
 
     @staticmethod

@@ -2,7 +2,8 @@
 and add each sum to a row of the table's gradient.
 
 This implementation works on any device, never waits for a GPU, and always sums in the same order.
-It needs no buffer as large as the table: it sums a few columns at a time, for all tokens.
+The implementation needs no buffer as large as the table, because it sums a few columns at a time
+for all tokens.
 """
 
 from __future__ import annotations

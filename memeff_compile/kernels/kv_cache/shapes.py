@@ -1,8 +1,8 @@
 """Choose how the implementation `split` divides the work: keys per tile, and programs per sequence
 and head.
 
-These sizes depend on static sizes, not on the number of cached tokens, so a launch in a CUDA graph
-stays valid as the cache fills up.
+The chosen sizes depend on static sizes, not on the number of cached tokens, so a launch in a CUDA
+graph stays valid as the cache fills up.
 """
 
 from __future__ import annotations

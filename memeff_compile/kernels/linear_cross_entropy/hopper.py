@@ -1,20 +1,22 @@
 """The implementation `hopper`: Triton kernels for every product of the output projection, on GPUs
 of compute capability 9.0.
 
-The forward pass processes all rows. It reduces each tile of logits to a maximum and a sum per row,
-and merges these numbers in a fixed order. The tile that contains a row's target also stores the
-target's logit; no other logit is written to memory.
+The forward pass processes all rows. The forward pass reduces each tile of logits to a maximum and a
+sum per row, and merges these numbers in a fixed order. The tile that contains a row's target also
+stores the target's logit; no other logit is written to memory.
 
 The backward pass usually processes blocks of R rows one after another. For each block, the kernels
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
-vocabulary. They then compute the complete hidden-state gradient dE of these rows, and add the
-block's contribution to the weight gradient dC. Until the last block, dC is stored in fp16, with one
-power of two for each class and SLICE features, because its sums need three more bits than bf16 has.
+vocabulary. From G, the kernels compute the complete hidden-state gradient dE of these rows, and add
+the block's contribution to the weight gradient dC. Until the last block, dC is stored in fp16, with
+one power of two for each class and SLICE features, because its sums need three more bits than bf16
+has.
 
-A second form of the backward pass processes blocks of classes one after another. This form takes
-less memory, and supports fp16 and a workspace limit. For a block of W classes, the second form
-writes the rows of dC once, and adds G C to dE in fp32, with one reduction per element and launch.
-With the minimal workspace, G and the fp32 sums use memory of the weight's gradient.
+A second form of the backward pass processes blocks of classes one after another. The form with
+blocks of classes takes less memory, and supports fp16 and a workspace limit. For a block of W
+classes, the second form writes the rows of dC once, and adds G C to dE in fp32, with one reduction
+per element and launch. With the minimal workspace, G and the fp32 sums use memory of the weight's
+gradient.
 
 A loss that is a single number takes three matrix products for each block of rows. The first product
 writes X (the probabilities up to one factor per row) in 16 bits, and computes fp32 statistics from

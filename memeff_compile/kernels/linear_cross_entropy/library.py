@@ -13,8 +13,8 @@ write.
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
 implementation processes blocks of rows instead. For each such block, it computes S for the whole
 vocabulary once and adds the low-rank product. A kernel computes the rows' statistics from S, and
-then G from S. From G, it computes dE and the gradient of `low` for these rows. It sums the gradient
-of `up` over the blocks in fp32.
+then G from S. From G, it computes dE and the gradient of `low` for these rows. The gradient of `up`
+is summed over the blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
 on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.

@@ -187,9 +187,9 @@ def turned(x: Tensor, far: int, near: int) -> Tensor:
     power of two.
 
     The transform combines `near` neighbouring channels, and `far` channels that are spread over the
-    head. This spreads a large number in one channel over many channels, so that quantisation steps
-    become finer. Both queries and keys are transformed; their scores are then larger by a factor,
-    the number of channels.
+    head. The transform spreads a large number in one channel over many channels, so that
+    quantisation steps become finer. Both queries and keys are transformed; their scores are then
+    larger by a factor, the number of channels.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))

@@ -89,8 +89,8 @@ class Settings:
         """Return whether queries and keys get a Hadamard transform before they are rounded to
         codes.
 
-        The Hadamard transform does not change the scores. It spreads a large number in one channel
-        over as many channels as `turned` says, so that quantisation steps become finer.
+        The Hadamard transform does not change the scores. The transform spreads a large number in
+        one channel over as many channels as `turned` says, so that quantisation steps become finer.
         """
         return self.granularity == "row"
 
@@ -129,7 +129,7 @@ class Settings:
     def starts(self) -> bool:
         """Return whether the int32 sums are initialised with the scores of the queries' means.
 
-        These scores must fit into int32, which is not certain with 8-bit codes.
+        The scores of the means must fit into int32, which is not certain with 8-bit codes.
         """
         return self.granularity == "row" and "q" in self.smooth and self.is_small
 

@@ -1,9 +1,9 @@
 """Measure how a lossy KV cache changes a model's predictions, on the user's inputs.
 
 The model runs twice on each input: with an exact cache, and with a `KVCache` that contains the
-prompt, from which the model predicts the last tokens of the input. These tokens come from the
-input; they are not generated. The report compares both runs' probabilities of the next token. The
-similarity of adjacent layers shows whether merging these layers can work.
+prompt, from which the model predicts the last tokens of the input. The predicted tokens come from
+the input; they are not generated. The report compares both runs' probabilities of the next token.
+The similarity of adjacent layers shows whether merging these layers can work.
 
 Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
 """

@@ -127,7 +127,7 @@ def dropout_active(node: Node | None, hint: str = "") -> Decline:
 class _Walk:
     """The path of nodes from a softmax to a product.
 
-    It records the steps on the way, and the positions of the scores' axes.
+    The path records the steps on the way, and the positions of the scores' axes.
     """
 
     info: GraphInfo
@@ -550,7 +550,7 @@ class _Read:
 class _Factors:
     """The factors between a product and its mask, read backwards: softcap, tanh, and scale.
 
-    Their signs are not recorded, because tanh is odd.
+    The signs of the factors are not recorded, because tanh is odd.
     """
 
     cap: float | None = None

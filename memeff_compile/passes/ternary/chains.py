@@ -190,7 +190,7 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
     """Read the quantising nodes inside a straight-through estimator.
 
-    Their input must be the tensor that the estimator adds back.
+    The input of the quantising nodes must be the tensor that the estimator adds back.
     """
     end = _without_casts(chain, quantized)
     found, quantizer, is_weight = _fake_quantized(chain, end, source)
