@@ -23,7 +23,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def coefficients_of(kind: str, beta: float) -> Coefficients:
-    """Return the coefficients of a divergence by its name.
+    """Return the coefficients of a divergence, given the divergence's name.
 
     `beta` is the teacher's weight in the Jensen-Shannon divergence (jsd).
     """
@@ -52,7 +52,8 @@ def linear_divergence(
     classes: Tensor | None = None,
     with_rest: bool = False,
 ) -> Tensor:
-    """Compute a divergence between the softmaxes of two heads, without building their logits.
+    """Compute a divergence between the softmaxes of two output projections, without building their
+    logits.
 
     With p = softmax(z / temperature) of the student's logits z = hidden @ weight.T + bias, and q =
     the same for the teacher, the result for a row is
@@ -68,34 +69,39 @@ def linear_divergence(
 
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
-        weight: (V, D), the student's head, in the dtype of hidden.
-        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. If they are
-            deferred logits, they are not computed, unless they have a softcap. (Under
-            torch.no_grad() logits are not deferred.)
-        teacher_weight: (V, K), the teacher's head, in the dtype of teacher; None for logits.
-        kind: as above.
-        beta: between 0 and 1, for jsd.
+        weight: (V, D), the weight of the student's output projection, in the dtype of hidden.
+        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits of
+            the teacher are not computed, unless they have a softcap. (Under torch.no_grad() logits
+            are not deferred.)
+        teacher_weight: (V, K), the weight of the teacher's output projection, in the dtype of
+            teacher; None if teacher holds logits.
+        kind: the name of the divergence, as in the table above.
+        beta: the teacher's weight in "jsd", between 0 and 1.
         temperature: a positive number that divides the logits of both.
-        mask: (...), True or not 0 in the rows that count; None: every row counts.
-        reduction: "mean" over the rows that count, "sum" of these, or "none", which has 0 in the
-            other rows. "mean" is F.kl_div's "batchmean" of (N, V) logits.
-        bias: (V,) or None.
-        teacher_bias: (V,) or None.
-        classes: (..., k) int64, if k classes of each row are known of the teacher, who is then
-            (..., k): their log-probabilities, at the temperature, which are taken as they are. The
-            sums above are over these classes. A number that is no class raises an error.
-        with_rest: whether all other classes count as one more, of student and of teacher.
+        mask: (...), True or not 0 in the rows that count in the loss; None: every row counts.
+        reduction: "mean" over the rows that count, "sum" over these rows, or "none" for one number
+            per row (0 in rows that do not count). "mean" equals F.kl_div's "batchmean" for (N, V)
+            logits.
+        bias: (V,), the bias of the student's output projection, or None.
+        teacher_bias: (V,), the bias of the teacher's output projection, or None.
+        classes: (..., k) int64, the class indices for which the teacher's log-probabilities are
+            known; teacher then holds these log-probabilities, (..., k), already divided by the
+            temperature. The divergence is then a sum over these classes only. A class index outside
+            of the vocabulary raises an error.
+        with_rest: with classes, count all other classes together as one more class, for the student
+            and for the teacher.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), a scalar or one number per row.
 
     Raises:
         UnsupportedInputError: a dtype, shape, layout or setting is not supported.
-        TargetRangeError: on the CPU, one of `classes` is no class. A GPU's assertion fails.
+        TargetRangeError: on the CPU, an index in `classes` is outside of the vocabulary. On a GPU,
+            such an index fails an assertion in the kernel.
 
-    Example: linear_divergence(hidden, head.weight, teacher_hidden, teacher_head.weight) is
-    F.kl_div(head(hidden).log_softmax(-1), teacher_head(teacher_hidden).softmax(-1),
-    reduction="batchmean") of (N, D) hidden states, except for the order of rounding.
+    Example: for (N, D) hidden states, linear_divergence(hidden, head.weight, teacher_hidden,
+    teacher_head.weight) equals F.kl_div(head(hidden).log_softmax(-1),
+    teacher_head(teacher_hidden).softmax(-1), reduction="batchmean"), except for rounding.
     """
     _require(kind, beta, temperature, reduction, mask, hidden)
     hidden, weight, bias = as_autocast_would(hidden, weight, bias)
@@ -156,7 +162,8 @@ def _reduced(rows: Tensor, kept: Tensor | None, reduction: str) -> Tensor:
 
 
 def _of_classes(log_p: Tensor, log_q: Tensor, coefficients: Coefficients) -> Tensor:
-    """Return the divergence per row from log-probabilities of some classes, with autograd."""
+    """Return the divergence per row from log-probabilities of some classes, using PyTorch's
+    autograd."""
     a1, a2, a3, a4, a5, a6, share = coefficients.settled()
     p, q = log_p.exp(), log_q.exp()
     log_m = (share * q + (1 - share) * p).log() if a5 or a6 else None
@@ -171,7 +178,7 @@ def _of_classes(log_p: Tensor, log_q: Tensor, coefficients: Coefficients) -> Ten
 
 
 def _with_rest(logs: Tensor) -> Tensor:
-    """Append the log-probability of all other classes together."""
+    """Append the log-probability of all classes that are not listed, as one more class."""
     smallest = torch.finfo(logs.dtype).eps
     mass = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=smallest)
     return torch.cat([logs, mass.log()], dim=-1)
@@ -215,7 +222,7 @@ def _require_classes(
 def _require(
     kind: str, beta: float, temperature: float, reduction: str, mask: Tensor | None, hidden: Tensor
 ) -> None:
-    """Raise an error for settings that the op does not check itself."""
+    """Raise an error for an unsupported setting that the op does not check itself."""
     sentence = None
     if kind not in _KINDS:
         sentence = f"kind is {kind!r}; use one of {', '.join(_KINDS)}."

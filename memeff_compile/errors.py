@@ -1,9 +1,9 @@
 """Every exception class of memeff_compile.
 
-Each error message names the input, the requirement and a remedy. All error classes derive from
-`MemeffError` and from the built-in class that a caller would expect, so that `except ValueError`
-keeps working for someone who does not know memeff_compile. This module has no imports, because it
-is imported while torch itself may still be starting.
+Each error message names the input, the requirement and a remedy. Every error class derives from
+`MemeffError` and from the built-in class that fits the error, such as `ValueError`, so that code
+which catches built-in errors keeps working. This module has no imports, because it is imported
+while torch itself may still be starting.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class StaleLogitsError(MemeffError, RuntimeError):
 
 
 class ShardedLogitsError(MemeffError, RuntimeError):
-    """Deferred logits of a head that is split over ranks were read on only one rank."""
+    """Only one rank read deferred logits whose output projection is split over ranks."""
 
 
 class TargetRangeError(MemeffError, IndexError):
-    """A target or class number is no column of the head, nor the ignored index."""
+    """A target or class index is outside of the vocabulary, and is not the ignored index."""
 
 
 class DoubleBackwardError(MemeffError, RuntimeError):
@@ -61,7 +61,8 @@ class CodedWeightError(MemeffError, RuntimeError):
 
 
 class VerifyError(MemeffError, RuntimeError):
-    """`memeff.verify` is 'raise', and a rewritten graph gave a different result."""
+    """The rewritten graph gave a different result than the original one, and `memeff.verify` is
+    'raise'."""
 
 
 class ExplainError(MemeffError, ValueError):
@@ -69,7 +70,8 @@ class ExplainError(MemeffError, ValueError):
 
 
 class CalibrationError(MemeffError, ValueError):
-    """A calibration has no inputs, no layer to score, or an unknown level."""
+    """A calibration was called without inputs, without a layer to score, or with an unknown
+    level."""
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,8 @@
-"""The fused loss as a plain function, for code that does not use torch.compile.
+"""Cross entropy fused with the output projection, as a plain function for code that does not use
+torch.compile.
 
-The function computes torch.nn.functional.cross_entropy(F.linear(hidden, weight, bias), target), and
-the statistics that people log with it, without ever building the logits.
+The function computes torch.nn.functional.cross_entropy(F.linear(hidden, weight, bias), target) and
+common training statistics, without building the logits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 class Stats(NamedTuple):
-    """Numbers per row, each in the shape of the targets; all except `top` have gradients.
+    """Statistics per row of logits, each in the shape of the targets; all except `top` have
+    gradients.
 
     lse: the log-sum-exp of the logits. entropy: the entropy of the softmax of the logits, in nats.
     top: the index of the largest logit, int64; the first one if several are equal. log_probs: the
@@ -90,40 +92,41 @@ def linear_cross_entropy(
     filter: str = "exact",
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Stats]:
-    """Compute cross entropy from hidden states and a head, with a block of logits at a time.
+    """Compute cross entropy from hidden states and the weight of the output projection, one block
+    of logits at a time.
 
     The logits are z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), or without the
-    cap if softcap is 0. Under autocast the operands are cast as F.linear would cast them.
+    cap if softcap is 0. Under autocast, hidden and weight are cast as F.linear would cast them.
 
     Args:
         hidden: (..., D), bf16, fp16, fp32 or fp64. If weight is a DTensor, hidden is a DTensor or a
             tensor that is equal on all ranks.
-        weight: (V, D), in the dtype of hidden; or a DTensor that is split over ranks by its
-            classes, as ColwiseParallel does it. In that case, call this function on all ranks.
+        weight: (V, D), in the dtype of hidden; or a DTensor that is split over ranks by vocabulary
+            entries, as ColwiseParallel splits it. With a DTensor, call this function on all ranks.
         target: (...), int64 or int32 class indices.
-        bias: (V,) or None; split over ranks as weight is.
-        ignore_index: rows with this target do not count; None: every row counts.
-        reduction: "mean" over the rows that count (weighted by class weights, if given), "sum" or
+        bias: (V,) or None; if weight is split over ranks, bias is split in the same way.
+        ignore_index: rows with this target do not count in the loss; None: every row counts.
+        reduction: "mean" over the rows that count (weighted by class_weight, if given), "sum" or
             "none".
-        scale: as above.
-        softcap: as above.
+        scale: a factor on the logits, as in the formula above.
+        softcap: the bound of the logits in the formula above; 0 means no bound.
         label_smoothing: between 0 and 1, as in F.cross_entropy.
         class_weight: (V,) or None, as `weight` of F.cross_entropy.
         z_loss: adds z_loss * lse**2 to each row that counts; "mean" divides the sum by the number
             of these rows.
-        filter: "exact", or another mode of `memeff.linear_cross_entropy`.
-        return_stats: also return `Stats`, computed in the same passes over the head.
+        filter: "exact", or the name of another mode of the option `memeff.linear_cross_entropy`.
+        return_stats: also return `Stats`, which the same kernels compute.
 
     Returns:
-        The loss in fp32 (fp64 for fp64 inputs), a scalar or shaped like target; with
-        `return_stats` the loss and `Stats`.
+        The loss in fp32 (fp64 for fp64 inputs): a scalar, or a tensor shaped like target for
+        reduction "none"; with `return_stats`, the pair of loss and `Stats`.
 
     Raises:
         UnsupportedInputError: a dtype, shape, layout or setting is not supported.
-        TargetRangeError: on the CPU, a target that is no class and not ignore_index.
+        TargetRangeError: on the CPU, a target is outside of the vocabulary and is not ignore_index.
 
-    Example: linear_cross_entropy(hidden, head.weight, labels) is
-    F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten()) except for the order of rounding.
+    Example: linear_cross_entropy(hidden, head.weight, labels) equals
+    F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten()), except for rounding.
     """
     numbers = {"scale": scale, "softcap": softcap, "z_loss": z_loss}
     numbers["label_smoothing"] = label_smoothing
@@ -181,7 +184,8 @@ def linear_cross_entropy(
 def _of_this_rank(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[op_folder.Split, Tensor, Tensor, Tensor | None]:
-    """Return how a head is split over ranks, with the weight, bias and targets for this rank."""
+    """Return how an output projection is split over ranks, and the weight, bias and targets of this
+    rank."""
     from torch.distributed.tensor import DTensor, Replicate
 
     spread: Any = weight
@@ -247,7 +251,8 @@ def _reduced(rows: Tensor, norm: Tensor, reduction: str) -> Tensor:
 def as_autocast_would(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the operands in the dtype in which autocast would multiply them."""
+    """Return hidden states, weight and bias in the dtype that autocast would use for the
+    product."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden, weight, bias
@@ -262,7 +267,7 @@ def _require_settings(
     ignore_index: int | None,
     class_weight: Tensor | None,
 ) -> None:
-    """Raise an error for settings that the op does not check itself."""
+    """Raise an error for an unsupported setting that the op does not check itself."""
     odd = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
     no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     sentence = None

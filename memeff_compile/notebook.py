@@ -1,4 +1,5 @@
-"""HTML of reports for notebooks: bars of bytes and collapsed text, with inline styles only."""
+"""HTML of reports for notebooks: byte counts as bars and collapsible text, with inline styles
+only."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ def pre(text: str) -> str:
 
 
 def folded(text: str, title: str = "details") -> str:
-    """Return text that a click expands, or "" for an empty text."""
+    """Return HTML in which a click expands the text, or "" for an empty text."""
     return f"<details><summary>{html.escape(title)}</summary>{pre(text)}</details>" if text else ""
 
 
 def bars(lengths: Mapping[str, tuple[float, str]]) -> str:
-    """Return a bar for each name, all on the same scale, each followed by its text.
+    """Return HTML with one bar per name, all on the same scale, each followed by its text.
 
     Example:
         >>> bars({"before": (2.0, "2 GiB"), "after": (1.0, "1 GiB")}).count("<tr>")

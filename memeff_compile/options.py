@@ -1,11 +1,11 @@
-"""Every option of the backend: one frozen dataclass that stores, validates and documents them.
+"""All options of the backend: one frozen dataclass stores, validates and documents them.
 
 `torch.compile(model, backend="memeff", options={...})` takes two kinds of keys. Keys that start
 with `memeff.` are the fields of `Options`; every other key is an Inductor config key and is passed
-on to Inductor. `docs/options.md` is printed from the fields below (`python -m memeff_compile
-options --page`), so the page always agrees with the code.
+on to Inductor. The command `python -m memeff_compile options --page` prints `docs/options.md` from
+these fields, so the page always agrees with the code.
 
-This module imports torch only to look up an Inductor key or a mode name.
+This module imports torch only when an Inductor key or a mode name must be looked up.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def _suggest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _suggest_of_all(name: str, candidates: Collection[str]) -> str:
-    """Return the most similar candidate and the page that lists the others, or all candidates."""
+    """Return the most similar candidate and the page that lists the others; without a similar one,
+    return all candidates."""
     nearest = _suggest(name, candidates)
     if nearest:
         return f"{nearest} `memeff options` lists all of them."
@@ -120,7 +121,7 @@ def _check_choice(key: str, value: object, *, values: Collection[str], of: str =
 def _rule(
     takes: str, fits: Callable[[Any], bool], kept: Callable[[Any], object] = lambda value: value
 ) -> Check:
-    """Return a validator from a sentence that states its rule; `kept` converts an accepted
+    """Return a validator for a rule that the given sentence states; `kept` converts an accepted
     value."""
 
     def check(key: str, value: object) -> object:
@@ -198,8 +199,8 @@ _SITE_LEVELS = (*ATTENTION_LEVELS, "exact")
 
 
 def _check_attention(key: str, value: object) -> object:
-    """Accept the name of an attention mode, or a calibration table with a level per attention
-    call."""
+    """Accept the name of an attention mode, or a calibration table that gives each attention call a
+    level."""
     if not isinstance(value, Mapping):
         return _check_choice(key, value, values=("exact", *ATTENTION_LEVELS, "off"))
     levels = value.get("levels", value)
@@ -212,7 +213,8 @@ def _check_attention(key: str, value: object) -> object:
 
 
 def _check_level(key: str, site: object, value: object) -> str | tuple[str, ...]:
-    """Accept one level for an attention module, or one level for each of its calls."""
+    """Accept one level for an attention module, or one level for each attention call in the
+    module."""
     levels = [value] if isinstance(value, str) else value
     is_list = isinstance(levels, (list, tuple)) and bool(levels)
     if not isinstance(site, str) or not is_list:
@@ -361,7 +363,7 @@ def is_disabled() -> bool:
 
 @dataclass(frozen=True)
 class _Info:
-    """The documentation and the check of one field."""
+    """The documentation and the validator of one option."""
 
     values: str
     meaning: str
@@ -622,14 +624,15 @@ class Options:
 
     @property
     def filter_level(self) -> float:
-        """Return the threshold of the loss's filter: `eps` or `tau`; 0 means the default."""
+        """Return the threshold of the loss's gradient filter, from the option `eps` or `tau`; 0
+        means the default."""
         eps, tau = self.linear_cross_entropy_eps, self.linear_cross_entropy_tau
         levels = {"block": eps, "published": eps, "mass": tau}
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
-        """Return an attention module's level in the table, or one per call; () if the table lacks
-        it.
+        """Return the levels of an attention module in the calibration table: one, or one per call;
+        () if the table lacks the module.
 
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")
@@ -641,9 +644,9 @@ class Options:
         return (found,) if isinstance(found, str) else found
 
     def _take_preset(self) -> None:
-        """Set options that the user did not set to the preset's values.
+        """Set the preset's values for all options that the user did not set.
 
-        An option of a filter is only set if the filter is on.
+        An option of the gradient filter is only set if that filter is on.
         """
         info = _by_field()["preset"]
         info.check(info.key, self.preset)
@@ -656,7 +659,7 @@ class Options:
                 self._store(name, value)
 
     def _switch_off(self) -> None:
-        """Switch all passes off in these options, which were validated before."""
+        """Switch all passes off in validated options."""
         for each in fields(self):
             if each.name.startswith("linear_cross_entropy_"):  # options of a switched-off loss
                 chosen = each.default is not _NOT_CHOSEN
@@ -689,7 +692,8 @@ class Options:
                 )
 
     def _check_filter_knobs(self) -> None:
-        """Raise an error for an option of a filter that is off, because it would have no effect."""
+        """Raise an error if an option of the gradient filter is set and the filter is off, because
+        it would have no effect."""
         owners = {"eps": FILTERS[1:], "tau": FILTERS[:1]}
         owners |= {"parts": FILTERS, "sort_vocabulary": FILTERS}
         for knob, modes in owners.items():
@@ -706,7 +710,8 @@ class Options:
         object.__setattr__(self, name, value)
 
     def switched_off(self, name: str) -> str:
-        """Return the setting that switches a pass off, as users write it; "" if the pass is on.
+        """Return the option that switches a pass off, written as in user code; "" if the pass is
+        on.
 
         Example:
             >>> Options(logits="eager").switched_off("defer_logits")
@@ -747,7 +752,7 @@ class Options:
         return cls(**values, inductor=inductor)
 
     def skips(self, pass_name: str, module_path: str) -> bool:
-        """Return whether `memeff.skip` excludes a module from a pass; the root module is "".
+        """Return whether `memeff.skip` excludes a module from a pass; "" names the root module.
 
         Example:
             >>> Options(skip={"*": ("layers.*.mlp",)}).skips("defer_logits", "layers.3.mlp.up")
@@ -758,8 +763,8 @@ class Options:
         return any(fnmatchcase(module_path, pattern) for pattern in patterns)
 
     def inductor_patches(self) -> dict[str, Any]:
-        """Return the config changes for Inductor: those of the mode, then those that the user
-        set."""
+        """Return the changes to Inductor's config: first those of the mode, then those that the
+        user set."""
         if self.mode is None:
             return dict(self.inductor)
         from memeff_compile import compat
@@ -813,8 +818,8 @@ def _field_of(key: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the option key for a keyword of `memeff_compile.compile`; raise OptionError if none
-    exists."""
+    """Return the option key of a keyword of `memeff_compile.compile`; raise OptionError if no
+    option has this keyword."""
     known = _by_field()
     if name not in known:
         raise OptionError(
@@ -870,7 +875,7 @@ def _shown(value: object) -> str:
 
 
 class _Code(str):
-    """A value whose repr is the code that makes it."""
+    """A value whose repr is the Python expression that creates it."""
 
     __slots__ = ()
     __repr__ = str.__str__

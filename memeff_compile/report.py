@@ -1,8 +1,9 @@
-"""Reports: the rewrites, the declines with their reasons, and the bytes that are not allocated.
+"""Reports of a compilation: the rewrites, the declined matches with their reasons, and the bytes
+that are not allocated.
 
-The backend records one `GraphReport` per compiled graph; `last_report()` returns them all since the
-last reset, as text (`print`) or JSON. Byte counts are sympy formulas over the sizes of the user's
-model, so a reader can check the number and put in other sizes.
+The backend records one `GraphReport` per compiled graph; `last_report()` returns all records since
+the last reset, as text (`print`) or JSON. Byte counts are sympy formulas over the sizes of the
+user's model, so a reader can check them and insert other sizes.
 """
 
 from __future__ import annotations
@@ -83,10 +84,10 @@ _NUMBER = re.compile(r"\d+")
 
 
 class VerbReport(ABC):
-    """The report of a function that changes a model: one line, more as text, everything as JSON.
+    """The report of a function that changes a model: a one-line summary, a longer text, and JSON.
 
-    `print` shows the text, whose first line is `summary`; a notebook collapses the rest. If the
-    function returns the model, `verb_report(model)` returns its report.
+    `print` shows the longer text, whose first line is `summary`; a notebook collapses the other
+    lines. If the function returns the model, `verb_report(model)` returns its report.
     """
 
     @property
@@ -99,7 +100,8 @@ class VerbReport(ABC):
         """Return everything as JSON."""
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:
-        """Return the bytes before and after, which a notebook draws as bars, or None."""
+        """Return the byte counts before and after the change, which a notebook draws as bars, or
+        None."""
         return None
 
     def _bars(self) -> str:
@@ -124,7 +126,7 @@ def format_bytes(count: float) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One change that a pass made, or one match that it left unchanged."""
+    """One change that a pass made, or one match that the pass declined."""
 
     pass_name: str  # one of `options.PASS_NAMES`, or "backend"
     action: Action  # the kind of event
@@ -144,25 +146,26 @@ class Record:
         return hash((self.pass_name, self.action, self.code, self.sentence, self.source))
 
     def says_the_same_as(self, other: Record) -> bool:
-        """Return whether two records differ only in their locations and their number."""
+        """Return whether two records agree in everything except their locations and their count."""
         placed = replace(other, source=self.source, module=self.module, sites=self.sites)
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record with the locations of another record that is otherwise equal."""
+        """Return this record with the locations of a second, otherwise equal record added."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
     @property
     def formula(self) -> sympy.Expr | None:
-        """Return the formula of the bytes saved, or None if there is none."""
+        """Return the formula of the bytes saved, or None if the record has no formula."""
         if self.bytes_before is None:
             return None
         return self.bytes_before - (0 if self.bytes_after is None else self.bytes_after)
 
     @property
     def bytes_saved(self) -> int | None:
-        """Return the bytes saved at `sizes`, or None if a size is unknown."""
+        """Return the bytes saved when the formula's symbols have the values in `sizes`, or None if
+        a value is missing."""
         return self._value(self.formula)
 
     def _value(self, formula: sympy.Expr | None) -> int | None:
@@ -176,7 +179,7 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Return the text of equal records merged; records already in ``quoted`` show only
+        """Return the text of equal records as one; records already in ``quoted`` show only their
         locations."""
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
@@ -189,8 +192,8 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Return the location in the model, for example "lm_head" or "layers.0.mlp and 31 more", or
-        ""."""
+        """Return the location of the match in the model, for example "lm_head" or "layers.0.mlp and
+        31 more", or ""."""
         more = f" and {self.sites - 1} more" if self.sites > 1 else ""
         return f"{self.module or 'here'}{more}" if self.module or more else ""
 
@@ -245,13 +248,13 @@ class Record:
 
 
 def _is_unfused(record: Record) -> bool:
-    """Return whether a record is about a loss that was not fused."""
+    """Return whether a record says that a loss was not fused."""
     is_about_loss = record.pass_name == _LOSS_PASS and record.code not in _NO_LOSS_TO_FUSE
     return is_about_loss and record.action == "declined"
 
 
 def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
-    """Merge equal records, usually of several layers; return each with its count."""
+    """Merge equal records, which usually come from several layers; return each with its count."""
     found: list[tuple[Record, int]] = []
     for record in records:
         for place, (earlier, times) in enumerate(found):
@@ -291,12 +294,14 @@ class LogitsUse:
         self.is_counted = False
 
     def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
-        """Count a call of the fused op, and the bytes of the logits that it did not build."""
+        """Count a call of the fused op, and add up the bytes of the logits that the call did not
+        build."""
         self.unbuilt = max(self.unbuilt, unbuilt)
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
     def count_computed(self, reason: str, line: str = "", *, graded: bool = False) -> None:
-        """Count a computation of logits, requested by an op at a line of the user's code."""
+        """Count a computation of logits, and record the op and the line of the user's code that
+        requested it."""
         self.computed[reason] = self.computed.get(reason, 0) + 1
         self.computing_steps += not self.is_counted
         self.is_counted = True
@@ -305,12 +310,12 @@ class LogitsUse:
 
     @property
     def calls(self) -> int:
-        """Return how often the fused op was called."""
+        """Return the number of calls of the fused op."""
         return sum(self.fused.values())
 
     @property
     def products(self) -> int:
-        """Return how often logits were computed."""
+        """Return the number of times that logits were computed."""
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
@@ -329,8 +334,8 @@ class LogitsUse:
         vars(self).update(vars(earlier.copy()))
 
     def advice(self) -> str:
-        """Return a sentence with the op that read the logits, its source line, the number of steps,
-        and an alternative; or ""."""
+        """Return a sentence that names the op that read the logits, its source line, the number of
+        steps, and an alternative; "" if no op read them."""
         for reason, (line, _) in self.readers.items():
             who, instead = "your code", "do it only in the steps that need it"
             if self.unfused_by:
@@ -343,13 +348,14 @@ class LogitsUse:
 
     @property
     def unfused_by(self) -> str:
-        """Return the op by which a loss read logits, if no loss used the fused op, or ""."""
+        """Return the op with which a loss read logits, if no loss used the fused op, or ""."""
         graded = [_op(reason) for reason, (_, graded) in self.readers.items() if graded]
         return graded[0] if graded and not self.fused else ""
 
     @property
     def bytes_saved(self) -> int:
-        """Return the bytes of the largest loss's logits if no logits were built, otherwise 0."""
+        """Return the bytes of the logits of the largest loss if no logits were built, otherwise
+        0."""
         return 0 if self.computed else self.unbuilt
 
     def __str__(self) -> str:
@@ -360,7 +366,7 @@ class LogitsUse:
 
 
 def _op(reason: str) -> str:
-    """Return an op's name as user code has it: `item()` for `_local_scalar_dense`."""
+    """Return an op's name as it is written in user code: `item()` for `_local_scalar_dense`."""
     plain = reason.strip("_")
     return _SPELLED.get(plain, plain)
 
@@ -379,7 +385,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 @dataclass
 class Replays:
-    """The number of CUDA graph recordings and replays of one graph."""
+    """Counts of the CUDA graph recordings and replays of one compiled graph."""
 
     recordings: int = 0  # CUDA graphs that were recorded, one per set of addresses and sizes
     replays: int = 0  # calls that replayed one
@@ -394,7 +400,7 @@ class Replays:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """The report of one graph."""
+    """The report of one captured graph."""
 
     name: str  # as Dynamo counts, "graph 0/0"
     training: bool  # whether the graph was compiled with gradients
@@ -412,7 +418,7 @@ class GraphReport:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether the report has no entries."""
+        """Return whether the report of this graph has no entries."""
         return not (self.records or self._uses())
 
     def _uses(self) -> list[LogitsUse | Replays]:
@@ -479,8 +485,8 @@ class GraphReport:
 class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
-    The text shows the changes, the bytes saved, and what you can do next; `details` adds locations
-    and reasons, and `to_json` has everything.
+    The text shows the changes, the bytes saved, and suggestions for the user; `details` adds
+    locations and reasons, and `to_json` contains everything.
 
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
@@ -496,14 +502,14 @@ class Report(VerbReport):
 
     @property
     def bytes_saved(self) -> int:
-        """Return the bytes saved, as far as known, by all changes and by losses outside the
-        graph."""
+        """Return the known bytes saved by all changes and by losses computed outside of the
+        graphs."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
 
     def rewrites(self, pass_name: str | None = None) -> int:
-        """Return how many changes a pass made (or all passes, for None)."""
+        """Return how many changes a pass made; None counts the changes of all passes."""
         changes = (record for record in self.records if record.action in CHANGES)
         return sum(pass_name in (None, record.pass_name) for record in changes)
 
@@ -520,10 +526,11 @@ class Report(VerbReport):
         return "\n".join([self._summary(), *(line for lines in wrapped for line in lines)])
 
     def details(self) -> str:
-        """Return rewrites with locations, and declines with reasons, graph by graph.
+        """Return the rewrites with their locations and the declined matches with their reasons,
+        graph by graph.
 
         Equal records of several layers are merged, and so are graphs in which no pass found a
-        match; `to_json` has them all.
+        match; `to_json` lists each one.
 
         Example:
             >>> print(memeff_compile.last_report().details())  # doctest: +SKIP
@@ -573,8 +580,8 @@ class Report(VerbReport):
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:
-        """Return advice on what to do next: about errors first, then the loss, then the largest
-        saving."""
+        """Return suggestions for the user: first about errors, then about the loss, then about the
+        largest saving."""
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
         losses = self._unfused()
@@ -623,7 +630,8 @@ class Report(VerbReport):
         return f"memeff_compile: {', '.join(filter(None, parts))}"
 
     def _about_loss(self) -> str:
-        """Return a line on whether the loss was fused, and why not, for training graphs."""
+        """Return a line that says whether the loss of training graphs was fused, and if not,
+        why."""
         uses = self._training_uses()
         is_fused = bool(self.rewrites(_LOSS_PASS)) or any(use.fused for use in uses)
         codes = [record.code for record in self._unfused()]
@@ -638,7 +646,8 @@ class Report(VerbReport):
         return "no loss was fused" if is_trained and not is_to_come else ""
 
     def to_json(self, *, include_graphs: bool = True, indent: int | None = None) -> str:
-        """Return the report as JSON, formulas as strings, with or without the texts of graphs."""
+        """Return the report as JSON with formulas as strings; the texts of graphs can be left
+        out."""
         graphs = [graph._to_dict(include_graphs=include_graphs) for graph in self.graphs]
         return json.dumps({"bytes_saved": self.bytes_saved, "graphs": graphs}, indent=indent)
 
@@ -689,7 +698,7 @@ _graphs: deque[GraphReport] = deque(maxlen=MAX_GRAPHS)
 
 
 def record_graph(report: GraphReport) -> None:
-    """Store the report of a graph that was just compiled; the newest 64 are kept."""
+    """Store the report of a graph that was just compiled; only the newest 64 reports are kept."""
     with _lock:
         _graphs.append(report)
 
@@ -709,10 +718,10 @@ def clear() -> None:
 
 
 def graphs() -> Sequence[GraphReport]:
-    """Return every graph compiled since the last reset, oldest first.
+    """Return the reports of every graph compiled since the last reset, oldest first.
 
-    Each report has the text of the graph before and after the passes, identical on every supported
-    torch, so a user's test can compare it with a stored text.
+    Each report contains the text of the graph before and after the passes; this text is the same on
+    every supported torch version, so a user's test can compare it with a stored text.
 
     Example:
         >>> print(memeff_compile.graphs()[-1].after)  # doctest: +SKIP

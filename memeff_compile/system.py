@@ -1,14 +1,14 @@
-"""The contract between the core of this package and its systems.
+"""The interface between the core of this package and its optional systems.
 
 The core is the backend, its passes over losses and attention, deferred logits and the planner. The
 systems are compressed weights, KV caches, ternary linears and low-bit attention. A system adds
-passes, ops, and work that a compiler must not do itself, such as compressing a model. Each folder
-of `model/` with a file `system.py` holds one `System`, which names everything it adds. The core
-iterates over `systems()` and names none of them: if the files of a system are missing, everything
-else works.
+passes, ops, and functions that change a model before compilation, such as `compress_`. Each folder
+of `model/` with a file `system.py` defines one `System`, which names everything that the system
+adds. The core iterates over `systems()` without naming one of them, so everything else works if the
+files of a system are missing.
 
-A `System` names its code as text, ``"module:name"``, so that reading one imports neither torch nor
-kernels. `Hooks` lists the functions of a system that the core calls.
+A `System` names its functions as text, ``"module:name"``, so that importing it loads neither torch
+nor kernels. `Hooks` lists the functions of a system that the core calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class PassFacts:
-    """The facts about a pass that options and reports need without importing it."""
+    """The facts about a pass that options and reports need before the pass is imported."""
 
     name: str  # of its file, in reports, in `memeff.skip` and in `memeff.strict`
     option: str  # the option that switches it on and off, without `memeff.`
@@ -50,7 +50,7 @@ class SystemPass:
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `memeff_compile.compile`, as a system sees it."""
+    """One call of `memeff_compile.compile`, as passed to each system."""
 
     model: object
     options: Any  # the parsed `Options`
@@ -85,18 +85,20 @@ class Hooks:
         make."""
 
     def wants(self, request: Request) -> bool:
-        """Return whether the arguments of `compile` ask this system to change the model."""
+        """Return whether the arguments of `memeff_compile.compile` ask this system to change the
+        model."""
         return False
 
     def check(self, request: Request) -> None:
         """Raise an error for an unsupported request, before any system changes the model."""
 
     def prepare(self, request: Request) -> Any:  # noqa: ANN401
-        """Change the model, and return the options with which it is compiled afterwards."""
+        """Change the model, and return the options with which the changed model is compiled."""
         return request.options
 
     def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
-        """Compile the model in place with these arguments; return whether this was done."""
+        """Compile the model in place with these arguments; return whether the system compiled
+        it."""
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
@@ -104,7 +106,7 @@ class Hooks:
         return Undone()
 
     def guard(self, graph: Graph) -> None:
-        """Add guards for those inputs of a graph that can have no gradient."""
+        """Add guards to a graph for inputs that cannot require a gradient."""
 
     def forget(self) -> None:
         """Free all memory that the system keeps between calls; `reset()` calls this."""
@@ -158,7 +160,7 @@ def hooks() -> tuple[Hooks, ...]:
 def in_order(
     core: Iterable[Item], name_of: Callable[[Item], str], of_system: Callable[[SystemPass], Item]
 ) -> tuple[Item, ...]:
-    """Return entries of the core's passes, with those of systems' passes inserted where they
+    """Return the core's passes with the systems' passes inserted at the positions where they
     run."""
     followers: dict[str, list[SystemPass]] = {}
     for system in systems():

@@ -1,11 +1,12 @@
 """Compile kernels before they are needed: this package's in threads, Inductor's in processes.
 
-Triton compiles a kernel at its first launch. So the first run of a compiled graph would compile
-this package's kernels one after the other. To avoid this, each op of the rewritten graph, and its
-gradient, is called on tensors without memory right after the passes. These calls note their
-launches instead of running them, and threads compile the noted kernels: most of Triton's time is
-spent in LLVM and ptxas, outside Python. The first launch then finds the compiled kernel. An op that
-cannot be called without data compiles its kernels at their first launch, as before.
+Triton compiles a kernel at its first launch. So a compiled graph would compile this package's
+kernels one after another during its first run. To avoid this delay, right after the passes this
+module calls each op of the rewritten graph, and its gradient, on tensors without memory. These
+calls record their kernel launches instead of running them, and threads compile the recorded
+kernels: most of Triton's time is spent in LLVM and ptxas, outside Python. The first launch then
+finds the compiled kernel. If an op cannot be called without data, Triton compiles its kernels at
+their first launch, as usual.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST_THREADS = 4
 
 
 class Likeness(NamedTuple):
-    """The properties of a tensor that decide how an op's kernels are compiled."""
+    """The properties of a tensor on which the compilation of an op's kernels depends."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,13 +39,13 @@ class Likeness(NamedTuple):
     needs_grad: bool
 
     def new(self) -> torch.Tensor:
-        """Return a tensor with these properties; under a fake mode it has no memory."""
+        """Return a tensor with these properties; under a fake tensor mode it has no memory."""
         empty = torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=self.device)
         return empty.requires_grad_(self.needs_grad)
 
 
 class Call(NamedTuple):
-    """A call of one of this package's ops."""
+    """A recorded call of one of this package's ops."""
 
     op: Any
     args: tuple[Any, ...]  # tensors as likenesses
@@ -76,8 +77,8 @@ class Call(NamedTuple):
 
 
 def start_workers() -> None:
-    """Start Inductor's compiler processes early if this process uses a GPU, as they take seconds to
-    start."""
+    """Start Inductor's compiler processes early if this process uses a GPU, because they take
+    seconds to start."""
     if torch.cuda.is_initialized():
         try:
             compat.start_compile_workers()
@@ -86,7 +87,7 @@ def start_workers() -> None:
 
 
 def calls_of(gm: GraphModule) -> list[Call]:
-    """Return the distinct calls of this package's ops in a graph and its subgraphs."""
+    """Return the distinct calls of this package's ops in a graph and in its subgraphs."""
     found: dict[str, Call] = {}
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
@@ -98,9 +99,9 @@ def calls_of(gm: GraphModule) -> list[Call]:
 
 
 def compile_ahead(gm: GraphModule, *, trains: bool) -> list[Future[list[Future[None]]]]:
-    """Begin to compile the kernels of a graph on a GPU, and return at once.
+    """Begin to compile the kernels of a graph on a GPU, without waiting for them.
 
-    The result has a future per call of an op, which returns a future per kernel.
+    The result has one future per op call, whose result is one future per kernel.
     """
     try:
         calls = [call for call in calls_of(gm) if call.device.type == "cuda"]
@@ -131,7 +132,8 @@ def _compile_kernel(launch: Launch, device: torch.device) -> None:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Return the thread pool; it leaves CPU cores to Inductor, for which the first step waits."""
+    """Return the thread pool, sized so that Inductor, for which the first step waits, still has CPU
+    cores."""
     known = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     return ThreadPoolExecutor(max(1, min(MOST_THREADS, processors - 1)), "memeff kernels")

@@ -1,11 +1,12 @@
-"""Choose the graphs to replay as CUDA graphs: only steps of generation.
+"""Decide which graphs are recorded as CUDA graphs: only decoding steps of text generation.
 
-A step of few tokens launches several hundred small kernels, and the host launches them more slowly
-than the GPU runs them. A graph counts as such a step if it has no gradient, attention of few
-queries, and caches as inputs to which it writes in place.
+A decoding step of few tokens launches several hundred small kernels, and the host launches them
+more slowly than the GPU runs them. A graph counts as a decoding step if it has no gradient,
+attention with few queries, and caches as inputs to which it writes in place.
 
-If you set a mode, Inductor decides instead. In that case this module tells Inductor which inputs
-keep their address, and which graphs return memory that is used after the next call.
+If you set a mode of torch.compile, Inductor decides instead. With such a mode, this module tells
+Inductor which inputs keep their address, and which graphs return memory that is used after the next
+call.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Choice:
-    """Whether one graph is recorded, and why not."""
+    """The decision whether one graph is recorded as a CUDA graph, with the reason if it is not."""
 
     record: Record | None = None  # the line of the report, or None
     roles: Roles | None = None  # of the arguments, where the graph is recorded
@@ -57,7 +58,7 @@ class Choice:
 
 
 def decide(info: GraphInfo, options: Options) -> Choice:
-    """Decide whether to record one graph, after the passes."""
+    """Decide whether to record one graph as a CUDA graph, after the passes have run."""
     if info.needs_grad or torch.compiler.is_exporting():
         return Choice()
     steps = _Step(info)
@@ -81,7 +82,7 @@ def decide(info: GraphInfo, options: Options) -> Choice:
 
 
 def undecided(error: Exception) -> Choice:
-    """Return the choice for a graph if `decide` raised an error: do not record it."""
+    """Return the decision for a graph if `decide` raised an error: do not record it."""
     why = f"no CUDA graph: deciding about it failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs as it is. Please report it."
     return Choice(Record("backend", "internal_error", "decision_failed", why, hint))
@@ -92,7 +93,8 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """Tell Inductor's CUDA graphs, which the user turned on, facts that Inductor cannot see."""
+    """Tell Inductor's CUDA graphs, if the user turned them on, facts about inputs and outputs that
+    Inductor cannot see."""
     made = step.made_inside()
     if made is not None:
         why = f"`{made.name}` is made here, written to and returned, as a cache is that is "
@@ -106,7 +108,7 @@ def _guarded(step: _Step) -> Choice:
 
 
 class _Step:
-    """A graph that may be a step of generation, and its properties."""
+    """A graph that may be a decoding step, and its properties."""
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
@@ -119,7 +121,7 @@ class _Step:
 
     @property
     def device(self) -> torch.device | None:
-        """Return the device of the step, or None if this device cannot record."""
+        """Return the device of the step, or None if this device cannot record CUDA graphs."""
         devices = {value.device for value in self.tensors.values()}
         return next((each for each in devices if each.type in DEVICES), None)
 
@@ -140,7 +142,7 @@ class _Step:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Return the positions of the inputs to which the step writes."""
+        """Return the positions of the graph inputs to which the step writes."""
         keys = self._written_memory()
         return tuple(p for p, value in self.tensors.items() if compat.storage_keys(value) & keys)
 
@@ -160,7 +162,7 @@ class _Step:
         return [(node, v) for node in nodes if (v := self.info.tensor(node)) is not None]
 
     def obstacles(self) -> Iterator[tuple[str, ...]]:
-        """Yield the obstacles to recording the step: code, sentence and, if there is one, the
+        """Yield each obstacle to recording the step: a code, a sentence and, if one exists, a
         remedy."""
         for node in self.attentions:
             queries = compat.known_size(self._queries(node))
@@ -207,7 +209,7 @@ class _Step:
                 yield f"argument({name})", f"the input `{name}` is no tensor and no size"
 
     def roles(self) -> Roles:
-        """Return the roles of the arguments."""
+        """Return the role of each argument of the step."""
         written = self.written
         held = [p for p in self.tensors if p in written or self._stays(p)]
         counts, is_counted = self._counts()
@@ -222,9 +224,9 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return how to compute the numbers that a step returns, and the number arguments used only
-        for that. A new value of such an argument needs no new recording, because no tensor depends
-        on it.
+        """Return how to compute the numbers (not tensors) that a step returns, and the number
+        arguments used only for them. A new value of such an argument needs no new recording,
+        because no tensor depends on it.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}
@@ -250,8 +252,8 @@ class _Step:
     def _stays(self, place: int) -> bool:
         """Return whether an input is expected to keep its address.
 
-        Attributes of an object, such as weights and caches, keep it; arguments that a caller passes
-        by name have a new address in each call.
+        Attributes of an object, such as weights and caches, keep their address; arguments of the
+        call have a new address in each call.
         """
         node, value = self.info.placeholders[place], self.tensors[place]
         is_held = isinstance(compat.example_input(node), torch.nn.Parameter)

@@ -1,9 +1,10 @@
-"""The backend: options, passes, inner compiler, and the wrappers of the compiled graph.
+"""The backend: it validates options, runs the passes and the inner compiler, and wraps the compiled
+graph.
 
     torch.compile(model, backend="memeff")
 
-torch finds :func:`memeff` through the entry point group ``torch_dynamo_backends``; you need not
-import memeff_compile. :func:`memeff_compile.last_report` shows the passes' results.
+torch finds :func:`memeff` through the entry point group ``torch_dynamo_backends``, so you need not
+import memeff_compile. :func:`memeff_compile.last_report` shows the results of the passes.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def memeff(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a captured graph: first the passes, then the inner compiler.
+    """Run the passes on a captured graph, then compile the graph with the inner compiler.
 
     Args:
-        gm: the graph Dynamo captured.
-        example_inputs: the tensors and sizes it was captured with.
-        mode: an Inductor mode, as torch.compile's ``mode=``.
+        gm: the graph that Dynamo captured.
+        example_inputs: the tensors and sizes with which Dynamo captured the graph.
+        mode: an Inductor mode, as ``mode=`` of torch.compile.
         options: ``memeff.*`` keys, and keys for Inductor.
 
     Raises:
@@ -78,9 +79,9 @@ trace_torch_losses_whole(memeff)  # torch loads this module before it traces a f
 
 
 def _inner(trip: Trip) -> Callable[..., Any]:
-    """Compile the graph with the inner compiler.
+    """Compile the rewritten graph with the inner compiler.
 
-    The graph is split into partitions that are compiled separately if gradients must be available
+    The graph is split into partitions that are compiled separately if the optimizer needs gradients
     one by one.
     """
     gm, options = trip.gm, trip.options
@@ -166,12 +167,14 @@ def compile(
     kv_cache: int | str | Mapping[str, Any] | None = None,
     **settings: object,
 ) -> Compilable | Callable[[Compilable], Compilable]:
-    """Compile with `backend="memeff"`, and check the options now instead of at the first call.
+    """Compile with `backend="memeff"`, and check the options immediately instead of at the first
+    call.
 
     A module is compiled in place and returned, as `module.compile()` does; `undo(model)` reverts
-    it. `torch.compile` reads a backend's options only at the first call, and refuses `mode` next to
-    `options`; this function checks them now, and accepts both. If a checkpoint around FSDP2's hooks
-    keeps layers out of every graph, it compiles these layers one by one.
+    it. `torch.compile` reads a backend's options only at the first call, and refuses `mode`
+    together with `options`; this function checks both immediately and accepts both. If a checkpoint
+    around FSDP2's hooks keeps layers out of every graph, this function compiles these layers one by
+    one.
 
     Args:
         model: A module or function; leave it out to use the call as a decorator.
@@ -180,10 +183,10 @@ def compile(
         dynamic: As in `torch.compile`.
         fullgraph: As in `torch.compile`.
         disable: As in `torch.compile`.
-        kv_cache: For a model of transformers that generates: bits of a `KVCache`, its settings as a
-            mapping, or "static" for an exact one. Every later `generate()` allocates and reuses
-            such caches, as with `use_kv_cache_`.
-        **settings: Options of memeff by keyword: `logits="eager"` is `memeff.logits`.
+        kv_cache: For a transformers model that generates: the number of bits of a `KVCache`, a
+            mapping of its settings, or "static" for an uncompressed cache. Every later `generate()`
+            allocates and reuses such a cache, as after `use_kv_cache_`.
+        **settings: Options of memeff as keywords: `logits="eager"` sets `memeff.logits`.
             `weights="win4"` (or "tier", "rans", or lossy "win4:k3") calls `compress_` on the model
             first; `compression_report(model)` returns its report. `ternary="a4.8"` (or "b1.58",
             "a4.8-fp4") calls `ternarize_` first.
@@ -244,7 +247,8 @@ def _parse(
 
 
 def reset() -> None:
-    """Delete every compiled graph, report and kept KV cache; this calls `torch._dynamo.reset()`."""
+    """Delete every compiled graph, report and reusable KV cache; this function also calls
+    `torch._dynamo.reset()`."""
     torch.compiler.reset()
     for hooks in system.hooks():
         hooks.forget()

@@ -1,9 +1,9 @@
 """Compile few graphs for batches of any size: all sizes that vary become symbolic together.
 
 Dynamo compiles the first batch for its exact sizes. When a size differs for the first time, Dynamo
-makes it symbolic and compiles again: one more graph for each size that varies. With this module,
-batch size and length become symbolic together, at the second shape. Only the model that is compiled
-with this setting is affected.
+makes that size symbolic and compiles again, so each size that varies costs one more graph. With
+this module, batch size and sequence length become symbolic together, when the second shape arrives.
+Only the model that is compiled with this setting is affected.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .. import compat
 def for_any_batch(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled call that trains on batches of any size and length with two graphs.
 
-    The first graph is compiled for the sizes of the first call, the second for all others. PyTorch
-    compiles sizes of 1 separately. Calls without gradients are unchanged: a step of generation is
-    compiled for its number of sequences.
+    The first graph is compiled for the sizes of the first call, the second for all others. As usual
+    in PyTorch, a size of 1 gets a graph of its own kind. Calls without gradients are unaffected: a
+    decoding step is still compiled for its number of sequences.
     """
     first: dict[Any, torch.Size] = {}
     varies = False
@@ -52,9 +52,10 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[An
 
 
 def _may_vary(tensor: Tensor, first: torch.Size) -> set[int]:
-    """Return the axes of batch and length, and those whose size differs from the first call's.
+    """Return the batch and length axes of an input, and those whose size differs from the first
+    call's.
 
-    Ids, labels, masks and hidden states have batch and length as their first two axes. Other
+    Token ids, labels, masks and hidden states have batch and length as their first two axes. Other
     tensors, such as images, have only a batch axis.
     """
     has_length = tensor.dim() == 3 if tensor.is_floating_point() else tensor.dim() > 1
@@ -65,7 +66,7 @@ def _may_vary(tensor: Tensor, first: torch.Size) -> set[int]:
 
 
 def cause_of(reason: str) -> str:
-    """Return in plain words why Dynamo compiles a function again.
+    """Return in plain words why Dynamo compiles a function again, from Dynamo's own message.
 
     Example:
         >>> cause_of("0/0: tensor 'x' size mismatch at index 1. expected 32, actual 31")

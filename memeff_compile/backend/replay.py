@@ -1,9 +1,9 @@
-"""A compiled step of generation as a CUDA graph: recorded early, replayed in later calls.
+"""Record a compiled decoding step as a CUDA graph, and replay it in later calls.
 
 Arguments that are new in each call (ids, masks, positions) are copied into static buffers. Weights
-and caches are read and written at their addresses. So a recording is valid for one set of
-addresses, sizes and numbers, and each call uses these to look up its recording. Results are cloned,
-so that the next step does not overwrite them.
+and caches are read and written at their addresses. So a recording is valid only for the same
+addresses, sizes and numbers, and each call looks up its recording by them. Results are cloned, so
+that the next step does not overwrite them.
 
     a call with these addresses      the result
     the first of all                 the compiled step runs
@@ -50,9 +50,9 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """How to compute the numbers that a step returns from its number arguments.
+    """How to compute the numbers that a step returns from the step's number arguments.
 
-    A replay of a CUDA graph computes only tensors, not these numbers.
+    A replayed CUDA graph computes only tensors, so these numbers are computed in Python.
     """
 
     given: tuple[int, ...]  # places of the arguments
@@ -62,7 +62,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Roles:
-    """What each argument of a step is: a static address, a copied tensor or a number."""
+    """The role of each argument of a step: a tensor at a static address, a copied tensor, or a
+    number."""
 
     held: tuple[int, ...]  # tensors identified by address: weights, caches, written ones
     copied: tuple[int, ...] = ()  # tensors that are new in each call
@@ -73,11 +74,12 @@ class Roles:
 
 
 class _Unfit(Exception):
-    """A step cannot be recorded; the report shows the reason."""
+    """The step cannot be recorded as a CUDA graph; the report shows the reason."""
 
 
 class Recorder:
-    """A compiled step that is replayed when addresses, sizes and numbers are the same."""
+    """A compiled step that replays its CUDA graph when addresses, sizes and numbers are the same as
+    before."""
 
     def __init__(self, step: Step, roles: Roles, use: Replays, engine: CudaEngine) -> None:
         self._step, self._roles, self._use, self._engine = step, roles, use, engine
@@ -136,8 +138,7 @@ class Recorder:
         return None
 
     def _alignments(self, args: Sequence[Any]) -> Hashable:
-        """Return further properties on which kernels are specialised: the alignment of
-        addresses."""
+        """Return the alignment of addresses, on which kernels are specialized too."""
         parts = compat.pytree.tree_leaves([_address(args[place]) for place in self._roles.held])
         return tuple(part % 16 == 0 for part in parts if isinstance(part, int))
 
@@ -146,7 +147,8 @@ class Recorder:
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
     def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return a function that runs the step on static buffers; they are kept for recording."""
+        """Return a function that runs the step on static buffers; the buffers are kept for the
+        recording."""
         buffers = _Buffers(self._roles, args)
 
         def run(args: Sequence[Any]) -> Any:
@@ -189,7 +191,7 @@ class Recorder:
         return recording
 
     def _stop(self, why: str) -> None:
-        """Run the step, and record nothing from now on."""
+        """Run the step without a CUDA graph, and record no graph from now on."""
         self._is_stopped, self._use.stopped = True, why
         self._waiting.clear()
         self._recordings.clear()
@@ -198,14 +200,15 @@ class Recorder:
 def _place(tensor: Any) -> Hashable:
     """Return a value that changes when a tensor's memory moves.
 
-    A tensor subclass of several tensors may count its moves itself, as `memory_number`.
+    A tensor subclass that contains several tensors may count its moves itself, as `memory_number`.
     """
     number = getattr(type(tensor), "memory_number", None)
     return _address(tensor) if number is None else tensor.memory_number
 
 
 def _address(tensor: Any) -> Hashable:
-    """Return the address of a tensor's memory, one per inner tensor if it is a subclass."""
+    """Return the address of a tensor's memory; for a subclass, return one address per inner
+    tensor."""
     if type(tensor) in _PLAIN:
         return int(tensor.data_ptr())
     names, about = compat.parts_of(tensor)
@@ -244,8 +247,8 @@ class _Buffers:
             self._filled.append((place, _unexpanded(made), _unexpanded(made) is not made))
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
-        """Copy arguments into the buffers, and return the arguments with buffers in place of those
-        copied.
+        """Copy new arguments into the buffers, and return the argument list with these buffers in
+        it.
         """
         inputs = list(args)
         with torch.no_grad():
@@ -256,13 +259,14 @@ class _Buffers:
         return inputs
 
     def require_unchanged(self, args: Sequence[Any]) -> None:
-        """Raise an error if a step wrote to an input that it was expected only to read."""
+        """Raise an error if a step wrote to an input that it should only read."""
         for place, buffer in self.tensors.items():
             if not torch.equal(buffer, args[place]):
                 raise _Unfit("it writes to an input that is a new tensor in each call")
 
     def given_back(self, found: Any, args: Sequence[Any]) -> Any:
-        """Return the step's results; where a result is a buffer, return the caller's argument."""
+        """Return the step's results; if a result is a static buffer, return the caller's argument
+        instead."""
         ours = {id(buffer): args[place] for place, buffer in self.tensors.items()}
         if type(found) not in (tuple, list):
             return ours.get(id(found), found)
@@ -278,7 +282,7 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether each position in a tensor's memory is exactly one element."""
+    """Return whether each position in a tensor's memory belongs to exactly one element."""
     expected = 1
     steps = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     for stride, size in steps:
@@ -289,7 +293,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Outputs:
-    """The results to return: inputs are the caller's objects, other tensors are clones."""
+    """The results that a call returns: inputs are the caller's objects, other tensors are
+    clones."""
 
     def __init__(self, found: Any, inputs: Sequence[Any]) -> None:
         if type(found) not in (tuple, list):
@@ -308,7 +313,7 @@ class _Outputs:
             self._cloned.append(number)
 
     def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return the results; where a result is an argument, return the caller's object."""
+        """Return the results; if a result is an argument, return the caller's object."""
         pairs = zip(found, self._places, strict=True)
         return self._type(each if place is None else args[place] for each, place in pairs)
 
@@ -352,8 +357,8 @@ class _Recording:
 
 
 class CudaEngine:
-    """Records on one GPU, with a memory pool and a recording stream for each of the caller's
-    streams.
+    """Recorder of CUDA graphs on one GPU, with a memory pool and a recording stream for each stream
+    of the caller.
 
     A lock makes sure that the copies before a replay, the replay and the clones after it are not
     interrupted.
@@ -398,9 +403,11 @@ class CudaEngine:
 
 
 class _Pool:
-    """The memory that recordings for one stream share, and the stream on which they are made.
+    """The memory pool shared by all recordings for one stream, and the stream on which they are
+    recorded.
 
-    PyTorch's allocator drops a pool with its last recording, and refuses its handle afterwards.
+    PyTorch's allocator deletes a pool with the pool's last recording, and refuses its handle
+    afterwards.
     """
 
     def __init__(self) -> None:
@@ -409,7 +416,8 @@ class _Pool:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def opened(self) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Return the handle of a live pool, and an empty graph that keeps the pool alive."""
+        """Return the handle of a pool that still exists, and an empty graph that keeps the pool
+        alive."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -433,8 +441,8 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Step, inputs: Sequen
 
 
 def _record_nothing(idle: Tensor) -> None:
-    """Record an empty graph: after a recording that failed, random numbers fail until one
-    succeeds."""
+    """Record an empty CUDA graph: after a failed recording, PyTorch's random numbers fail until a
+    recording succeeds."""
     graph = torch.cuda.CUDAGraph()
     with contextlib.suppress(Exception):
         graph.capture_begin(capture_error_mode="thread_local")
@@ -444,7 +452,7 @@ def _record_nothing(idle: Tensor) -> None:
 
 @contextlib.contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Suspend garbage collection, because freeing CUDA objects would abort the recording."""
+    """Suspend garbage collection, because freeing CUDA objects would abort a recording."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -456,5 +464,5 @@ def _collecting_nothing() -> Iterator[None]:
 
 @cache
 def engine_for(device: torch.device) -> CudaEngine:
-    """Return the engine that records on a device."""
+    """Return the CUDA graph recorder of a device."""
     return CudaEngine(device)

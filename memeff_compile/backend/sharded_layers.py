@@ -1,16 +1,16 @@
-"""Compile layers and output projections that FSDP2 shards and that Dynamo leaves out of every
-graph.
+"""Compile layers and output projections that FSDP2 shards if Dynamo leaves them out of every graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
 hooks, as in transformers before 5.23, Dynamo skips the layer: with any backend, layers of a model
-compiled as a whole then run op by op. If each layer is compiled by itself, each layer has its own
-graph, inside its checkpoint.
+that is compiled as a whole then run without compilation. If this module compiles each layer by
+itself, each layer has its own graph, inside its checkpoint.
 
-An output projection with hooks around it is in no graph either: Dynamo skips the code of PyTorch's
-linear layer. This module compiles the projection's `forward`, between the hooks. The logits are
-then deferred, so that a loss after them is computed from hidden states and weight. FSDP2 gathers
-the weight before the projection. Loss and backward pass need the weight right after, so in training
-this module keeps FSDP2 from freeing the weight in between, whatever its `reshard_after_forward`.
+Dynamo also leaves out an output projection with hooks around it, because it skips the code of
+PyTorch's linear layer. This module compiles the projection's `forward`, between the hooks. The
+logits are then deferred, so that a loss after them is computed from hidden states and weight. FSDP2
+gathers the weight before the projection. Loss and backward pass need the weight right after the
+projection, so in training this module keeps FSDP2 from freeing the weight in between, even if
+`reshard_after_forward` is set.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
-    """Return a remark on layers that no graph contains, once the graph with these gathered weights
-    is captured.
+    """Return a remark about layers that no graph contains, after the graph with these gathered
+    weights was captured.
 
-    Layers of one class share a graph: if a graph contains one of them, all are compiled.
+    Layers of one class share a graph, so if one layer of the class is in a graph, all are compiled.
     """
     every = compat.sharded_with(weights[0]) if weights else []
     every = [each for each in every if not compat.is_compiled_by_itself(each)]
@@ -119,10 +119,11 @@ def _is_head_apart(module: nn.Module) -> bool:
 
 
 def _stays_gathered(head: nn.Module) -> None:
-    """Keep a group gathered from here to the backward pass, or free it as usual in inference.
+    """Keep an FSDP2 group gathered from now until the backward pass, or let FSDP2 free it as usual
+    in inference.
 
-    The loss follows, often inside of the outermost module. There FSDP2 would still hold a second
-    copy of the gathered weights.
+    The loss usually runs inside of the outermost module. Without this function, FSDP2 would hold a
+    second copy of the gathered weights during that time.
     """
     compat.keep_gathered(head, torch.is_grad_enabled())
     compat.free_last_gather(head)
@@ -133,10 +134,10 @@ def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
 
     Args:
         model: the model to compile.
-        given: the arguments of `torch.compile` for it.
+        given: the arguments of `torch.compile` for the model.
 
     Returns:
-        How many layers were compiled.
+        The number of layers compiled.
     """
     found = _layers_apart(model)
     for layer in found:

@@ -1,8 +1,8 @@
-"""Take one graph through the backend (its trip), and wrap the compiled result.
+"""Take one graph through all steps of the backend (a trip), and wrap the compiled result.
 
-A trip reads the graph once before and once after the passes. The arguments of a wrapper are the
-compiled callable and the trip. The wrapper returns a callable of the same arguments, or the
-compiled callable itself if there is nothing to wrap.
+A trip analyses the graph twice: before the passes and after them. Each wrapper function takes the
+compiled callable and the trip. A wrapper returns a callable with the same arguments, or the
+compiled callable itself if it need not be wrapped.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trip:
     unread: list[int] = field(default_factory=list)  # inputs that the rewritten graph does not read
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:
-        """Read the graph, run the passes, report their results, and read the graph again."""
+        """Analyse the graph, run the passes, report their results, and analyse the graph again."""
         gm, options = self.gm, self.options
         self.pieces = compat.inputs_from_other_graphs(gm)
         _refuse_dropped(self.example_inputs, self.pieces)
@@ -106,7 +106,8 @@ class Trip:
     def _cut(self, info: GraphInfo) -> None:
         """Decide where to split the graph into partitions, and report the decision.
 
-        The reason is updates in the backward pass, repeated layers, or a checkpoint around it.
+        The graph is split for updates during the backward pass, for repeated layers, or for a
+        checkpoint around it.
         """
         try:
             self.cuts = cuts.starts(info)
@@ -120,7 +121,7 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records)
 
     def _find_layers(self, info: GraphInfo) -> report.Record | None:
-        """Split the graph between repeated layers; return the record of it."""
+        """Split the graph between repeated layers; return the report's record of the split."""
         try:
             repeated = layers.repeated_layers(info)
             if repeated.starts and self.reuses_memory:
@@ -132,7 +133,8 @@ class Trip:
         return found
 
     def _find_last_product(self, info: GraphInfo) -> report.Record | None:
-        """Split the graph before the last product of a checkpointed block; return the record."""
+        """Split the graph before the last matrix product of a checkpointed block; return the
+        report's record of the split."""
         try:
             found = None if self.cuts or self.reuses_memory else last_product.last_product(info)
         except Exception as error:  # the graph is compiled whole
@@ -150,8 +152,8 @@ class Trip:
             log.warning("memeff_compile: internal error, masks were not handed over", exc_info=True)
 
     def _look_for_layers(self, info: GraphInfo) -> None:
-        """Report the layers of a sharded model that are in no graph, once the model's loss is in a
-        graph."""
+        """Report layers of a sharded model that no graph contains, as soon as the model's loss was
+        captured."""
         if not compat.shards_by_fsdp2():
             return
         done = self.outcome.report
@@ -168,7 +170,7 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let systems add guards for inputs that cannot need a gradient."""
+        """Let systems add guards for graph inputs that cannot require a gradient."""
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
         for hooks in system.hooks():
@@ -176,8 +178,8 @@ class Trip:
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
-        """Return changes to Inductor's config: those that passes ask for, the user's, and those for
-        safety.
+        """Return changes to Inductor's config: those that passes need, those of the user, and those
+        that keep results correct.
         """
         advice, given = self.outcome.inductor, self.options.inductor_patches()
         return {**advice, **given, **self.choice.patches}
@@ -209,11 +211,12 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
 
 
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
-    """Remove outputs that are None from the graph, and return which outputs stayed.
+    """Remove outputs that are None from the graph, and return the positions of the remaining
+    outputs.
 
-    The result is None if no output was removed.
+    The function returns None if it removed no output.
 
-    AOTAutograd rejects such outputs, but only if DDP splits the model.
+    AOTAutograd rejects outputs that are None, but only if DDP splits the model.
     """
     output = gm.graph.output_node()
     values: Any = output.args[0]
@@ -226,7 +229,7 @@ def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
 
 
 def replay(compiled: Compiled, trip: Trip) -> Compiled:
-    """Replay a step of generation as a CUDA graph, if the same step is called again."""
+    """Replay a decoding step as a CUDA graph if the same step is called again."""
     roles, device, use = trip.choice.roles, trip.choice.device, trip.outcome.report.replays
     if roles is None or device is None or use is None:
         return compiled
@@ -239,12 +242,13 @@ def put_back(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def accept_pieces(compiled: Compiled, trip: Trip) -> Compiled:
-    """Accept deferred logits as inputs, from another graph partition of the model."""
+    """Accept deferred logits of another graph partition as inputs."""
     return accept(compiled, trip.pieces) if trip.pieces else compiled
 
 
 def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
-    """Return deferred logits where the graph returns hidden states."""
+    """Wrap the compiled callable so that it returns deferred logits where the graph returns hidden
+    states."""
     plan, use = trip.outcome.deferred, trip.outcome.report.logits
     if not plan:
         return compiled
@@ -254,7 +258,7 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
 def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
     """Return the compiled callable in a form that `aot_compile` can save.
 
-    The saved form has only the inner compiler's callable and the wrappers that every process needs,
+    That form contains only the inner compiler's callable and the wrappers that every process needs,
     without verification and CUDA graphs.
     """
     around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)

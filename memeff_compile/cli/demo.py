@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 
 def installed_text(megabytes: float = 4) -> str:
-    """Return the source text of the standard library, up to a size."""
+    """Return source text of Python's standard library, up to a size."""
     text = ""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_text(errors="ignore")
@@ -54,7 +54,8 @@ def installed_text(megabytes: float = 4) -> str:
 
 
 def make_batches(steps: int) -> torch.Tensor:
-    """Return (steps, BATCH, LENGTH) token ids from a tokenizer trained here on the same text."""
+    """Return (steps, BATCH, LENGTH) token ids, from a tokenizer that is trained here on the same
+    text."""
     from tokenizers import ByteLevelBPETokenizer
 
     text = installed_text()
@@ -66,7 +67,7 @@ def make_batches(steps: int) -> torch.Tensor:
 
 
 def reset_peak() -> None:
-    """Reset the peak memory, so that the measurement starts here."""
+    """Reset the peak memory counter, so that the measurement starts here."""
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
@@ -75,7 +76,8 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the peak since `reset_peak`, or since the start if it cannot be reset."""
+    """Return the peak memory since `reset_peak`, or since the process started if the counter cannot
+    be reset."""
     if DEVICE == "cuda":
         return torch.cuda.max_memory_allocated()
     if sys.platform == "linux":
@@ -154,7 +156,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def compare(steps: int) -> None:
-    """Run both backends, then print the results."""
+    """Train with both backends, each in a new process, then print the results."""
     problem = inductor_problem(DEVICE)
     inner = "aot_eager" if problem else "inductor"
     if problem:
@@ -181,7 +183,8 @@ def compare(steps: int) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Compare both backends, or do one run for `compare`; return 1 if a package is missing."""
+    """Run the demo: compare both backends, or train once for `compare`; return 1 if a package is
+    missing."""
     missing = [name for name in NEEDS if not installed(name)]
     if missing:
         sys.stderr.write(

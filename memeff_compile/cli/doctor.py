@@ -1,7 +1,8 @@
-"""Diagnose this machine: versions, devices, compilers, engines, and a remedy for each problem.
+"""Diagnose this machine: versions, devices, compilers, kernels in use, and a remedy for each
+problem.
 
 `memeff doctor` prints the findings and exits with 0 if the backend is usable. The last findings
-come from trials: the doctor compiles, trains and verifies a toy model, and generates with a
+come from trial runs: the doctor compiles, trains and verifies a toy model, and generates with a
 transformers model after `memeff_compile.compile(model, kv_cache="static")`.
 """
 
@@ -62,7 +63,7 @@ def findings_text(findings: list[Finding]) -> str:
 
 
 def verdict(findings: list[Finding]) -> str:
-    """Return one line: whether the backend works, and the number of open problems."""
+    """Return one line that says whether the backend works, and the number of open problems."""
     count = sum(bool(finding.remedy) for finding in findings)
     things = f"{count} thing{'s' * (count > 1)} to do"
     if not is_usable(findings):
@@ -93,7 +94,7 @@ def _sections(findings: list[Finding]) -> list[str]:
 
 
 def _wrapped(text: str, indent: int) -> str:
-    """Break a line at the terminal's width, and indent continuation lines under its text."""
+    """Break a line at the terminal's width, and indent its continuation lines."""
     width = text_width()
     head, rest = text[:indent], text[indent:]  # the column keeps its spaces
     if width - indent < width // 2:  # too narrow for columns
@@ -104,7 +105,7 @@ def _wrapped(text: str, indent: int) -> str:
 
 
 def diagnose() -> list[Finding]:
-    """Inspect this machine and run the toy model."""
+    """Inspect this machine and run the trials on a toy model."""
     findings = _versions()
     if is_usable(findings):
         findings += [*_devices(), *_backend()]
@@ -114,10 +115,10 @@ def diagnose() -> list[Finding]:
 
 
 def inductor_problem(device: str) -> str:
-    """Return why Inductor cannot compile for a device here, or "" if it can.
+    """Return the reason why Inductor cannot compile for a device on this machine, or "" if it can.
 
-    Only a trial shows whether the compilers that Inductor calls work: C++ on the CPU, triton and C
-    on a GPU.
+    Only a trial shows whether the compilers that Inductor calls work: C++ for the CPU, triton and C
+    for a GPU.
     """
     import torch
 
@@ -136,7 +137,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def installed(package: str) -> str:
-    """Return the version of a package, or ""."""
+    """Return the version of an installed package, or "" if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -167,7 +168,7 @@ def _required(package: str, minimum: tuple[int, int]) -> Finding:
 
 
 def _tested(found: Finding) -> Finding:
-    """Add to a package's finding whether the tests ran with this release of the package."""
+    """Add to the finding about a package whether this project's tests ran with its release."""
     releases, release = TESTED.get(found.label, ()), _release(found.text)
     if found.remedy or not release or not releases or release in releases:
         return found
@@ -216,9 +217,9 @@ def _backend() -> list[Finding]:
 
 
 def card_text(name: str) -> str:
-    """Return the engines for a GPU that this machine does not have.
+    """Return the kernel implementations for a GPU that is not in this machine.
 
-    For an unknown name, ExplainError lists the most similar names.
+    For an unknown GPU name, the function raises ExplainError with the most similar names.
     """
     import torch
 
@@ -250,7 +251,7 @@ def card_text(name: str) -> str:
 
 
 def _engines(device: torch.device | None = None) -> list[Finding]:
-    """Return the engine of every op folder, for this machine or for a planned GPU."""
+    """Return the implementation that each op would use, on this machine or on a planned GPU."""
     import torch
 
     from memeff_compile import kernels
@@ -313,7 +314,7 @@ def _trains(device: str, inner: str) -> str:
 
 
 def _generates(device: str, inner: str) -> str:
-    """Try to generate text as docs/use/serving.md describes it."""
+    """Try to generate text in the way that docs/use/serving.md describes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

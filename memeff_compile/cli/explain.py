@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Explain the model, print the plan, write the requested files; return the exit status."""
+    """Explain the model, print the memory plan, write the requested files; return the exit
+    status."""
     try:
         return _run(given)
     except MemeffError as error:

@@ -35,7 +35,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 def fit(given: argparse.Namespace) -> int:
     """Print the table of settings, write it if requested; return the exit status.
 
-    The status is 0 even if no setting fits, because that is also an answer.
+    The status is 0 even if no setting fits in memory, because that is a valid answer.
     """
     try:
         return _fit(given)

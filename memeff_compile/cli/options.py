@@ -35,7 +35,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def options_text() -> str:
-    """Return a line for each option, with its possible values."""
+    """Return one line of text per option, with the option's possible values."""
     every = option_facts()
     width = max(len(each.key) for each in every) + 2
     lines = []
@@ -71,7 +71,7 @@ def _row(label: str, text: str) -> list[str]:
 
 
 def _examples(facts: OptionFacts) -> list[str]:
-    """Return code that sets the option, for each way to set it."""
+    """Return code examples that set the option, one for each way to set it."""
     by_keyword = ", ".join(f"{name}={value!r}" for name, value in facts.example.items())
     found = [f"memeff_compile.compile(model, {by_keyword})"]
     if facts.key != f"{PREFIX}weights":  # a backend refuses this option
@@ -81,5 +81,5 @@ def _examples(facts: OptionFacts) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a sentence of the options page without Markdown."""
+    """Return a sentence of the options page with its Markdown removed."""
     return re.sub(r"`([^`]*)`", r"\1", text)

@@ -15,11 +15,12 @@ class ToyModel(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the mean loss of predicting each id, (tokens,) int64, from itself."""
+        """Return the mean loss of predicting each token id from itself; the ids are (tokens,)
+        int64."""
         logits = self.head(self.embed(ids))
         return nn.functional.cross_entropy(logits, ids)
 
 
 def add_one(x: Tensor) -> Tensor:
-    """Return x + 1, the smallest function for a trial of Inductor."""
+    """Return x + 1; this is the smallest function with which to try Inductor."""
     return torch.add(x, 1)

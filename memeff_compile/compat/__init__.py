@@ -1,8 +1,8 @@
 """Wrap each private name of torch that this package uses in one function.
 
-The package has one file per mechanism of PyTorch. The rest of the package only imports ``compat``,
-not the files. After a torch release, ``tests/test_compat.py`` checks every name and shows which
-ones no longer work.
+The folder has one file per mechanism of PyTorch. Other modules import the folder ``compat``, never
+its files. After a torch release, ``tests/test_compat.py`` checks every name and shows which ones no
+longer work.
 """
 
 from torch._ops import HigherOrderOperator as HigherOrderOperator

@@ -1,4 +1,5 @@
-"""Autograd: checkpoints, autocast, transforms, hooks, and saved tensors."""
+"""Private names of torch's autograd: checkpoints, autocast, transforms, hooks, and saved
+tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class _KeepsMarked:
 
 
 def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[], None]:
-    """Make the body of a checkpoint save the results of some calls; return a function to undo this.
+    """Make a checkpoint save the results of some calls in its body; return a function that reverts
+    this.
 
     The value of ``kept`` says which op's result is saved: "attention" for the fused attention
     kernel, "product" for a matrix product, otherwise the name of an op, such as "aten::add".
@@ -82,12 +84,13 @@ def may_be_under_policy(target: object) -> bool:
 
 
 def is_kept(node: Node) -> bool:
-    """Return whether the checkpoint around a call saves the call's result."""
+    """Return whether the checkpoint that surrounds a call saves the call's result."""
     return _KEPT in node.meta
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Disable autocast in this context, because it would also change ops inside this package's ops.
+    """Disable autocast in this context, because autocast would also change ops that this package's
+    ops call.
 
     Devices without autocast, such as meta, are not affected.
     """
@@ -103,11 +106,11 @@ def _has_autocast(device_type: str) -> bool:
 
 @contextlib.contextmanager
 def beside_autograd() -> Iterator[None]:
-    """Run autograd in isolation: the caller's hooks, modes and compilers are not called for its
+    """Run autograd in isolation, so that hooks, modes and compilers of the caller do not see its
     operations.
 
-    Otherwise hooks and modes would count or save tensors that are discarded, and compilers would
-    compile this backward pass.
+    Without this isolation, hooks and modes would count or save tensors that are discarded, and
+    compilers would compile this backward pass.
     """
     from torch._dynamo import compiled_autograd
 
@@ -169,7 +172,7 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
 
 
 def drop_empty_hooks(tensor: torch.Tensor) -> None:
-    """Delete the empty table that remains of a tensor's hooks when all of them are removed.
+    """Delete a tensor's table of hooks if the table is empty because all hooks were removed.
 
     With an empty table, torch assumes that this tensor's hooks are already installed. Moving a
     module with subclass weights calls `torch.utils.swap_tensors`; hooks registered afterwards
@@ -190,8 +193,8 @@ def revive_hooks(tensor: torch.Tensor) -> None:
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
     """Return whether an optimizer has hooks that run before or after its steps.
 
-    Global hooks that run after every optimizer's step do not count. The global hook ``but``, which
-    runs before every step, does not count either.
+    Hooks that PyTorch runs after the steps of all optimizers do not count. The hook passed as
+    ``but``, which PyTorch runs before the steps of all optimizers, does not count either.
     """
     return bool(
         optimizer._optimizer_step_pre_hooks
@@ -207,8 +210,8 @@ def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> None:
-    """Call a function after the nodes of these results computed their gradients, before autograd
-    passes these on.
+    """Call a function after these results' autograd nodes have computed their gradients, before
+    autograd passes the gradients on.
     """
     for result in results:
         made_by = result.grad_fn if isinstance(result, torch.Tensor) else None
@@ -218,7 +221,8 @@ def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> Non
 
 
 def after_backward(function: Callable[[], None]) -> bool:
-    """Call a function at the end of the running backward pass; return False if none runs."""
+    """Call a function at the end of the running backward pass; return False if no backward pass is
+    running."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
     except RuntimeError:

@@ -20,7 +20,7 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def is_compiled_by_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module itself has a compiled or replaced call."""
+    """Return whether the call of a module itself, not of its parent, was compiled or replaced."""
     return module._compiled_call_impl is not None or "forward" in vars(module)
 
 
@@ -31,12 +31,12 @@ def without_compile(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
-    """Compile a module in place with these arguments of torch.compile.
+    """Compile a module in place with the given arguments of torch.compile.
 
     `Module.compile` has no effect on PyTorch's own modules, such as an nn.Sequential, because
-    Dynamo skips code in PyTorch's files. So this function compiles their call itself. If the module
-    is a wrapper that `torch.compile(module)` returned, the wrapper calls its module directly from
-    now on, since it would bypass the compilation in place.
+    Dynamo skips code in PyTorch's files. So this function compiles their call itself. A wrapper
+    that `torch.compile(module)` returned would bypass the compilation in place, so for a wrapper
+    this function makes the wrapper call its module directly.
     """
     from torch._dynamo import external_utils, trace_rules
     from torch._dynamo.eval_frame import OptimizedModule
@@ -55,9 +55,9 @@ def compile_once(
     given: Mapping[str, Any],
     is_idle: Callable[[torch.nn.Module], bool],
 ) -> None:
-    """Compile a module in place from the first call at which ``is_idle`` returns True.
+    """Compile a module in place, starting with the first call at which ``is_idle`` returns True.
 
-    A checkpoint runs a module twice and requires that both runs save the same tensors. So a module
+    A checkpoint runs a module twice and requires that both runs save the same tensors, so a module
     must not be compiled between the two runs.
     """
     original, owner, is_on = module._call_impl, weakref.ref(module), False
@@ -81,7 +81,7 @@ def compile_between_hooks(
 ) -> None:
     """Compile a module's ``forward`` in place, so that its hooks run outside of the graph.
 
-    ``before`` is called with the module as argument before each call.
+    ``before`` is called before each call, with the module as argument.
     """
     from torch._dynamo import external_utils
 
@@ -102,8 +102,8 @@ def compile_between_hooks(
 def backend_of(call: object) -> tuple[str, Mapping[str, Any]] | None:
     """Return the name and options of the backend for which a function was compiled.
 
-    The function is the result of torch.compile, or the compiled call of a module that was compiled
-    in place. Return None if the function is not compiled.
+    The function must be the result of torch.compile, or the compiled call of a module that was
+    compiled in place. Return None if this function is not compiled.
     """
     seen: list[object] = []  # wrappers may refer to each other
     while call is not None and call not in seen:
@@ -174,7 +174,8 @@ def original_of(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def compiling_is_off() -> bool:
-    """Return whether PyTorch's environment variables, config or stance switch compilation off."""
+    """Return whether an environment variable, the config or the stance of PyTorch switches
+    compilation off."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return True
     if "torch._dynamo.eval_frame" not in sys.modules:  # then no config or stance was set
@@ -185,7 +186,7 @@ def compiling_is_off() -> bool:
 
 
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
-    """Put a wrapper around the compiled call of a module that is compiled in place."""
+    """Wrap the compiled call of a module that was compiled in place."""
     module = without_compile(module)
     around = wrap(module._compiled_call_impl)
     around.__wrapped__ = module._compiled_call_impl
@@ -193,7 +194,7 @@ def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
 
 
 def users_line() -> str:
-    """Return the innermost running line of the user's code, as "train.py:12", or ""."""
+    """Return the innermost running line of the user's code, such as "train.py:12", or ""."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back

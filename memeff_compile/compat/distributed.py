@@ -1,4 +1,4 @@
-"""DTensor and FSDP: which part of a parameter each rank stores."""
+"""Private names of DTensor and FSDP: they tell which shard of a parameter each rank stores."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_tensor_parallel(weight: torch.Tensor) -> bool:
-    """Return whether each rank multiplies with only its part of ``weight``, unlike with FSDP2
-    alone."""
+    """Return whether each rank multiplies with only its shard of ``weight``; with FSDP2 alone,
+    ranks multiply with the whole weight."""
     return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
 
 
 def offset_of_part(tensor: Any) -> tuple[int, ...]:
-    """Return where this rank's part of a DTensor starts."""
+    """Return the index at which this rank's shard of a DTensor starts."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape = [int(size) for size in tensor.shape]
@@ -36,14 +36,14 @@ def offset_of_part(tensor: Any) -> tuple[int, ...]:
 def gathering_ops() -> tuple[Any, Any]:
     """Return two ops: one gathers a tensor from all ranks of a named group, the other waits for it.
 
-    DTensor calls these ops, and AOTAutograd and Inductor know them.
+    DTensor calls these two ops, and AOTAutograd and Inductor know them.
     """
     ops = torch.ops._c10d_functional
     return ops.all_gather_into_tensor.default, ops.wait_tensor.default
 
 
 def ignores_gradients(hook: Any) -> bool:
-    """Return whether a tensor hook belongs to FSDP2; such hooks do not read the gradient."""
+    """Return whether a tensor hook belongs to FSDP2, whose hooks do not read the gradient."""
     owner = getattr(hook, "__self__", None)
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     return states is not None and isinstance(owner, states.FSDPState)
@@ -87,13 +87,13 @@ def is_fsdp_shard(weight: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class FsdpShard:
-    """A parameter that FSDP2 shards, and how FSDP2 treats it."""
+    """A parameter that FSDP2 shards, and the settings with which FSDP2 treats it."""
 
     _param: Any
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether FSDP2 still uses this parameter: another one may have replaced it in its
-        module."""
+        """Return whether FSDP2 still uses this parameter, because another one may have replaced it
+        in its module."""
         return self._param.sharded_param is parameter
 
     @property
@@ -103,12 +103,13 @@ class FsdpShard:
 
 
 def fsdp_shards() -> dict[int, FsdpShard]:
-    """Return a dictionary of every parameter that FSDP2 shards, by the parameter's `id`."""
+    """Return a dictionary of all parameters that FSDP2 shards, with each parameter's `id` as
+    key."""
     return {id(param.sharded_param): FsdpShard(param) for param, _ in _fsdp2_parameters()}
 
 
 def shards_by_fsdp2() -> bool:
-    """Return whether FSDP2 shards any parameter of this process."""
+    """Return whether FSDP2 shards at least one parameter in this process."""
     return next(_fsdp2_parameters(), None) is not None
 
 
@@ -125,7 +126,7 @@ def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
 
 
 def sharded_with(weight: torch.Tensor) -> list[torch.nn.Module]:
-    """Return all modules that FSDP2 shards under the same root module as that of ``weight``."""
+    """Return all modules that FSDP2 shards under the root module that contains ``weight``."""
     for state in _fsdp2_states():
         if any(module in state._modules for module in fsdp_group(weight)):
             return [module for each in state._state_ctx.all_states for module in each._modules]
@@ -150,7 +151,8 @@ def _fsdp2_states() -> Iterator[Any]:
 
 
 def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
-    """Yield FSDP2's objects for every parameter it shards, and for the parameter's group."""
+    """Yield FSDP2's object for each parameter that it shards, and its object for the parameter's
+    group."""
     for state in _fsdp2_states():
         for group in _groups_of(state):
             for param in group.fsdp_params:
@@ -169,7 +171,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a distributed tensor like ``tensor`` with ``local`` as this rank's local tensor."""
+    """Return a distributed tensor that is like ``tensor``, except that this rank's local tensor is
+    ``local``."""
     from torch.distributed.tensor import DTensor
 
     like: Any = tensor
@@ -181,8 +184,8 @@ def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def fsdp_frees_after_forward(weight: Any) -> bool:
     """Return whether FSDP frees ``weight`` at the end of its module's forward pass.
 
-    FSDP1 always frees it. FSDP2 frees it, except in the outermost group and in groups with
-    `reshard_after_forward=False`.
+    FSDP1 always frees the weight. FSDP2 frees the weight, except in the outermost group and in
+    groups with `reshard_after_forward=False`.
     """
     if not isinstance(weight, torch.Tensor):
         return False
@@ -193,8 +196,8 @@ def fsdp_frees_after_forward(weight: Any) -> bool:
 
 
 def awaits_backward(module: torch.nn.Module) -> bool:
-    """Return whether an FSDP2 module is in a backward pass, or has run forward and waits for
-    one."""
+    """Return whether an FSDP2 module runs its backward pass, or has run its forward pass and waits
+    for the backward pass."""
     if torch._C._current_graph_task_id() != -1:
         return True
     groups = (g for state in _fsdp2_states() if module in state._modules for g in _groups_of(state))
@@ -216,10 +219,12 @@ def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
 
 
 def free_last_gather(module: torch.nn.Module) -> None:
-    """Free the buffer that FSDP2's latest all-gather wrote to, as FSDP2 does after the root.
+    """Free the buffer to which FSDP2's latest all-gather wrote, as FSDP2 does after the root
+    module's forward pass.
 
-    FSDP2 has copied the weights out of it. It keeps the buffer until the next all-gather, so that
-    this one waits for the copies; here the streams of later all-gathers wait for them now.
+    FSDP2 has already copied the weights out of this buffer. FSDP2 would keep the buffer until the
+    next all-gather, to make that all-gather wait for the copies; instead, this function makes the
+    streams of later all-gathers wait for the copies now.
     """
     for state in _fsdp2_states():
         if module not in state._modules:
@@ -246,7 +251,8 @@ _fsdp2_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
-    """Return FSDP2's objects for a gathered parameter and for its group, or (None, None)."""
+    """Return FSDP2's object for a gathered parameter and its object for the parameter's group, or
+    (None, None)."""
     if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
         return None, None
     if weight not in _fsdp2_owners:

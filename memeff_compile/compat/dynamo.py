@@ -1,4 +1,4 @@
-"""Dynamo: facts about captured graphs, tracing, guards and recompilation."""
+"""Private names of Dynamo: facts about captured graphs, tracing, guards and recompilation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NO_LIMIT = 1 << 20  # on the graphs that Dynamo makes of one function
 
 
 def untraced(function: _Function) -> _Function:
-    """Return the function with Dynamo's tracing disabled for it."""
+    """Return a function that Dynamo does not trace."""
     return cast("_Function", torch._dynamo.disable(function))
 
 
 def constant_in_traces(function: _Function) -> _Function:
-    """Make Dynamo call a function while it traces, and use its result for every later call."""
+    """Make Dynamo call a function while it traces, and reuse the result for every later call."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -38,12 +38,12 @@ forward_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_
 
 
 def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bool:
-    """Return whether a module has a hook that runs after its state dict is made."""
+    """Return whether a module has a hook that runs after its state dict is created."""
     return hook in module._state_dict_hooks.values()
 
 
 def copy_graph(gm: GraphModule) -> Graph:
-    """Return a copy of ``gm``'s graph that can replace the graph later."""
+    """Return a copy of the graph of ``gm``, with which the graph can be replaced later."""
     copied = Graph()
     copied.set_codegen(copy.deepcopy(gm.graph._codegen))
     mapping: dict[Node, Node] = {}
@@ -55,12 +55,13 @@ def copy_graph(gm: GraphModule) -> Graph:
 
 
 def example_value(node: Node) -> Any:
-    """Return the example value of ``node`` (a FakeTensor, SymInt, tuple, ...), or None."""
+    """Return the example value of ``node`` (such as a FakeTensor, SymInt or tuple), or None."""
     return node.meta.get("example_value")
 
 
 def example_input(node: Node) -> Any:
-    """Return the real object for a placeholder while its graph compiles, or None."""
+    """Return the real object for a placeholder while the placeholder's graph is compiled, or
+    None."""
     with contextlib.suppress(AttributeError, AssertionError):
         return node.meta.get("grapharg").example  # type: ignore[union-attr]
     return None
@@ -73,15 +74,16 @@ def source_name(node: Node) -> str:
 
 
 def plain_source(path: str) -> str:
-    """Return Dynamo's source name without the steps that a class with ``__getattr__`` adds."""
+    """Return Dynamo's name of an input, without the steps that a class with ``__getattr__``
+    adds."""
     return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", path)
 
 
 def running_modules() -> list[torch.nn.Module]:
-    """Return the modules whose forward is running, without the wrappers of data parallelism.
+    """Return the modules whose forward is running, without wrappers for data parallelism.
 
-    Modules on which ``torch.compile`` was called come first, the innermost one at the start.
-    Modules on which it was not called follow, the outermost one first.
+    Modules that ``torch.compile`` compiles come first, starting with the innermost.
+    The other modules follow, starting with the outermost.
     """
     compiled, others = _calling_modules()
     found = {id(module): module for module in (*compiled, *reversed(others))}
@@ -89,14 +91,13 @@ def running_modules() -> list[torch.nn.Module]:
 
 
 def compiled_module() -> torch.nn.Module | None:
-    """Return the innermost module on which ``torch.compile`` was called and that runs now."""
+    """Return the innermost module that ``torch.compile`` compiles and that is running."""
     compiled, _ = _calling_modules()
     return compiled[0] if compiled else None
 
 
 def _calling_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Return the modules whose forward led to this call, compiled ones and others, innermost
-    first."""
+    """Return the modules whose forward led to this call, innermost first."""
     from torch._dynamo import eval_frame
 
     wrappers = (eval_frame.OptimizedModule, torch.nn.parallel.DistributedDataParallel)
@@ -119,7 +120,8 @@ def _calling_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
 
 
 def frame_variables() -> Mapping[str, Any]:
-    """Return local and global variables of the function that Dynamo captures, as "L" and "G"."""
+    """Return the local and global variables of the function that Dynamo captures, under the keys
+    "L" and "G"."""
     from torch._dynamo import symbolic_convert
 
     captured = getattr(symbolic_convert.tls, "current_tx", None)
@@ -127,7 +129,7 @@ def frame_variables() -> Mapping[str, Any]:
 
 
 def capturing_backend() -> Any:
-    """Return the backend of the graph that is being captured, or None outside a capture."""
+    """Return the backend that captures a graph now, or None outside of a capture."""
     from torch._dynamo import symbolic_convert
 
     captured = getattr(symbolic_convert.tls, "current_tx", None)
@@ -141,7 +143,7 @@ def capturing_backend() -> Any:
 
 
 def readable_source(node: Node) -> str:
-    """Return a placeholder's name as in the user's code: ``lm_head.weight``."""
+    """Return a placeholder's name as it is written in user code, such as ``lm_head.weight``."""
     held = r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]"
     name = re.sub(held, r".\1", source_name(node))
     local = re.fullmatch(r"L\[['\"](\w+)['\"]\](.*)", name)
@@ -157,8 +159,8 @@ def readable_source(node: Node) -> str:
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
     """Return the positions of the inputs that another graph partition computes.
 
-    DDP splits a captured graph where its buckets end. An input of a later partition that an earlier
-    one computed is not an input of the user.
+    DDP splits a captured graph where its buckets end. An input that an earlier partition computed
+    is not an input that the user passes.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [
@@ -169,10 +171,10 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
 
 
 def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
-    """Return a mapping in which one graph partition of DDP leaves notes for later partitions.
+    """Return a mapping in which one of DDP's graph partitions stores notes for later partitions.
 
     The keys are the example values of the tensors that cross a split. The mapping has weak
-    references to its keys, and exists only for this compilation. Return None if the graph is not
+    references to its keys, and exists only during this compilation. Return None if the graph is not
     split.
     """
     context: Any = TracingContext.try_get()
@@ -186,13 +188,13 @@ def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
 
 
 def compile_id() -> str:
-    """Return the id of the compilation in progress, such as ``0/1``, or an empty string."""
+    """Return the id of the current compilation, such as ``0/1``, or an empty string."""
     current = CompileContext.current_compile_id()
     return "" if current is None else str(current)
 
 
 def recompile_reason() -> str:
-    """Return Dynamo's reason for compiling the present function again, or an empty string."""
+    """Return Dynamo's reason for compiling this function again, or an empty string."""
     from torch._dynamo.utils import get_metrics_context
 
     context = get_metrics_context()
@@ -203,7 +205,7 @@ def recompile_reason() -> str:
 
 
 def ignore_while_tracing(function: Callable[..., Any]) -> None:
-    """Let Dynamo treat a logging function as a no-op instead of breaking the graph at it."""
+    """Let Dynamo ignore calls of a logging function instead of breaking the graph at them."""
     from torch._dynamo import config
 
     ignored: set[Any] = config.ignore_logging_functions
@@ -214,7 +216,8 @@ def ignore_while_tracing(function: Callable[..., Any]) -> None:
 def substitute_while_tracing(
     function: Callable[..., Any], substitute: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Let Dynamo trace ``substitute`` where code calls ``function``; return a copy of ``function``.
+    """Let Dynamo trace ``substitute`` where user code calls ``function``; return a copy of
+    ``function``.
 
     The substitute may call the copy, which Dynamo traces like any other function.
     """
@@ -232,16 +235,17 @@ def substitute_while_tracing(
 
 
 def chunks_probability_targets() -> bool:
-    """Return whether PyTorch's chunked loss takes class probabilities, as from torch 2.14 on."""
+    """Return whether PyTorch's chunked loss accepts class probabilities, as it does from torch 2.14
+    on."""
     adjust: Any = torch.nn.LinearCrossEntropyOptions._adjust
     return "prob_target" in inspect.signature(adjust).parameters
 
 
 class _NamedFunction(str):
-    """The name of a function, as a string that compares equal to the function.
+    """A string with a function's name that compares equal to the function.
 
     Dynamo writes its list of ignored functions to its logs as JSON. Up to torch 2.12, a function
-    object in the list makes the log entry of every compilation fail.
+    object in this list makes the log entry of every compilation fail.
     """
 
     _function: Callable[..., Any]
@@ -270,7 +274,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 
 def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:
-    """Add a buffer to the graph, with a source, because AOTAutograd needs a source for each
+    """Add a buffer to the graph, together with a Dynamo source, which AOTAutograd needs for each
     buffer."""
     from torch._dynamo.source import ConstantSource
 
@@ -280,16 +284,17 @@ def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:
 
 
 def remove_buffer(gm: GraphModule, name: str) -> None:
-    """Remove the buffer that `add_buffer` added."""
+    """Remove a buffer that `add_buffer` added."""
     delattr(gm, name)
     sources: Any = getattr(gm, "_param_name_to_source", {})
     sources.pop(name, None)
 
 
 def guard_by_attribute(node: Node, name: str) -> None:
-    """Replace all guards of an input by one guard on a number that is an attribute of the input.
+    """Replace all guards on an input by one guard on an integer attribute of the input.
 
-    For a tensor subclass Dynamo guards each inner tensor, and each guard calls Python.
+    For a tensor subclass, Dynamo would guard each inner tensor, and each of these guards calls
+    Python code.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
@@ -313,31 +318,32 @@ def _is_part(guard: Any, whole: Any) -> bool:
 
 
 def feeds_resumed_code(gm: GraphModule) -> bool:
-    """Return whether a graph break follows ``gm``, so that the code after it reads its outputs.
+    """Return whether a graph break follows ``gm``, so that code after the break reads the graph's
+    outputs.
 
-    DDP's graph partitions are marked as broken too, but their outputs go to other partitions or to
-    the user.
+    DDP's graph partitions are marked in the same way, but their outputs go to other partitions or
+    to the user.
     """
     why = getattr(gm, "compile_subgraph_reason", None)
     return why is not None and "DDPOptimizer" not in str(why.reason) and bool(why.graph_break)
 
 
 def cut_inside(gm: GraphModule) -> str:
-    """Return the name of the function in which the graph break after ``gm`` is, or ""."""
+    """Return the name of the function that contains the graph break after ``gm``, or ""."""
     why = getattr(gm, "compile_subgraph_reason", None)
     frames = getattr(why, "user_stack", None) or []
     return str(frames[-1].name) if feeds_resumed_code(gm) and frames else ""
 
 
 def is_cut_in(gm: GraphModule, file: str) -> bool:
-    """Return whether the graph break after ``gm`` is in a file's code, or in code that it
-    called."""
+    """Return whether the graph break after ``gm`` is in the code of a file, or in code that the
+    file's code called."""
     frames = getattr(getattr(gm, "compile_subgraph_reason", None), "user_stack", None) or []
     return feeds_resumed_code(gm) and any(frame.filename.endswith(file) for frame in frames)
 
 
 def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks that run before and after a module's forward."""
+    """Return the hooks that run before and after a module's forward pass."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
@@ -345,8 +351,8 @@ def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
 def fresh_capture() -> Iterator[None]:
     """Isolate captures in this context from other compilations of the process.
 
-    The limits of other compilations do not apply, and no sizes are shared: a size seen here would
-    otherwise be dynamic in the next compilation.
+    Inside this context, the limits of other compilations do not apply, and sizes are not shared:
+    otherwise a size seen here would be dynamic in the next compilation.
     """
     from torch._dynamo import config, pgo
 
@@ -360,7 +366,7 @@ def fresh_capture() -> Iterator[None]:
 
 
 def forget_failures(functions: Iterable[Any]) -> None:
-    """Let Dynamo compile functions again that it had skipped because their capture raised an
+    """Let Dynamo try again to compile functions that it skipped because their capture raised an
     exception."""
     from torch._C._dynamo.eval_frame import reset_code
 
@@ -370,30 +376,31 @@ def forget_failures(functions: Iterable[Any]) -> None:
 
 
 def keep_address(tensor: torch.Tensor) -> None:
-    """Tell Dynamo that a tensor keeps its address, so that CUDA graphs need no copy of it.
+    """Tell Dynamo that a tensor keeps its address, so that CUDA graphs need not copy it.
 
-    While Dynamo traces, this has no effect.
+    While Dynamo traces, this function has no effect.
     """
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
 
 
 def names_around() -> dict[str, Any]:
-    """Return the caller's caller's variables, by name."""
+    """Return the variables of the caller's caller, as a dictionary by name."""
     return sys._getframe(2).f_locals
 
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:
-    """Tell Dynamo that a size differs between calls; code may still specialize on it."""
+    """Tell Dynamo that a size differs between calls; traced code may still specialize on it."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def room_for_graphs(limit: int = 64) -> dict[str, Any]:
-    """Return arguments of torch.compile that give a model a separate, larger limit of graphs.
+    """Return arguments of torch.compile that give a model its own, larger limit on the number of
+    graphs.
 
-    Without these arguments, all models of a process share one limit, because transformers wraps
-    every model's forward in the same decorator, whose code is counted. Before torch 2.13 the
-    arguments do not exist, so this function increases the shared limit.
+    Without these arguments, all models of a process share one limit, because transformers wraps the
+    forward of every model in the same decorator, and Dynamo counts graphs per code object. Before
+    torch 2.13 these arguments do not exist, so this function raises the shared limit instead.
     """
     from torch._dynamo import config
 

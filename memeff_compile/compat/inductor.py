@@ -1,4 +1,5 @@
-"""AOTAutograd, Inductor and CUDA graphs: how to compile a graph, save it and record it."""
+"""Private names of AOTAutograd, Inductor and CUDA graphs, to compile a graph, save it and record
+it."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda
 
 
 def recompute_in_backward(node: Node) -> None:
-    """Make AOTAutograd's partitioner recompute a call in the backward, and save its inputs."""
+    """Make AOTAutograd's partitioner recompute a call in the backward pass, and save the call's
+    inputs instead of its result."""
     node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta.setdefault("ac_graph_id", 0)
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
-    """Return the config keys that each mode of Inductor stands for."""
+    """Return the Inductor config keys that each compile mode stands for."""
     from torch._inductor import list_mode_options
 
     return cast("dict[str, dict[str, Any]]", list_mode_options())
@@ -45,7 +47,7 @@ def inductor_config() -> tuple[dict[str, Any], Callable[[str], Any]]:
 
 
 def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
-    """Return whether Inductor will replay CUDA graphs under ``patches``."""
+    """Return whether Inductor will use CUDA graphs with the config changes ``patches``."""
     if "triton.cudagraphs" in patches:
         return bool(patches["triton.cudagraphs"])
     from torch._inductor import config
@@ -56,7 +58,8 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 def start_compile_workers() -> None:
     """Start the processes in which Inductor compiles GPU kernels, as Inductor's own backend does.
 
-    These processes take seconds to start. Until then Inductor compiles kernels one after the other.
+    Compiler processes take seconds to start. Until these processes run, Inductor compiles kernels
+    one after another.
     """
     from torch._inductor import async_compile
 
@@ -66,11 +69,12 @@ def start_compile_workers() -> None:
 def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
 ) -> Compiled:
-    """Compile the graph with Inductor; ``patches`` also apply to the backward it compiles later.
+    """Compile the graph with Inductor; ``patches`` also apply to the backward graph, which Inductor
+    compiles later.
 
-    Inductor's caches on disk contain only the names of this package's ops, which may change between
-    versions. So each entry is tagged with the ops' schemas. ``tag`` describes everything else for
-    which the ops were compiled and that the graph does not show.
+    Inductor's on-disk caches contain only the names of this package's ops, and these ops may change
+    between versions. So this function tags each cache entry with the schemas of the ops. ``tag``
+    describes everything else that affects the compiled ops and is not visible in the graph.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
@@ -118,33 +122,33 @@ def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Ite
 
 
 def is_to_be_saved() -> bool:
-    """Return whether `aot_compile` compiles the graph, so that the caller may save it."""
+    """Return whether `aot_compile` compiles the graph, in which case the caller may save it."""
     from torch._functorch import config
 
     return bool(config.bypass_autograd_cache_key)
 
 
 def has_artifact(compiled: Compiled) -> bool:
-    """Return whether AOTAutograd created a callable, so that its artifact can be saved."""
+    """Return whether AOTAutograd created a callable, whose artifact can be saved."""
     return getattr(compiled, "serialize", None) is not None
 
 
 def let_be_saved(kind: type) -> None:
-    """Let `aot_compile` accept callables of a class that defines how they are saved."""
+    """Let `aot_compile` accept callables of a class that defines how its objects are saved."""
     from torch._dynamo.aot_compile_types import SerializableCallable
 
     SerializableCallable.register(kind)
 
 
 def serialized(compiled: Compiled) -> bytes:
-    """Return the bytes with which the inner compiler saves a compiled callable to disk."""
+    """Return the bytes in which the inner compiler saves a compiled callable to disk."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
     return Bundled.serialize_compile_artifacts(Bundled(compiled))
 
 
 def deserialized(artifact: bytes) -> Compiled:
-    """Return the callable from the inner compiler's saved form."""
+    """Return the callable from bytes that the inner compiler saved."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
     return cast("Compiled", Bundled.deserialize_compile_artifacts(artifact))
@@ -152,10 +156,11 @@ def deserialized(artifact: bytes) -> Compiled:
 
 @contextlib.contextmanager
 def apart_in_tracing() -> Iterator[None]:
-    """Compile one of several partitions of a captured graph, separately from the others.
+    """Isolate the compilation of one of several partitions of a captured graph from the other
+    partitions.
 
-    AOTAutograd records facts about a graph and reads them when it compiles the backward. In this
-    context it cannot read the facts about another partition.
+    AOTAutograd records facts about a graph and reads them when it compiles the backward graph.
+    Inside this context, AOTAutograd cannot read the facts about another partition.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -170,8 +175,9 @@ def apart_in_tracing() -> Iterator[None]:
 def call_in_inductor(op: torch._ops.OpOverload) -> None:
     """Make Inductor's generated Python code call `op.direct` instead of the op.
 
-    The dispatcher takes longer than many kernels, and an op whose gradient is written in Python
-    passes through it twice. Generated C++ code still calls the op.
+    The direct call saves host time: the dispatcher takes longer than many kernels run, and an op
+    whose gradient is written in Python passes through the dispatcher twice. C++ code that Inductor
+    generates still calls the op.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
@@ -206,7 +212,7 @@ def op_fingerprint() -> str:
 
 
 def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-    """Compile the graph with AOTAutograd only; the result runs op by op."""
+    """Compile the graph with AOTAutograd only; the result runs op by op, without Inductor."""
     from torch._dynamo.backends.debugging import aot_eager
 
     inputs: Any = example_inputs
@@ -214,10 +220,11 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
 
 
 def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return an empty bf16 tensor on a tensor's device; a GPU must be the current one.
+    """Return an empty bf16 tensor on a tensor's device; if this is a GPU, it must be the current
+    one.
 
-    Inductor's code allocates its buffers in this way, because the dispatcher takes three times as
-    long.
+    Inductor's generated code allocates its buffers in the same way, because the dispatcher takes
+    three times as long.
     """
     if like.is_cuda and _empty_on_gpu is not None:
         return cast("torch.Tensor", _empty_on_gpu(size, strides, torch.bfloat16))
@@ -228,12 +235,12 @@ _empty_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def mark_static_input(node: Node) -> None:
-    """Tell AOTAutograd that an input keeps its address, so that CUDA graphs may write to it."""
+    """Tell AOTAutograd that an input keeps its address, so that CUDA graphs can write to it."""
     node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = "unguarded"
 
 
 def is_unsafe_to_record(node: Node) -> bool:
-    """Return whether a call must not be part of a CUDA graph.
+    """Return whether a CUDA graph must not contain a call.
 
     Such a call waits for the device, has sizes that depend on data, is control flow, or is an op of
     another library, whose work on the CPU a replay would skip.
@@ -260,7 +267,7 @@ def is_unsafe_to_record(node: Node) -> bool:
 
 @contextlib.contextmanager
 def capturing_alone() -> Iterator[None]:
-    """Allow only one recording of a CUDA graph at a time, because recording affects the whole
+    """Let only one CUDA graph be recorded at a time, because a recording affects the whole
     process."""
     from torch._inductor import cudagraph_trees
 
@@ -273,29 +280,30 @@ _capture_lock = threading.Lock()
 
 
 def forget_workspaces() -> None:
-    """Make cuBLAS allocate new workspaces, because an older one may be freed after a recording that
-    uses it."""
+    """Make cuBLAS allocate new workspaces, because a workspace that a recording uses may otherwise
+    be freed."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def leave_pool(pool: Any) -> None:
-    """Make the allocator use its usual memory again after a failed recording."""
+    """Make the allocator use its usual memory pool again after a failed recording."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 def multiplies_bf16() -> bool:
-    """Return whether the CPU's matrix library can use instructions for bfloat16 products."""
+    """Return whether the CPU's matrix library can use bfloat16 instructions for products."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def tracing_again() -> Callable[[], Any]:
-    """Return a function that creates a context in which code compiles as it would at this point."""
+    """Return a function that creates a context in which code compiles with the same settings as
+    now."""
     return functools.partial(tracing, TracingContext.try_get())
 
 
 def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
-    """Return AOTAutograd's graphs for ``gm`` in the form that Inductor would get, the forward
+    """Return the graphs that AOTAutograd would pass to Inductor for ``gm``, the forward graph
     first."""
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx

@@ -1,4 +1,4 @@
-"""Query sizes and numbers that are symbols while a graph is compiled."""
+"""Ask about sizes and numbers that are symbols while a graph is compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .dynamo import example_value, source_name
 
 
 def statically_true(condition: Any) -> bool:
-    """Return whether ``condition`` holds for every size, without adding a guard."""
+    """Return whether ``condition`` holds for every possible size, without adding a guard."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -20,10 +20,11 @@ def statically_true(condition: Any) -> bool:
 
 
 def holds(condition: Any) -> bool:
-    """Return whether ``condition`` on sizes holds now, and add a guard for the answer.
+    """Return whether ``condition`` on sizes holds for the current sizes, and add a guard for the
+    answer.
 
-    If the answer changes, the graph is compiled again. A condition that depends on data counts as
-    false.
+    If the answer changes in a later call, Dynamo compiles the graph again. A condition that depends
+    on data counts as not holding.
     """
     if isinstance(condition, bool):
         return condition
@@ -33,10 +34,11 @@ def holds(condition: Any) -> bool:
 
 
 def known_number(value: Any) -> int | float | None:
-    """Return ``value``, or the current number of a symbolic node, without adding a guard.
+    """Return ``value``, or the current number if ``value`` is a symbolic node, without adding a
+    guard.
 
-    ``dynamic=True`` turns a config's numbers into symbols. For a size of a tensor, the result is
-    None.
+    With ``dynamic=True``, Dynamo turns numbers of a config into symbols. If the symbol is a
+    tensor's size, the function returns None.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
@@ -56,7 +58,8 @@ def known_number(value: Any) -> int | float | None:
 
 
 def known_size(size: Any) -> int | None:
-    """Return a size if it is the same in every call, otherwise None, without adding a guard."""
+    """Return a size if it is the same number in every call, otherwise None, without adding a
+    guard."""
     if isinstance(size, int):
         return size
     known = size.node.maybe_as_int()
@@ -64,8 +67,8 @@ def known_size(size: Any) -> int | None:
 
 
 def hold_constant(value: Any) -> None:
-    """Add a guard for the current number of a node's symbol, so that another number compiles the
-    graph again."""
+    """Add a guard on the current number of a node's symbol, so that another number makes Dynamo
+    compile the graph again."""
     symbol = example_value(value) if isinstance(value, Node) else None
     if isinstance(symbol, torch.SymInt):
         int(symbol)
@@ -74,7 +77,7 @@ def hold_constant(value: Any) -> None:
 
 
 def symbols_of(value: Any) -> set[str]:
-    """Return the names of the symbols in a value's sizes and strides."""
+    """Return the names of the symbols in the sizes and strides of a value."""
     from torch.fx.experimental.symbolic_shapes import free_symbols
 
     if isinstance(value, (tuple, list)):
@@ -85,7 +88,8 @@ def symbols_of(value: Any) -> set[str]:
 
 
 def size_hint(size: Any) -> int:
-    """Return a number for a size, without adding a guard: a symbol's hint, or 0 if it has none."""
+    """Return an example number for a size, without adding a guard: a symbol's hint, or 0 if it has
+    no hint."""
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)

@@ -1,4 +1,5 @@
-"""Tensors and ops: subclasses, dispatch modes, fake tensors, memory, and schemas of ops."""
+"""Private names for tensors and ops: subclasses, dispatch modes, fake tensors, memory, and op
+schemas."""
 
 from __future__ import annotations
 
@@ -31,18 +32,18 @@ schema: Callable[[Any], Any] = attrgetter("_schema")
 
 
 def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
-    """Return the reduction that corresponds to the two deprecated arguments of a loss."""
+    """Return the `reduction` that corresponds to a loss's two deprecated arguments."""
     return str(_reduction.legacy_get_string(size_average, reduce, emit_warning=False))
 
 
 def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
-    """Return a tensor of a subclass that has sizes but no memory."""
+    """Return a tensor of a wrapper subclass, which has sizes but no memory."""
     made: Any = torch.Tensor._make_wrapper_subclass(kind, *args, **kwargs)
     return cast("_Tensor", made)
 
 
 def as_class(kind: type[_Tensor], plain: torch.Tensor) -> _Tensor:
-    """Return a tensor of a subclass with the memory of another, detached from autograd."""
+    """Return a tensor of a subclass that shares another tensor's memory, detached from autograd."""
     made: Any = torch.Tensor._make_subclass(kind, plain)
     return cast("_Tensor", made)
 
@@ -62,7 +63,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 @functools.cache
 def _let_fake_modes_ask() -> None:
-    """Make fake modes, which only know fake tensors, pass on queries for another tensor's
+    """Make fake tensor modes, which know only fake tensors, pass on a query for another tensor's
     device."""
     op = torch.ops.prim.device.default
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
@@ -79,14 +80,14 @@ def _let_fake_modes_ask() -> None:
 def can_be_swapped(tensor: torch.Tensor) -> bool:
     """Return whether `torch.utils.swap_tensors` accepts a tensor.
 
-    `swap_tensors` refuses a tensor to which an autograd graph or a weak reference refers; compiled
-    code has weak references.
+    `swap_tensors` raises an error if an autograd graph or a weak reference refers to the tensor;
+    compiled code has weak references.
     """
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
 def is_fake(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether ``value`` is a plain fake tensor: not a fake wrapper subclass."""
+    """Return whether ``value`` is a plain fake tensor, not a fake tensor of a wrapper subclass."""
     return type(value) is fake_tensor.FakeTensor
 
 
@@ -100,15 +101,15 @@ def make_without_memory(
     storage_offset: int | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """Create a wrapper subclass that no code can mistake for a tensor with memory.
+    """Create a wrapper subclass whose tensors no code can mistake for tensors with memory.
 
-    A usual wrapper subclass has its device's dispatch keys and a null pointer. Code that reaches
-    memory without Python then crashes: raw pointers, storages, a plain tensor whose `.data` it
-    became. This wrapper has the keys and storage of the meta device, and only reports `device` as
-    its device.
+    A usual wrapper subclass has the dispatch keys of its device and a null pointer. Code that reads
+    memory without Python then crashes: code that uses raw pointers or storages, or a plain tensor
+    to whose `.data` the wrapper was assigned. This wrapper has the dispatch keys and the storage of
+    the meta device, and only reports `device` as its device.
 
-    The class must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. The class also has
-    a property `device` and a method `refuse_memory`, which raises an error.
+    The subclass must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. The subclass
+    must also have a property `device`, and a method `refuse_memory` that raises an error.
     """
     made = torch.Tensor._make_wrapper_subclass(
         cls,
@@ -136,7 +137,8 @@ def _autocast_keys(kind: str) -> Any:
 
 
 def _shares_metadata(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether `.data` may be assigned: both tensors must have the same class."""
+    """Return whether one tensor may be assigned to the other's `.data`: both must have the same
+    class."""
     for each in (tensor, other):
         refuse = getattr(each, "refuse_memory", None)
         if refuse is not None and type(tensor) is not type(other):
@@ -157,7 +159,7 @@ def _refuse_assigned_data() -> torch.library.Library:
     """Make assignments to `.data` call `_shares_metadata` if one of the tensors has the meta
     device's dispatch keys.
 
-    PyTorch's own check is an operation that it never dispatches to Python.
+    PyTorch's own check is an operation that is never dispatched to Python.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
@@ -165,19 +167,20 @@ def _refuse_assigned_data() -> torch.library.Library:
 
 
 def storage_key(value: torch.Tensor) -> int:
-    """Return a key that is equal for fake tensors that share memory."""
+    """Return a key that is equal for two fake tensors if they share memory."""
     return int(value.untyped_storage()._cdata)
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[Sequence[str], Any]:
-    """Return the names of a wrapper subclass's inner tensors, and the rest of its description."""
+    """Return the names of the inner tensors of a wrapper subclass, and the rest of its
+    description."""
     names, about = cast("Any", tensor).__tensor_flatten__()
     return names, about
 
 
 def storage_keys(value: torch.Tensor) -> set[int]:
-    """Return keys that are equal for fake tensors that share memory, one per inner tensor of a
-    subclass."""
+    """Return keys that are equal for fake tensors that share memory; a subclass gets one key per
+    inner tensor."""
     if not hasattr(type(value), "__tensor_flatten__"):
         return {storage_key(value)}
     names, _ = parts_of(value)
@@ -189,7 +192,8 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
-    """Return whether tensors stand for other tensors, or a mode intercepts operations on them."""
+    """Return whether tensors are stand-ins for other tensors, or a mode intercepts operations on
+    them."""
     stands_for_others = any(type(tensor) is not torch.Tensor for tensor in tensors)
     return stands_for_others or torch._C._len_torch_dispatch_stack() > 0
 
@@ -197,9 +201,9 @@ def is_traced(*tensors: torch.Tensor) -> bool:
 def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any:
     """Return a mode under which tensors have sizes but no memory.
 
-    An op outside Dynamo's traces calls ``outside(op, args, kwargs, run)``, which returns the
-    result. ``run()`` computes the sizes of the op's result. An address is 0; without
-    ``has_addresses``, reading one raises an error.
+    For an op outside of Dynamo's traces, the mode calls ``outside(op, args, kwargs, run)``, which
+    returns the op's result. ``run()`` computes the sizes of this result. With ``has_addresses``,
+    the address of each tensor is 0; without it, reading an address raises an error.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -223,16 +227,14 @@ def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any
 
 
 def is_aligned(tensor: torch.Tensor, to: int = 16) -> bool:
-    """Return whether a tensor starts at a multiple of 16 bytes; the answer for a fake tensor is
-    yes.
-    """
+    """Return whether a tensor's address is a multiple of 16 bytes, or True for a fake tensor."""
     if is_fake(tensor):
         return tensor.storage_offset() * tensor.element_size() % to == 0
     return tensor.data_ptr() % to == 0
 
 
 def is_view(op: Any) -> bool:
-    """Return whether an op returns one of its arguments or a view of one."""
+    """Return whether an op returns one of its arguments, or a view of one."""
     found = schema(op)
     return found is None or any(returned.alias_info for returned in found.returns)
 
@@ -246,27 +248,28 @@ def written_to(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def reads_values(op: Any) -> bool:
-    """Return whether an op returns a number or sizes that depend on values."""
+    """Return whether an op returns a number, or a tensor with sizes, that depends on tensor
+    values."""
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     return any(tag in op.tags for tag in tags)
 
 
 def is_item(op: Any) -> bool:
-    """Return whether an op is the one that `item()` calls."""
+    """Return whether an op is the one that `Tensor.item()` calls."""
     return op is torch.ops.aten._local_scalar_dense.default
 
 
 def is_drawn(op: Any) -> bool:
-    """Return whether an op's result is random, or uninitialized memory."""
+    """Return whether an op returns random numbers or uninitialized memory."""
     return torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.name()
 
 
 def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
-    """Count all references to the only tensor in a list: to its memory, its tensor and its Python
-    object.
+    """Count all references to the only tensor in a list: references to its memory, to its C++
+    tensor and to its Python object.
 
-    Except for the list, no variable of the caller may refer to the tensor. `SOLE_OWNER` is the
-    count of a tensor without other references.
+    Apart from the list, no variable of the caller may refer to the tensor. For a tensor without any
+    other reference, the count is `SOLE_OWNER`.
     """
     return (
         torch._C._storage_Use_Count(held[0].untyped_storage()._cdata),
@@ -281,9 +284,9 @@ SOLE_OWNER = (2, 1, 2, 2)
 
 
 def is_sole_owner(held: list[torch.Tensor]) -> bool:
-    """Return whether only this list of one tensor refers to the tensor or its memory.
+    """Return whether this one-element list has the only reference to the tensor and its memory.
 
-    A view, a detached tensor, a NumPy array or a saved tensor would be another reference. While
-    Dynamo traces, the answer is unknown, so the result is False.
+    Views, detached tensors, NumPy arrays and saved tensors count as other references. While Dynamo
+    traces, the references are unknown, so the function returns False.
     """
     return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER

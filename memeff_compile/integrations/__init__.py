@@ -1,4 +1,5 @@
-"""Modules through which other frameworks compile with memeff: one file per framework.
+"""Integrations with other frameworks: one module per framework, through which the framework
+compiles with memeff.
 
     from memeff_compile.integrations.transformers import MemeffCallback   # Trainer, TRL's trainers
     from memeff_compile.integrations.accelerate import MemeffPlugin       # Accelerator
@@ -6,8 +7,8 @@
     plugins: [memeff_compile.integrations.axolotl.MemeffPlugin]           # Axolotl's YAML
     --override.imports memeff_compile.integrations.torchtitan.fused_loss  # torchtitan
 
-`integrations.trl` lets the backend compute the loss of TRL's trainers; `MemeffCallback` calls it.
-`import memeff_compile` does not import this folder. Each module of this folder imports its
-framework. If the framework is missing or too old, the module raises ImportError and names the
+The module `integrations.trl` lets the backend compute the loss of TRL's trainers; `MemeffCallback`
+calls it. `import memeff_compile` does not import this folder. Each module of this folder imports
+its framework. If the framework is missing or too old, the module raises ImportError and names the
 required version.
 """

@@ -1,4 +1,4 @@
-"""Compile the models that an Accelerator prepares.
+"""Compile the models that an Accelerator of accelerate prepares.
 
 Usage:
 
@@ -31,13 +31,13 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         options: As in `torch.compile(options=...)`, or an `Options`.
         dynamic: As in `torch.compile`.
         fullgraph: As in `torch.compile`.
-        use_regional_compilation: Compile repeated blocks, and the rest of the model, one by one,
-            which shortens compilation. The output projection is then a separate graph, and the loss
-            is computed from its deferred logits outside the graphs.
+        use_regional_compilation: Compile the repeated blocks and the rest of the model separately,
+            which shortens compilation. With this setting, the output projection is in a separate
+            graph, and the loss is computed from deferred logits, outside of the graphs.
         **settings: Options of memeff_compile by keyword.
 
     Raises:
-        OptionError: As `memeff_compile.compile`.
+        OptionError: For the same reasons as `memeff_compile.compile`.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         self.use_regional_compilation = use_regional_compilation
 
     def __post_init__(self) -> None:
-        """Do nothing, because this class takes its settings as objects; accelerate's class looks up
-        names here."""
+        """Do nothing: this class gets its settings as objects, whereas accelerate's class would
+        look up names here."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as accelerate logs and stores them."""
+        """Return the settings in the form that accelerate logs and stores."""
         return {
             **self.request.arguments(),
             "mode": self.mode,
@@ -74,5 +74,5 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         }
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile`; `mode` becomes one of the options."""
+        """Return the arguments of `torch.compile`, in which `mode` is one of the options."""
         return self.request.arguments()

@@ -37,12 +37,13 @@ Keys are the names of options in docs/options.md, and mode, dynamic or fullgraph
 
 
 class MemeffPlugin(BasePlugin):  # type: ignore[misc]
-    """Add the callback to Axolotl's trainer, which compiles the model in place.
+    """Axolotl plug-in that adds a callback to the trainer; the callback compiles the model in
+    place.
 
     Raises:
-        OptionError: When the configuration is read: an option has an unknown name, a wrong type or
-            a value out of range, or the configuration also makes Axolotl compile or replace the
-            loss.
+        OptionError: While Axolotl reads the configuration: an option has an unknown name, a wrong
+            type or a value out of range, or the configuration also makes Axolotl compile the model
+            or replace the loss.
     """
 
     def get_input_args(self) -> str:
@@ -50,7 +51,7 @@ class MemeffPlugin(BasePlugin):  # type: ignore[misc]
         return f"{__name__}.MemeffArgs"
 
     def register(self, cfg: Mapping[str, Any]) -> None:
-        """Check the options, before Axolotl loads data and model."""
+        """Check the options before Axolotl loads the data and the model."""
         self._callback(cfg)
 
     def add_callbacks_pre_trainer(

@@ -1,4 +1,4 @@
-"""Import the framework of an integration, or name the version that is needed."""
+"""Import the framework of an integration, or raise an error that names the required version."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import ModuleType
 
 
 def host(name: str, least: str | None = None) -> ModuleType:
-    """Import a framework.
+    """Import a framework and return its module.
 
     Args:
-        name: The name of its module, which is also its name for pip.
+        name: The name of the framework's module, which is also its name for pip.
         least: The oldest version that works.
 
     Raises:
-        ImportError: It is not installed, fails to import, or is older than `least`.
+        ImportError: The framework is not installed, fails to import, or is older than `least`.
     """
     wanted = f"{name}>={least}" if least else name
     remedy = f"Install it by `pip install '{wanted}'`."

@@ -1,4 +1,4 @@
-"""Compile a model in place once, although a framework asks for it several times."""
+"""Compile a model in place exactly once, even if a framework requests it several times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """Settings for compiling a model, checked when they are set and not at the first step."""
+    """Settings for compiling a model; they are checked when they are set, not at the first step."""
 
     options: Options
     dynamic: bool | None
@@ -36,13 +36,13 @@ class Request:
         dynamic: bool | None = None,
         fullgraph: bool = False,
     ) -> Request:
-        """Return the settings from an integration's arguments, which are those of
+        """Create the settings from an integration's arguments, which are those of
         `memeff_compile.compile`.
 
         Raises:
             OptionError: An option has an unknown name, a wrong type or a value out of range, is set
-                twice, would compress weights after the optimizer was created, or would make linears
-                ternary.
+                twice, or would compress weights or make linears ternary, which is too late after
+                the optimizer was created.
         """
         given = options.to_dict() if isinstance(options, Options) else dict(options or {})
         named = {key_of(name): value for name, value in settings.items()}
@@ -60,7 +60,7 @@ class Request:
         return cls(checked, dynamic, fullgraph)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the same settings as arguments of `torch.compile`."""
+        """Return the settings as arguments of `torch.compile`."""
         return {
             "backend": "memeff",
             "options": self.options.to_dict() or None,
@@ -77,7 +77,7 @@ def compile_in_place(model: nn.Module, request: Request) -> bool:
     """Compile a model in place, unless it is compiled already.
 
     Returns:
-        Whether this call compiled it. A model that is already compiled is not changed.
+        Whether this call compiled the model. A model that is already compiled is not changed.
     """
     compile_layers(model, request.arguments())  # FSDP2 may have sharded it since the last call
     if compat.is_compiled_in_place(model):

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class MemeffCallback(Callback):  # type: ignore[misc]
     """Compile the models of a LightningModule in place with `backend="memeff"`.
 
-    Lightning calls `training_step` and never calls the module, so compiling the module itself has
-    no effect. The callback compiles each child that has parameters in place, before training,
-    validation, testing and prediction. Children that are already compiled are not changed.
+    Lightning calls `training_step` instead of the module, so compiling the module itself would have
+    no effect. Instead, the callback compiles each child module that has parameters in place, before
+    training, validation, testing and prediction. Children that are already compiled are not
+    changed.
 
     Args:
         *children: Names of the children to compile, such as "model" or "generator.body"; by
@@ -42,9 +43,9 @@ class MemeffCallback(Callback):  # type: ignore[misc]
         **settings: Options of memeff_compile by keyword, as in `memeff_compile.compile`.
 
     Raises:
-        OptionError: As `memeff_compile.compile`.
-        UnsupportedInputError: When training begins: the module has no child of that name, or no
-            child with parameters.
+        OptionError: For the same reasons as `memeff_compile.compile`.
+        UnsupportedInputError: When training begins: the LightningModule has no child of that name,
+            or no child with parameters.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""Compute torchtitan's chunked loss over the whole sequence at once, by this package's op.
+"""Compute the loss of torchtitan, which is computed in chunks there, over the whole sequence with
+this package's op.
 
-The import also lets torchtitan compile blocks that contain FlexAttention with this backend.
+Importing this module also lets torchtitan compile blocks with FlexAttention with this backend.
 
 Usage:
 
@@ -36,16 +37,18 @@ _METHOD = "memeff_loss"
 
 
 class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
-    """A loss that computes output projection and cross entropy in one op, without logits.
+    """A loss that computes the output projection and cross entropy in one op, without building
+    logits.
 
-    torchtitan still computes the loss in chunks if tensor parallelism splits the projection, or if
-    the projection has hooks or is not a plain linear layer. In that case, the log gives the reason.
+    torchtitan still computes the loss in chunks if tensor parallelism splits the projection, if the
+    projection has hooks, or if it is not a plain linear layer. In that case, the log gives the
+    reason.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """The configuration of torchtitan's chunks, for projections that torchtitan itself
-        computes."""
+        """The configuration of torchtitan's chunked loss, for projections that torchtitan computes
+        itself."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
@@ -59,7 +62,7 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scaled loss and no metrics, from the decoder's hidden states."""
+        """Return the scaled loss, and no metrics, from the decoder's hidden states."""
         if not self._is_prepared:
             self._prepare(pred, labels)
         if self._left is not None or loss_inputs:
@@ -72,7 +75,8 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 
     def _prepare(self, pred: Tensor, labels: Tensor) -> None:
-        """Add a loss method to the projection; FSDP2 gathers the projection's weight for it."""
+        """Add a method that computes the loss to the projection module; FSDP2 gathers the
+        projection's weight for this method."""
         head = self.lm_head
         self._is_prepared, self._left = True, _unserved(head, pred, labels)
         if self._left is not None:
@@ -87,7 +91,8 @@ def _loss_of(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def _unserved(head: Any, *tensors: Tensor) -> str | None:
-    """Return why torchtitan has to compute this projection and its loss itself, or None."""
+    """Return the reason why torchtitan must compute this projection and its loss itself, or
+    None."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"the output projection is a {type(head).__name__}, and no plain linear layer"
     mesh = head.weight.device_mesh if isinstance(head.weight, DTensor) else None
@@ -107,7 +112,7 @@ def _unserved(head: Any, *tensors: Tensor) -> str | None:
     exact=True,
 )
 def fused_loss(cfg: Any) -> Any:
-    """Replace the configuration of torchtitan's chunked cross entropy."""
+    """Replace torchtitan's configuration of chunked cross entropy by this package's loss."""
     if type(cfg.loss_fn) is not CrossEntropyLoss.Config:
         log.warning("The loss stays in torchtitan's chunks: it is no cross entropy.")
         return cfg
@@ -115,10 +120,11 @@ def fused_loss(cfg: Any) -> Any:
 
 
 def _accept_flex_attention() -> None:
-    """Make torchtitan compile blocks with FlexAttention by `memeff`.
+    """Make torchtitan compile blocks with FlexAttention with the backend `memeff`.
 
-    torchtitan refuses every backend except Inductor and `aot_eager` for them, because others may
-    run FlexAttention op by op. This backend hands it on to Inductor.
+    For such blocks torchtitan raises an error for every backend except Inductor and `aot_eager`,
+    because others may run FlexAttention op by op. The backend `memeff` passes FlexAttention on to
+    Inductor.
     """
     refuse = getattr(compile_blocks, "_maybe_regional_inductor_backend", None)  # since 0.3
 

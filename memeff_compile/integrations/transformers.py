@@ -1,4 +1,4 @@
-"""Compile the model of a Trainer in place, also of TRL's trainers.
+"""Compile the model of a transformers Trainer or a TRL trainer in place.
 
 Usage:
 
@@ -31,26 +31,26 @@ class MemeffCallback(TrainerCallback):
     """Compile the Trainer's model in place with `backend="memeff"`.
 
     The arguments are those of `memeff_compile.compile`, including options by keyword:
-    `MemeffCallback(logits="eager")`. The options are checked when the callback is created.
+    `MemeffCallback(logits="eager")`. The options are checked when you create the callback.
 
-    The Trainer calls the callback when the Trainer is created, so that `evaluate()` and `predict()`
-    run compiled even without a `train()` before them. The Trainer calls the callback again when
-    training begins. At that time the callback compiles everything that did not exist before:
+    The Trainer calls the callback at the end of its own constructor, so that `evaluate()` and
+    `predict()` run compiled even without an earlier `train()`. The Trainer calls the callback again
+    when training begins. At that time, the callback compiles everything that did not exist before:
 
     - a model from `model_init`;
-    - layers that FSDP2 has sharded since the Trainer was created;
+    - layers that FSDP2 has sharded since then;
     - the reference model of a TRL trainer;
-    - the whole model, if `add_callback` was called after the Trainer was created.
+    - the whole model, if the callback was added by `add_callback` later.
 
-    A model that is already compiled is not changed. Compiling in place is lazy, so it includes all
-    changes that accelerate, PEFT or TRL make to `forward` before the first step.
+    A model that is already compiled is not changed. Compilation happens at the first call, so it
+    includes all changes that accelerate, PEFT or TRL make to `forward` before the first step.
 
-    With TRL, the backend computes the loss of its trainers (`integrations.trl`).
+    For TRL's trainers, the backend also computes the loss (`integrations.trl`).
 
     Raises:
-        OptionError: As `memeff_compile.compile`.
-        UnsupportedInputError: When the Trainer is created, if it would put the model on several
-            GPUs of one process (`nn.DataParallel`).
+        OptionError: For the same reasons as `memeff_compile.compile`.
+        UnsupportedInputError: When the Trainer is created, if it would replicate the model on
+            several GPUs in one process (`nn.DataParallel`).
 
     Example:
         >>> Trainer(model=model, args=args, callbacks=[MemeffCallback()])  # doctest: +SKIP
@@ -77,7 +77,7 @@ class MemeffCallback(TrainerCallback):
         model: nn.Module | None = None,
         **given: Any,
     ) -> None:
-        """Compile the model of a Trainer that was just created."""
+        """Compile the model of the Trainer that was just created."""
         self._compile(args, model)
 
     def on_train_begin(
@@ -112,7 +112,8 @@ class MemeffCallback(TrainerCallback):
         compile_in_place(extract_model_from_parallel(model), self.request)
 
     def _trainers(self) -> Iterator[Trainer]:
-        """Yield the calling Trainer, which passes its model to callbacks but not itself."""
+        """Yield the Trainer that calls, because it passes its model to callbacks, but not
+        itself."""
         from transformers import Trainer
 
         frame = inspect.currentframe()

@@ -1,12 +1,12 @@
-"""Let the backend compute output projection and loss of TRL's trainers.
+"""Let the backend compute the output projection and the loss of TRL's trainers.
 
 TRL's trainers call `model(..., labels=labels, fused_lm_head=True)`. TRL's patched `forward` then
-computes log-probabilities in chunks, in an autograd function that breaks every graph. While this
-backend captures such a model, the same formula in plain PyTorch replaces this function, and the
-pass `fuse_linear_cross_entropy` rewrites the formula into one op. Outside such a capture, and for
-any other backend, TRL's function runs. On a GPU, TRL selects the rows whose labels count before it
-calls the function. The number of these rows depends on the data, so the graph of the model ends
-there. The next graph contains output projection and loss.
+computes log-probabilities in chunks, inside an autograd function that breaks every graph. While
+this backend captures such a model, the same formula in plain PyTorch replaces TRL's function, and
+the pass `fuse_linear_cross_entropy` rewrites that formula into one op. Outside of such a capture,
+and with any other backend, TRL's own function runs. On a GPU, TRL selects the rows whose labels
+count before it calls the function. The number of these rows depends on the data, so the graph of
+the model ends there. The next graph then contains the output projection and the loss.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _CLASSES_AT_ONCE = 8192
 
 
 def hand_over_head() -> Callable[[], None]:
-    """Let the backend compute the loss of TRL's trainers: SFT, DPO, KTO, GRPO, RLOO.
+    """Let the backend compute the loss of TRL's trainers SFT, DPO, KTO, GRPO and RLOO.
 
-    This applies to every trainer of this process whose model is compiled with `backend="memeff"`,
-    also to trainers that exist already. `MemeffCallback` calls this function. A second call has no
-    effect.
+    The function affects every trainer of this process whose model is compiled with
+    `backend="memeff"`, including trainers that exist already. `MemeffCallback` calls this function.
+    A second call has no effect.
 
     Returns:
         A function that restores TRL's function.
 
     Raises:
-        ImportError: TRL is missing, or older than 1.16. The trainers of older TRL use logits.
+        ImportError: TRL is missing, or older than 1.16. Trainers of older TRL releases compute
+            logits.
 
     Example:
         >>> hand_over_head()  # doctest: +SKIP
@@ -74,14 +75,14 @@ def _warn_of_another_name() -> None:
 
 
 class _Head:
-    """The class in place of TRL's autograd function, which calls that function unless this backend
-    captures."""
+    """The class that replaces TRL's autograd function, and calls that function unless this backend
+    captures a graph."""
 
     def __init__(self, utils: ModuleType, theirs: Any) -> None:
         self.utils, self.theirs = utils, theirs
 
     def take_back(self) -> None:
-        """Put TRL's own function back."""
+        """Restore TRL's own function."""
         if getattr(self.utils, FUNCTION) is self:
             setattr(self.utils, FUNCTION, self.theirs)
 
@@ -94,7 +95,7 @@ class _Head:
 
 @compat.constant_in_traces
 def _is_ours() -> bool:
-    """Return whether the graph being captured is for this backend."""
+    """Return whether this backend captures the current graph."""
     from ..backend import memeff
 
     return compat.capturing_backend() is memeff
@@ -111,18 +112,18 @@ def statistics(
     scale: float = 1.0,
     outputs: tuple[str, ...] = (),
 ) -> tuple[Tensor | None, ...]:
-    """Return log-probabilities and statistics of rows, as TRL's chunked function does.
+    """Return log-probabilities and statistics of rows, with the results of TRL's chunked function.
 
     Args:
         hidden: N rows of hidden states.
         weight: The weight of the output projection.
         bias: The bias of the output projection.
         targets: One class per row.
-        temperature: The number that divides the logits.
-        chunk_size: TRL's number of classes per chunk, which the backend does not need.
-        softcap: The cap of the logits, applied before the temperature.
-        scale: The factor of the logits, applied before the cap.
-        outputs: Which of the last four results to return; the others are None.
+        temperature: The number by which the logits are divided.
+        chunk_size: TRL's number of classes per chunk, which the backend ignores.
+        softcap: The softcap of the logits, applied before the temperature.
+        scale: The factor of the logits, applied before the softcap.
+        outputs: Which of the last four results to compute; the others are None.
 
     Returns:
         For each row: log-probability of its target, entropy, log of the sum of squared
@@ -141,7 +142,8 @@ def statistics(
         return logits if temperature == 1.0 else logits / temperature
 
     def by_classes() -> Iterator[Tensor]:
-        """Compute logits and statistics again, for some classes at a time, in the backward pass."""
+        """Compute logits and statistics for some classes at a time, and compute both again in the
+        backward pass."""
         for first in range(0, weight.shape[0], _CLASSES_AT_ONCE):
             some = slice(first, first + _CLASSES_AT_ONCE)
             yield transformed(F.linear(hidden, weight[some], None if bias is None else bias[some]))

@@ -1,5 +1,5 @@
-"""Every op of the package; importing this module defines their schemas, so that graphs can name
-them."""
+"""All ops of the package; importing this module defines the ops' schemas, so that graphs can
+contain them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Return sentences about unsupported inputs: each names the input, the requirement and a remedy."""
+"""Checks of an op's inputs: each function returns a sentence that names the input, the requirement
+and a remedy."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ INDICES = (torch.int32, torch.int64)
 
 
 def require(op: str, sentence: str | None) -> None:
-    """Raise an error with a sentence about unsupported inputs; do nothing if the sentence is
+    """Raise an error with a sentence about an unsupported input; do nothing if the sentence is
     None."""
     if sentence is not None:
         raise UnsupportedInputError(f"{op}: {sentence}")
 
 
 def require_classes(op: str, index: Tensor, classes: int) -> None:
-    """Raise an error for class numbers outside 0 .. classes - 1: on CUDA, by a device assertion."""
+    """Raise an error for class indices outside 0 .. classes - 1; on CUDA, a device assertion fails
+    instead."""
     is_valid = (index >= 0) & (index < classes)
     if index.device.type == "cuda":
         sentence = f"{op}: a class number is outside 0 .. {classes - 1}"
@@ -39,12 +41,12 @@ def require_classes(op: str, index: Tensor, classes: int) -> None:
 
 
 def short_index(place: list[int]) -> str:
-    """Return a place in a tensor as text: "3" or "(0, 3)"."""
+    """Return a position in a tensor as text: "3" or "(0, 3)"."""
     return str(place[0]) if len(place) == 1 else str(tuple(place))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers are summed: fp64 for fp64, otherwise fp32."""
+    """Return the dtype for sums of numbers: fp64 for fp64 inputs, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -54,7 +56,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def unplain(name: str, tensor: Tensor) -> str | None:
-    """Return why an op cannot use the memory of a tensor, or None if it can."""
+    """Return the reason why an op cannot use a tensor's memory, or None if it can."""
     if tensor.layout == torch.strided and not tensor.is_quantized:
         return None
     kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
@@ -62,7 +64,7 @@ def unplain(name: str, tensor: Tensor) -> str | None:
 
 
 def unfloating(name: str, tensor: Tensor) -> str | None:
-    """Return why an op does not support a tensor's dtype, or None if it does."""
+    """Return the reason why an op does not support a tensor's dtype, or None if it does."""
     if tensor.dtype in FLOATING:
         return None
     return (
@@ -88,10 +90,10 @@ def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str 
 
 
 def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
-    """Return why queries, keys and values cannot be used together, or None if they can.
+    """Return the reason why queries, keys and values cannot be used together, or None if they can.
 
-    Each of the three tensors is (batch, heads, length, depth). Layout, dtype, number of axes and
-    device must be the same for all of them.
+    Each of the three tensors is (batch, heads, length, depth). All three must have the same layout,
+    dtype, number of axes and device.
     """
     first, of_first = next(iter(named.items()))
     for name, tensor in named.items():
@@ -108,8 +110,8 @@ def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
 
 
 def unlike_sizes(named: Mapping[str, Tensor]) -> str | None:
-    """Return why the sizes of tensors that passed `unlike_heads` do not fit together, or None if
-    they do."""
+    """Return the reason why the sizes of tensors that passed `unlike_heads` do not fit together, or
+    None if they do."""
     (q_name, q), (k_name, k), (v_name, v) = named.items()
     sizes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     if k.shape != v.shape:

@@ -1,4 +1,4 @@
-"""Tell which GPU is present and which kernels it runs, and make a GPU and a stream current."""
+"""Tell which GPU is present and which kernels it can run, and make a GPU and a stream current."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """The device, and its kind of GPU, for which engines are chosen."""
+    """The planned device, and its kind of GPU, for which implementations are chosen."""
 
     device: torch.device
     gpu: Gpu
@@ -37,9 +37,10 @@ _planned: ContextVar[_Planned | None] = ContextVar("planned device", default=Non
 
 @contextmanager
 def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
-    """Choose engines for `device` instead of the tensors' device; `device` need not be present.
+    """Choose implementations for a planned `device` instead of the tensors' device; the planned
+    device need not be present.
 
-    If `device` is a GPU, engines are chosen for GPUs of the kind `gpu`.
+    If `device` is a GPU, implementations are chosen for GPUs of the kind `gpu`.
     """
     token = _planned.set(_Planned(device, gpu))
     try:
@@ -49,22 +50,23 @@ def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """Return the device for which engines are chosen: a planned one, or else `device`."""
+    """Return the device for which implementations are chosen: the planned one if there is one,
+    otherwise `device`."""
     planned = _planned.get()
     return device if planned is None else planned.device
 
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the Triton kernels support this dtype on a device, or on a planned one."""
+    """Return whether the Triton kernels support a dtype on a device, or on the planned device."""
     device = where_it_runs(device)
     return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Return whether the Triton kernels and fp32-output products run on a GPU.
+    """Return whether a GPU can run the Triton kernels and matrix products with fp32 output.
 
     The kernels need triton and an NVIDIA GPU of compute capability 8.0 or later. For a planned
-    device, triton is assumed to be installed.
+    device, the function assumes that triton is installed.
     """
     planned = _planned.get()
     return runs_kernels(_index(device)) if planned is None else planned.gpu.runs_kernels
@@ -72,13 +74,13 @@ def can_run_kernels(device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def runs_kernels(index: int) -> bool:
-    """Return whether the Triton kernels run on CUDA device `index`, which is present."""
+    """Return whether the Triton kernels run on the present CUDA device with this `index`."""
     return find_spec("triton") is not None and _gpu(index).runs_kernels
 
 
 def kernels_need(device: torch.device) -> str:
-    """Return the words for what this package's kernels need and this machine lacks, for a sentence
-    "the kernels need ..."."""
+    """Return the requirements of this package's kernels that this machine does not meet, worded to
+    follow "the kernels need"."""
     owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
     return f"triton and {owner}compute capability 8.0 or later"
 
@@ -94,7 +96,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return the properties of a device's GPU, or those of an H200 if no GPU is present."""
+    """Return the properties of a device's GPU; without a GPU, return those of an H200."""
     planned = _planned.get()
     if planned is not None:
         return planned.gpu
@@ -104,15 +106,15 @@ def gpu(device: torch.device) -> Gpu:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Return whether a kernel may start before the kernel before it ends.
+    """Return whether a kernel may start before the previous kernel has ended.
 
-    Such a kernel waits before it reads the other kernel's results.
+    A kernel that starts early waits before it reads the previous kernel's results.
     """
     return device.type == "cuda" and gpu(device).starts_early
 
 
 def was_measured(device: torch.device, op: str) -> bool:
-    """Return whether an op's speed was measured on this kind of GPU; True without a GPU."""
+    """Return whether an op's speed was measured on this kind of GPU; without a GPU, return True."""
     planned = _planned.get()
     if planned is not None:
         return op in planned.gpu.measured
@@ -127,8 +129,8 @@ def _processors(index: int) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of `device`, or that of an H200 if the device is no
-    GPU."""
+    """Return the number of multiprocessors of `device`; if the device is not a GPU, return that of
+    an H200."""
     return DEFAULT_PROCESSORS if device.type != "cuda" else _processors(_index(device))
 
 
@@ -136,7 +138,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the tensor's GPU current, because Triton launches on the current GPU."""
+    """Make the tensor's GPU current, because Triton launches kernels on the current GPU."""
     if not tensor.is_cuda or tensor.get_device() == current_gpu():
         return _NOTHING
     return torch.cuda.device(tensor.device)
@@ -148,7 +150,7 @@ def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make the stream that `stream_of` returned current again."""
+    """Make the stream that `stream_of` returned the current stream again."""
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         return _NOTHING
     return torch.cuda.stream(stream)
@@ -160,7 +162,7 @@ def _has_gpu() -> bool:
 
 
 def speed_note(device: torch.device) -> str:
-    """Return a remark on measured speed on a device, or "" if no such GPU is present."""
+    """Return a remark on the speed measured on a device, or "" if no such GPU is present."""
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return ""
     name = torch.cuda.get_device_name(_index(device))

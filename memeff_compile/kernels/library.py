@@ -1,4 +1,5 @@
-"""Register ops with PyTorch: schema, computation, fake and gradient in one call."""
+"""Register ops with PyTorch: one call takes the schema, the computation, the fake implementation
+and the gradient."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def op(
     direct: Function | None = None,
     tags: tuple[torch.Tag, ...] = (),  # tags in addition to `pt2_compliant_tag`
 ) -> Any:  # an overload, called as its schema says
-    """Define an op of the namespace memeff and return its overload."""
+    """Define an op in the namespace memeff and return its overload."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     kind = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"
@@ -53,8 +54,8 @@ def op(
 
 
 def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[Function]:
-    """Turn functions that take one named tuple into functions of its fields, which are an op's
-    arguments."""
+    """Turn functions that take one named tuple into functions that take the tuple's fields, which
+    are an op's arguments."""
 
     def apart(function: Callable[[T], Any]) -> Function:
         return lambda *args, **kwargs: function(arguments(*args, **kwargs))
@@ -63,7 +64,8 @@ def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[
 
 
 def heads_inside(like: Tensor) -> Tensor:
-    """Return an empty (B, H, L, D) tensor with the memory layout (B, L, H, D), which models use."""
+    """Return an empty (B, H, L, D) tensor whose memory has the order (B, L, H, D), which models
+    use."""
     batch, heads, length, depth = like.shape
     return like.new_empty((batch, length, heads, depth)).transpose(1, 2)
 
@@ -78,7 +80,7 @@ def refusing(error: type[Exception], sentence: str) -> Function:
 
 
 def only_first(gradients: Function, refusal: str) -> Function:
-    """Return an op's `gradients` function, changed to raise an error if a second derivative is
+    """Wrap an op's `gradients` function so that it raises an error if a second derivative is
     requested.
     """
 
@@ -93,6 +95,7 @@ def only_first(gradients: Function, refusal: str) -> Function:
 
 
 def direct_in_inductor() -> None:
-    """Let Inductor's generated code call the direct function of each op that has one."""
+    """Let the code that Inductor generates call an op's Python function directly, if the op has
+    one."""
     for found in _DIRECT:
         compat.call_in_inductor(found)

@@ -1,4 +1,4 @@
-"""The attribute that marks a parameter as updated in the backward pass."""
+"""The attribute that marks a parameter as updated during the backward pass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ Announce = Callable[[Sequence[Tensor]], None]
 
 
 class Mark:
-    """An attribute that marks a parameter as updated in the backward pass; copies of the parameter
-    are not marked.
+    """A mark for a parameter that is updated during the backward pass; copies of the parameter are
+    not marked.
 
-    Copies do not have the hook that updates the parameter. A copy that shares the parameter's
-    attributes is recognised because it is another object. A deep or pickled copy gets an empty set
-    instead of the mark, so that pickles can be read without this package.
+    A copy is not marked because it does not have the hook that updates the parameter. A copy that
+    shares the parameter's attributes is recognised because it is a different object. A deep copy or
+    a pickled copy gets an empty set instead of the mark, so that pickles can be read without this
+    package.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ def is_updated_in_backward(parameter: Tensor | None) -> bool:
 
 
 def announce(parameters: Sequence[Tensor]) -> None:
-    """Announce that all gradients of these parameters exist and that their hooks are about to
-    run."""
+    """Announce that all gradients of these parameters exist, and that the parameters' hooks are
+    about to run."""
     told: dict[Announce, list[Tensor]] = {}
     for parameter in parameters:
         mark = getattr(parameter, "updated_in_backward", None)

@@ -1,1 +1,1 @@
-"""Deferred logits: tensors that are computed when they are first read."""
+"""Deferred logits: tensors whose values are computed when code first reads them."""

@@ -1,10 +1,10 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Create deferred logits, and pass their values to compiled code.
+"""Create deferred logits, and pass their values to compiled code that takes them as inputs.
 
-`defer` makes deferred logits from hidden states and a head, `attach` from the outputs of a compiled
-graph, and `accept` gives compiled code their values. `_Defer` is the autograd function that returns
-the logits: its backward pass computes the head's product once more. So for autograd deferred logits
-are an ordinary non-leaf tensor.
+`defer` creates deferred logits from hidden states and an output projection, `attach` creates them
+from the outputs of a compiled graph, and `accept` passes their values to compiled code. The
+autograd function `_Defer` returns the logits; its backward pass computes the product of the output
+projection again. So, for autograd, deferred logits are an ordinary non-leaf tensor.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def defer(
     """Return the logits of `hidden` as `DeferredLogits`, with the autograd graph of ordinary
     logits.
 
-    If the head or the hidden states were changed in place, the first read of the logits raises a
-    `StaleLogitsError`. `logits[:, -1].argmax(-1)` computes only the last rows.
+    If the output projection or the hidden states were changed in place, the first read of the
+    logits raises a `StaleLogitsError`. For example, `logits[:, -1].argmax(-1)` computes only the
+    last rows of the logits.
     """
     return _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
 
@@ -108,7 +109,7 @@ def _fake(
 def with_missing_outputs(
     compiled: Callable[..., Any], present: Sequence[bool]
 ) -> Callable[..., Any]:
-    """Wrap a compiled callable so that it returns None in place of outputs that were removed."""
+    """Wrap a compiled callable so that it returns None in the positions of removed outputs."""
 
     def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))
@@ -118,9 +119,11 @@ def with_missing_outputs(
 
 
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """Wrap a compiled callable so that it gets deferred logits as plain tensors, with gradients.
+    """Wrap a compiled callable so that it receives deferred logits as plain tensors, with
+    gradients.
 
-    ``places`` are the positions of the arguments that another compiled callable returned.
+    ``places`` are the positions of the arguments that another compiled callable returned as
+    deferred logits.
     """
 
     def run(*args: Any) -> Any:
@@ -132,7 +135,8 @@ def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[...,
 
 
 class _Defer(torch.autograd.Function):
-    """Connects deferred logits in autograd to the hidden states and the head."""
+    """The autograd function that connects deferred logits to the hidden states and the output
+    projection."""
 
     @staticmethod
     def forward(

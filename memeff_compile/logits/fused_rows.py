@@ -1,13 +1,13 @@
-"""Compute per-row results with the fused op, for losses of deferred logits outside the graph.
+"""Compute per-row results of deferred logits with the fused op, for losses outside of the graph.
 
-`Head` is some rows of logits in factored form: hidden states, and the head by which to multiply
-them. For these rows, the op returns log-sum-exp, target logit and sum, and does not build the
-logits. `FusedRows` is the gradient of such rows, also in factored form: a few numbers per row. The
-backward of the deferred logits passes it to the op, which computes the gradients of hidden states
-and head.
+`Head` is some rows of logits in factored form: hidden states, and the output projection that turns
+them into logits. For these rows, the op returns the log-sum-exp, the target's logit and the sum,
+without building the logits. `FusedRows` is the gradient of such rows, also in factored form: a few
+numbers per row instead of one per class. The backward pass of the deferred logits passes
+`FusedRows` to the op, which computes the gradients of the hidden states and the output projection.
 
-Outside the passes, only this module calls the op, and it always uses the exact mode: the lossy
-modes of memeff.linear_cross_entropy apply only inside the graph.
+Apart from the passes, only this module calls the op, and always in its exact mode: the lossy modes
+of memeff.linear_cross_entropy apply only inside the graph.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _BACKWARD_TENSORS = [
 
 
 class Folded(NamedTuple):
-    """The steps after the head's product as the op's arguments: ``z = softcap * tanh(scale * (s +
-    bias) / softcap)``."""
+    """The steps after the projection's product, as the op's arguments: ``z = softcap * tanh(scale *
+    (s + bias) / softcap)``."""
 
     scale: float  # as above, softcap 0 for none
     softcap: float  # likewise
@@ -49,8 +49,8 @@ class Folded(NamedTuple):
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Return the recipe of logits as arguments of the op, or a sentence that says why this is not
-    possible."""
+    """Return the steps that compute logits as arguments of the op, or a sentence that says why this
+    is not possible."""
     names = [name for name, _ in recipe.steps]
     end = names.index("log_softmax") if "log_softmax" in names else len(names)
     factor = _product(recipe.steps[end + 1 :])
@@ -76,8 +76,8 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """Return all casts, multiplications and divisions as one factor, or None if there are other
-    steps."""
+    """Return all casts, multiplications and divisions combined into one factor, or None if there
+    are other steps."""
     factor = 1.0
     for name, value in steps:
         if name not in ("to", "mul", "div"):
@@ -89,7 +89,7 @@ def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Holds some rows of logits in factored form; none of its tensors has an autograd graph."""
+    """Some rows of logits in factored form; none of its tensors has an autograd graph."""
 
     hidden: Tensor  # (..., hidden), one per row
     weight: Tensor  # as a `LogitsRecipe` takes them
@@ -102,14 +102,14 @@ class Head:
 
     @property
     def folded(self) -> Folded:
-        """Return the recipe of these logits as arguments of the op."""
+        """Return the steps that compute these logits as arguments of the op."""
         folded = fold_recipe(self.recipe)
         assert isinstance(folded, Folded), folded
         return folded
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of columns."""
+        """Return the number of vocabulary entries (columns)."""
         return self.recipe.vocab(self.weight)
 
     @property
@@ -119,7 +119,7 @@ class Head:
         return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
 
     def refusal(self, target: Tensor | None, column_weight: Tensor | None) -> str | None:
-        """Return why the op does not support these rows, or None."""
+        """Return the reason why the op does not support these rows, or None."""
         return op_folder.supports(
             self.hidden,
             self._weight.t() if self.recipe.transposed else self._weight,
@@ -148,7 +148,8 @@ class Head:
     def total(
         self, target: Tensor, ignore_index: int, norm: Tensor | None, needed: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        """Return the sum of the rows' losses divided by `norm`, and its gradients if `needed`."""
+        """Return the sum of the rows' losses divided by `norm`, and its gradients if `needed`
+        requests them."""
         knobs = self._knobs(ignore_index)
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy_total(
             *self._operands(), target, None, norm, **knobs, output_mask=list(needed)
@@ -156,13 +157,13 @@ class Head:
         return found[:4]
 
     def makes_gradients_in_forward(self) -> bool:
-        """Return whether to compute the gradients of a scalar loss together with the loss."""
+        """Return whether to compute the gradients of a scalar loss in its forward pass."""
         hidden, dtype = self.hidden, self.recipe.compute_dtype
         asked = hidden.device, dtype, hidden.shape[-1]
         return op_folder.makes_gradients_in_forward(*asked, workspace=self.settings.workspace)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-        """Return the hidden states, weight, bias and scale that multiply to these rows of logits.
+        """Return the hidden states, weight, bias and scale whose product is these rows of logits.
 
         Return None if the logits have a softcap, or if the rows are not logits.
         """
@@ -172,9 +173,9 @@ class Head:
         return *self._operands(), folded.scale
 
     def logits(self, recipe: LogitsRecipe) -> Tensor:
-        """Compute the result of `recipe` for these rows.
+        """Compute the result that `recipe` gives for these rows.
 
-        `recipe` is this head's recipe or its first steps.
+        `recipe` is the recipe of these logits, or only its first steps.
         """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
@@ -208,7 +209,7 @@ class Head:
 
 
 def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
-    """Return a gradient for all classes of a weight or bias, with zeros for the classes not
+    """Return the gradient of a weight or bias for all classes, with zeros for classes that were not
     computed."""
     total = torch.zeros_like(whole)
     classes = slice(*head.recipe.classes or (None, None))
@@ -219,7 +220,7 @@ def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
 
 @dataclass
 class Ready:
-    """Gradients of hidden states, weight and bias that a loss computed in its forward pass."""
+    """The gradients of hidden states, weight and bias that a loss computed in its forward pass."""
 
     gradients: tuple[Tensor, ...] | None  # of the loss; None once they were taken
     by: Tensor  # the gradient of the loss
@@ -228,7 +229,7 @@ class Ready:
     def take(self, factor: float, needed: Sequence[bool]) -> list[Tensor] | None:
         """Return the stored gradients, multiplied by the gradient of the loss and by `factor`.
 
-        Return None if an earlier call has taken the gradients.
+        Return None if an earlier call has already taken these gradients.
         """
         if self.gradients is None:
             return None
@@ -244,7 +245,7 @@ _OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
 class FusedRows:
     """The gradient of some rows of logits z, or of log-probabilities, in factored form.
 
-    With p = softmax(z) and its entropy H, the gradient for a row and column j is::
+    With p = softmax(z) and its entropy H, the gradient in a row and column j is::
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
                                      + plogp * p_j * (log p_j + H))
@@ -280,7 +281,7 @@ class FusedRows:
 
     @property
     def recomputed(self) -> FusedRows:
-        """Return this gradient without the gradients that the loss stored in its forward pass."""
+        """Return this gradient without the gradients that the loss computed in its forward pass."""
         if self.ready is None:
             return self
         _, lse, *_ = self.head.statistics(with_lse=True, with_logit_sum=False)
@@ -288,13 +289,13 @@ class FusedRows:
 
     @property
     def is_batched(self) -> bool:
-        """Return whether autograd computes several gradients at once, as with
+        """Return whether autograd computes several gradients at once, as it does with
         `is_grads_batched`."""
         given = (self.nll, self.lse, self.total, self.plogp)
         return any(each is not None and compat.is_batched(each) for each in given)
 
     def scaled(self, factor: float) -> FusedRows:
-        """Return this gradient times a number."""
+        """Return this gradient multiplied by a number."""
         return replace(self, outer=self.outer * factor)
 
     def reshaped(self, rows: Sequence[int]) -> FusedRows:
@@ -309,9 +310,10 @@ class FusedRows:
     def joined(
         parts: Sequence[FusedRows], join: Callable[[Sequence[Tensor]], Tensor]
     ) -> FusedRows | None:
-        """Return the gradient of the rows of all `parts`, or None if these are of different kinds.
+        """Return the gradient of the rows of all `parts`, or None if their gradients are of
+        different kinds.
 
-        `join` concatenates or stacks them along a dimension.
+        `join` concatenates or stacks the rows along a dimension.
         """
         parts = [part.recomputed for part in parts]
         first = parts[0]
@@ -341,7 +343,8 @@ class FusedRows:
         )
 
     def merged(self, other: FusedRows) -> FusedRows | None:
-        """Return the sum of two gradients of the same rows, or None if they need two calls."""
+        """Return the sum of two gradients of the same rows, or None if the sum needs two calls of
+        the op."""
         if self.ready is not None or other.ready is not None or not self._is_like(other):
             return None
         if self.target is None and other.target is not None:
@@ -368,20 +371,21 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply this gradient of sums over the classes by the probabilities."""
+        """Multiply this gradient, of sums over the classes, by the probabilities."""
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
-        """Multiply this gradient by the log-probabilities; return a gradient of the
+        """Multiply this gradient by the log-probabilities; the result is a gradient of the
         probabilities."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:
-        """Return the gradient of log-probabilities, given that this one is of the probabilities."""
+        """Return the gradient of the log-probabilities, if this is the gradient of the
+        probabilities."""
         return replace(self, is_log=True, is_exp=False)
 
     def before_log_softmax(self) -> FusedRows:
-        """Return the gradient of the logits, given that this one is of their log-probabilities."""
+        """Return the gradient of the logits, if this is the gradient of the log-probabilities."""
         lse = None
         if self.total is not None:
             weight = self.column_weight
@@ -391,7 +395,7 @@ class FusedRows:
         return replace(self, head=head, lse=lse, is_log=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the dense gradient that eager PyTorch would have, (..., vocabulary)."""
+        """Return the dense gradient, (..., vocabulary), that eager PyTorch would compute."""
         if self.versions != self._versions():
             raise StaleLogitsError(
                 "The gradient of deferred logits was kept in factored form, and the head "
@@ -442,7 +446,7 @@ class FusedRows:
         """Return the gradients of hidden states, weight, bias and the recipe's vectors of the
         deferred logits.
 
-        The deferred logits' recipe `base` is the beginning of this head's recipe.
+        The deferred logits' recipe `base` must be the beginning of this object's recipe.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head

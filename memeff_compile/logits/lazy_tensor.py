@@ -1,11 +1,11 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""The base of tensors whose values are computed on first use.
+"""The base class of tensors whose values are computed on first use.
 
 A wrapper subclass has a shape, a dtype, a device and a node in the autograd graph, but no memory.
-Code that reads memory without PyTorch's dispatcher would therefore read no values, or fail:
-pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` redirects each of these
-functions to a plain tensor: `_values` if they only read, `_memory` if they may also write.
-Functions for which neither works raise an error (`compat.make_without_memory`).
+Functions that read memory without PyTorch's dispatcher would therefore read no values, or fail;
+examples are pickling, numpy, raw pointers, storages and shared memory. `LazyTensor` makes each of
+these functions use a plain tensor: `_values` if the function only reads, `_memory` if it may also
+write. Functions for which neither works raise an error (`compat.make_without_memory`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _NO_DATA = (
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor that computes its values on demand; subclasses define how.
+    """A tensor that computes its values on demand; subclasses define how the values are computed.
 
-    Tensors already have another metaclass, so abc cannot check that a subclass defines all methods.
+    Tensors already have another metaclass, so abc cannot check that a subclass defines every
+    method.
     """
 
     _device: torch.device
@@ -65,35 +66,35 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one ATen operation that has lazy tensors among its arguments."""
+        """Run one ATen operation that has a lazy tensor among its arguments."""
         raise NotImplementedError(_OF_SUBCLASS)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device of the values."""
+        """Return the device on which the values are computed."""
         return self._device
 
     def refuse_memory(self) -> NoReturn:
-        """Raise an error if code sets the `.data` of a plain tensor to this tensor."""
+        """Raise an error if code assigns this tensor to the `.data` of a plain tensor."""
         raise UnsupportedInputError(_NO_DATA.format(type(self).__name__))
 
     def _values(self) -> Tensor:
-        """Return the values as a plain tensor without autograd, for reading only."""
+        """Return the values as a plain tensor without autograd, which callers may only read."""
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _memory(self) -> Tensor:
-        """Return the values as a plain tensor that callers may write to from now on."""
+        """Return the values as a plain tensor to which callers may write from now on."""
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _peek(self) -> Tensor | None:
-        """Return the plain values if they are already computed."""
+        """Return the plain values if they are already computed, otherwise None."""
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
-        """Return a plain tensor with the same values; it is a leaf if `self` is one.
+        """Return a plain tensor with the same values, which is a leaf if `self` is one.
 
-        So PyTorch raises its usual errors, for example for `numpy()` on a tensor that requires a
-        gradient.
+        With this stand-in, PyTorch raises its usual errors, for example for `numpy()` on a tensor
+        that requires a gradient.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:
@@ -111,7 +112,8 @@ class LazyTensor(torch.Tensor):
         return self._stand_in(shared=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Show the values if they exist; printing alone does not compute them."""
+        """Return the values as text if they are already computed; printing alone does not compute
+        them."""
         values = self._peek()
         if values is not None:
             return f"{type(self).__name__}({values!r})"

@@ -1,4 +1,5 @@
-"""The memory that eager PyTorch would allocate, which deferred logits and their views share."""
+"""The memory that eager PyTorch would allocate for logits, shared by deferred logits and their
+views."""
 
 from __future__ import annotations
 
@@ -22,47 +23,47 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Part(Protocol):
-    """The interface of deferred logits that `Memory` uses; each such tensor is a view of a
-    memory."""
+    """The interface of deferred logits that `Memory` uses; each such tensor is a view of one
+    `Memory`."""
 
     own: Tensor | None  # the view's values while the memory has none
 
     @property
     def rows(self) -> Tensor:
-        """Return the hidden states of the view's rows."""
+        """Return the hidden states for the rows of the view."""
 
     @property
     def place(self) -> Place:
-        """Return the view's position in the memory."""
+        """Return the position of the view in its memory."""
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view from which this one is made, and the function that makes it from that
+        """Return the view from which this view is made, and the function that makes it from that
         view's values.
 
-        Return None if this view is made of whole rows.
+        Return None if this view consists of whole rows.
         """
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `function` to the hidden states of these rows, and return the result.
+        """Apply `function` to the hidden states of the view's rows, and return the result.
 
-        `function` gets the rows in the order in which they are in memory. The result has its
-        dimensions in the view's order.
+        `function` gets the rows in their order in memory. The dimensions of the result have the
+        order of the view.
         """
 
 
 class Statistics(NamedTuple):
-    """Numbers per row that were computed for one view of deferred logits."""
+    """Per-row statistics that were computed for one view of deferred logits."""
 
     place: Place
     lse: Tensor
     logit_sum: Tensor | None
 
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
-        """Return the numbers for the rows of `view`, or None if they were not computed.
+        """Return the statistics of the rows of `view`, or None if they were not computed.
 
-        The numbers were computed if `view` has the same rows, or is the part of these at one index
-        of dimension 0.
+        The statistics were computed if `view` has the same rows as the recorded view, or is that
+        view at one index of dimension 0.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:
@@ -77,12 +78,12 @@ class Statistics(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """The memory that eager PyTorch would allocate for a tensor and all its views.
+    """The memory that eager PyTorch would allocate for a logits tensor and all its views.
 
-    Once the values of all rows are computed, this object stores them, and every view reads them
-    from it. Until then, a view that reads only some rows computes only these rows, into a tensor
-    that no other view uses and that must not be written. A write computes all rows first, and so
-    does a plain alias, because code could write through it.
+    After the values of all rows are computed, this object stores them, and every view reads them
+    here. Until then, a view that reads only some rows computes only those rows, in a tensor that no
+    other view uses and that must not be written to. A write first computes all rows; so does
+    creating a plain alias, because code could write through the alias.
     """
 
     source: LogitsSource
@@ -98,7 +99,7 @@ class Memory:
     _statistics: Statistics | None = None
 
     def read(self, view: Part) -> Tensor:
-        """Return the values of `view`; compute only the view's rows if that is less work."""
+        """Return the values of `view`; compute only the rows of the view if that is less work."""
         if self.value is None and view.window is not None:
             base, take = view.window
             return take(self.read(base))
@@ -114,7 +115,8 @@ class Memory:
         return view.own
 
     def link(self, view: Part) -> Tensor:
-        """Return the memory of `view`; compute the values of the whole memory if necessary."""
+        """Return the memory of `view` as a tensor; compute the values of the whole memory if
+        necessary."""
         if self.value is None:
             value = None if self.origin is None else self.origin()
             value = self.source.compute(self.recipe, self.rows) if value is None else value
@@ -130,12 +132,14 @@ class Memory:
         return self.value.as_strided(*view.place)
 
     def write(self, view: Part) -> Tensor:
-        """Return the memory of `view` for a caller whose writes to it cannot be detected."""
+        """Return the memory of `view` as a tensor, for a caller whose later writes cannot be
+        detected."""
         self.is_open = True
         return self.link(view)
 
     def statistics(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
-        """Return log-sum-exp and sum of the rows of `view`, if the latest loss computed them."""
+        """Return the log-sum-exp and the sum of each row of `view`, if the latest loss computed
+        them."""
         return None if self._statistics is None else self._statistics.of(view)
 
     def keep_statistics(self, view: Part, lse: Tensor, logit_sum: Tensor | None) -> None:
@@ -145,10 +149,11 @@ class Memory:
     def snapshot(
         self, view: Part, function: Callable[[Tensor], Tensor]
     ) -> Callable[[], Tensor | None]:
-        """Return a function that later applies `function` to a copy of `view`'s values.
+        """Return a function that, when called later, applies `function` to a copy of the values of
+        `view`.
 
         The returned function does not keep the `Memory` alive. The returned function returns None
-        if no values exist when it is called, or if the caller's code may have written to them.
+        if no values exist at its call, or if user code may have written to them.
         """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference
@@ -170,8 +175,8 @@ class Memory:
         return copy
 
     def _is_less_work(self, view: Part) -> bool:
-        """Return whether it is cheaper to compute the rows of `view` alone, given how many rows
-        were already computed.
+        """Return whether computing only the rows of `view` is cheaper, given how many rows were
+        already computed.
         """
         rows = prod(self.shape[:-1])
         return _row_count(view) < rows and self.rows_computed < rows

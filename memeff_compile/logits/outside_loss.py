@@ -1,17 +1,19 @@
 # ruff: noqa: ANN401  (the functions of PyTorch take and return anything)
-"""Losses of deferred logits that are computed outside the compiled graph, by the fused op.
+"""Losses of deferred logits outside of the compiled graph, computed by the fused op.
 
     loss = F.cross_entropy(out.logits.view(-1, V).float(), labels.view(-1))
 
-`SERVED` names the PyTorch functions that are handled before autograd sees them. Each handler
-returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states and
-head. If the handler declines, PyTorch's function runs on the computed logits.
+`SERVED` names the PyTorch functions that this module handles before autograd sees them. Each
+handler returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states
+and the output projection. If a handler declines a call, PyTorch's function runs on the computed
+logits.
 
-`_Rows` is the autograd function from logits to numbers per row. The backward pass of `_Rows` passes
-the gradient of the logits in factored form (`FusedRows`) through all earlier views, casts and
-scales. So hooks, `retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch,
-and code that reads the gradient gets it in dense form. Log-probabilities (`_LogSoftmax`) are also
-deferred tensors: if they are gathered, summed or passed to `nll_loss`, they are never built.
+`_Rows` is the autograd function that turns logits into numbers per row. The backward pass of
+`_Rows` returns the gradient of the logits in factored form (`FusedRows`), and this form passes
+through all earlier views, casts and scales. So hooks, `retain_grad` and `torch.autograd.grad` see
+the autograd graph of eager PyTorch, and code that reads the gradient gets a dense tensor.
+Log-probabilities (`_LogSoftmax`) are deferred tensors too: if code only gathers them, sums them or
+passes them to `nll_loss`, they are never built.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ DType: TypeAlias = "torch.dtype | None"
 
 
 class _Asked(NamedTuple):
-    """The per-row results of deferred logits that a function needs."""
+    """The per-row results of deferred logits that a loss function needs."""
 
     target: Tensor | None = None
     ignore_index: int | None = None
@@ -57,10 +59,10 @@ class _Function(torch.autograd.Function):
 
 
 class _Rows(_Function):
-    """Compute nll = lse - z_t, lse and the weighted sum of z for each row of logits z with target
-    t.
+    """The autograd function that computes nll = lse - z_t, lse and the weighted sum of z for each
+    row of logits z with target t.
 
-    For log-probabilities l, compute nll = -l_t and the weighted sum of l.
+    For rows of log-probabilities l, it computes nll = -l_t and the weighted sum of l.
     """
 
     @staticmethod
@@ -125,8 +127,8 @@ class _Rows(_Function):
 
 
 class _Total(_Function):
-    """Compute the sum of the losses of logits, divided by a number, and its gradients in the
-    forward pass.
+    """The autograd function that computes the sum of losses divided by a number, and its gradients
+    in the forward pass.
     """
 
     @staticmethod
@@ -161,7 +163,8 @@ class _Total(_Function):
 def _differentiable(
     plain: Tensor, head: Head, asked: _Asked, grads: Sequence[Tensor | None]
 ) -> Tensor:
-    """Return the logits' gradient as a dense, differentiable tensor, for second derivatives."""
+    """Return the gradient of the logits as a dense, differentiable tensor, for second
+    derivatives."""
     values = plain if plain.dtype == torch.float64 else plain.float()
     factor, target, is_kept = head.folded.factor, asked.target, None
     values = values if factor is None else values / factor
@@ -186,7 +189,7 @@ def _differentiable(
 
 
 class _LogSoftmax(_Function):
-    """Turn deferred logits into deferred log-probabilities."""
+    """The autograd function that turns deferred logits into deferred log-probabilities."""
 
     @staticmethod
     def forward(ctx: Any, view: View, recipe: LogitsRecipe) -> View:
@@ -216,7 +219,7 @@ class _LogSoftmax(_Function):
 
 
 class _Exp(_Function):
-    """Turn deferred log-probabilities into deferred probabilities."""
+    """The autograd function that turns deferred log-probabilities into deferred probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logs: View) -> View:
@@ -237,7 +240,8 @@ class _Exp(_Function):
 
 
 class _PLogP(_Function):
-    """Multiply deferred probabilities by their logarithms; the product is deferred too."""
+    """The autograd function that multiplies deferred probabilities by their logarithms; the product
+    is deferred too."""
 
     @staticmethod
     def forward(ctx: Any, probs: View, logs: View) -> View:
@@ -261,7 +265,8 @@ class _PLogP(_Function):
 
 
 class _NegativeEntropy(_Function):
-    """Sum the deferred products p log p over the classes; autograd does not see `logs`."""
+    """The autograd function that sums the deferred products p log p over the classes; autograd does
+    not see `logs`."""
 
     @staticmethod
     def forward(ctx: Any, terms: View, logs: tuple[View]) -> Tensor:
@@ -284,9 +289,10 @@ class _NegativeEntropy(_Function):
 
 
 def _needs_nothing(ctx: Any) -> bool:
-    """Return whether the backward of a sum must not use saved tensors, as in eager PyTorch.
+    """Return whether the backward pass of a sum must not use saved tensors, as in eager PyTorch.
 
-    The answer is yes in a second derivative, and in a second backward pass through the same graph.
+    The function returns True in a second derivative, and in a second backward pass through the same
+    graph.
     """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors
@@ -299,8 +305,8 @@ def _spread(ctx: Any, grad: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
-    """The data of deferred logits that a backward pass needs, besides the tensors that autograd
-    saves."""
+    """The data of deferred logits that a backward pass needs, in addition to the tensors that
+    autograd saves."""
 
     view: View | None
     memory: Memory | None  # where the values that it needs may be
@@ -311,10 +317,10 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
-        """Save `others` and the tensors from which the values are computed, if a backward pass
-        follows.
+        """Save `others` and the tensors from which the values are computed, if a backward pass will
+        follow.
 
-        Return the data that autograd does not save.
+        The function returns the data that autograd does not save.
         """
         if not any(ctx.needs_input_grad):
             return None
@@ -324,26 +330,26 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the same data for other values computed with the same head.
+        """Return the same data for other values that were computed with the same output projection.
 
-        Autograd frees the saved tensors of both together.
+        Autograd frees the saved tensors of both values together.
         """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
         )
 
     def after_a_backward(self) -> _Kept:
-        """Return the data that is still needed after a backward pass."""
+        """Return the data that is still needed after one backward pass."""
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
-        """Return the rows and their head in the form that the fused loss needs."""
+        """Return the rows and their output projection in the form that the fused loss needs."""
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
 
     def values(self, made_of: Sequence[Any], reader: str) -> Tensor:
-        """Return the values that the logits had in the forward pass, with an autograd graph if one
-        is needed.
+        """Return the values of the logits at the time of the forward pass, with an autograd graph
+        if one is needed.
         """
         if torch.is_grad_enabled():
             return self.plain(made_of)
@@ -356,7 +362,7 @@ class _Kept(NamedTuple):
         return self.head(made_of).logits(self.recipe)
 
     def plain(self, made_of: Sequence[Any]) -> Tensor:
-        """Return the logits of the forward pass as a plain tensor that is a view of the deferred
+        """Return the logits of the forward pass as a plain tensor, which is a view of the deferred
         logits.
         """
         if self.view is None:
@@ -384,7 +390,7 @@ class _Kept(NamedTuple):
 
 
 def _result(ctx: Any, kept: _Kept) -> Tensor | None:
-    """Return the result of a function, for a second derivative, if the result is alive and
+    """Return the result of a loss function, for a second derivative, if the result still exists
     unchanged."""
     result = ctx.result()
     if result is None or result.grad_fn is not ctx:  # detached in place, or written to since
@@ -393,19 +399,20 @@ def _result(ctx: Any, kept: _Kept) -> Tensor | None:
 
 
 def _written_by(view: Any) -> Any:
-    """Return autograd's node of the latest write to a view's memory.
+    """Return the autograd node of the latest write to a view's memory.
 
-    Autograd makes a new node for a view after each such write.
+    After each such write, autograd creates a new node for the view.
     """
     return (view if view._base is None else view._base).grad_fn
 
 
 class Declined(Exception):
-    """Raised for a call that PyTorch must run, with the reason for the report, or ""."""
+    """Raised for a call that PyTorch must run, with the reason for the report, or "" without a
+    reason."""
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return the rows of `view` as the op needs them, or raise `Declined`."""
+    """Return the rows of `view` in the form that the op needs, or raise `Declined`."""
     lost = view.lost_factors()
     if lost is not None:
         raise Declined(lost)
@@ -424,13 +431,13 @@ def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
 
 
 def _is_deferred(value: Any) -> bool:
-    """Return whether these are deferred logits (or log-probabilities) whose loss may be fused."""
+    """Return whether a tensor is deferred logits (or log-probabilities) whose loss may be fused."""
     memory = getattr(value, "memory", None)
     return isinstance(memory, Memory) and memory.source.loss is not None and value.window is None
 
 
 def _last(view: View, dim: Any) -> bool:
-    """Return whether `dim` is the last dimension, and this is the vocabulary."""
+    """Return whether `dim` is the last dimension and that is the vocabulary dimension."""
     rank = len(view.dims)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
@@ -453,7 +460,7 @@ def _no_view(made: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the elements of `made` in another shape, as a tensor that autograd does not treat as a
     view.
 
-    A reshaped tensor would be a view, but the result of eager PyTorch is none.
+    An ordinary reshape would return a view, but eager PyTorch's result is not a view.
     """
     result: Tensor = torch.ops.aten._unsafe_view.default(made, shape)
     return result
@@ -472,8 +479,8 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype that PyTorch's result has under the current autocast, found by a run on one
-    row."""
+    """Return the dtype that PyTorch's function returns under the current autocast, found by running
+    it on one row."""
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key = (name, view.dtype, view.device, autocast)
@@ -536,11 +543,11 @@ def _class_loss(
 
 
 def _makes_gradients(view: View) -> bool:
-    """Return whether a loss of these logits computes its gradients in the forward pass.
+    """Return whether a loss of these logits computes its gradients in its forward pass.
 
-    These gradients are as large as the hidden states and the weight. So the forward pass computes
-    the gradients only for a loss of more than half of the rows, and only if no earlier step had a
-    second loss of the same logits: a second loss computes the logits again.
+    Gradients from the forward pass are as large as the hidden states and the weight together. So
+    the forward pass computes them only for a loss of more than half of the rows, and only if no
+    earlier step had a second loss of the same logits, for which the logits would be computed again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()
@@ -577,7 +584,7 @@ def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Ten
 
 
 def _class_last(input: Any, target: Any) -> View:
-    """Return the logits of a loss with the classes as their last dimension."""
+    """Return the logits of a loss with the class dimension moved to the end."""
     _need(_is_deferred(input), "")
     _need(isinstance(target, Tensor), "the targets are no tensor")
     _need(not target.dtype.is_floating_point, "the targets are class probabilities")
@@ -637,8 +644,8 @@ def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = Non
 
 
 def _get_item(input: Any, index: Any) -> Any:
-    """Handle `log_probs[rows, targets]`, with one index per dimension, the last one for the
-    vocabulary."""
+    """Handle `log_probs[rows, targets]`, which has one index per dimension and the vocabulary as
+    its last dimension."""
     is_one_each = isinstance(index, tuple) and _is_deferred(input) and len(index) == input.dim()
     if not is_one_each or len(index) < 2 or input.order is not None:
         return NotImplemented
@@ -652,7 +659,7 @@ def _get_item(input: Any, index: Any) -> Any:
 
 
 def _picked(view: View, target: Tensor) -> Tensor:
-    """Return one column of each row, by its index."""
+    """Return one column of each row, given the columns' indices."""
     factor = _check(view, target).factor
     is_log = factor is not None
     spelling = "log_softmax + gather" if is_log else "gather"
@@ -671,7 +678,8 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
 
 
 def _exp(input: Any, *, out: Any = None) -> Any:
-    """Return deferred probabilities, if the argument is a log_softmax without later steps."""
+    """Return deferred probabilities, if the argument is a log_softmax to which no other step was
+    applied."""
     if not _is_deferred(input) or input.recipe.steps[-1:] != (("log_softmax", None),):
         return NotImplemented
     is_last = input.order is None and out is None
@@ -684,7 +692,7 @@ def _exp(input: Any, *, out: Any = None) -> Any:
 
 
 def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
-    """Return deferred p log p, if the probabilities were computed from the same
+    """Return the deferred product p log p, if the probabilities were computed from the same
     log-probabilities."""
     for probs, logs in ((input, other), (other, input)):
         if not _is_deferred(probs) or probs.log_probs is not logs or out is not None:
@@ -699,7 +707,7 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
 
 
 def _entropy(input: Any, logs: View, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
-    """Return the sum of p log p over the classes, from the deferred product."""
+    """Return the sum of p log p over the classes, computed from the deferred product."""
     if input.recipe.steps[-1:] != (("times_exp", None),) or input.lost_factors() is not None:
         return NotImplemented
     _need(_last(input, dim), "an entropy over another dimension")
@@ -756,7 +764,7 @@ _RENAMED["x2"] = "other"
 
 
 def _serving(handler: Any) -> Callable[..., Any]:
-    """Wrap a handler so that it returns `Declined` instead of raising it."""
+    """Wrap a handler so that it returns the `Declined` exception instead of raising it."""
     signature = inspect.signature(handler)
 
     def serve(*args: Any, **kwargs: Any) -> Any:

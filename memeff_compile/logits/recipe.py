@@ -1,13 +1,13 @@
-"""The steps from hidden states to logits, as data: a pass writes it, and the runtime reads it.
+"""The steps from hidden states to logits, as data that a pass writes and the runtime reads.
 
-A `LogitsRecipe` describes the head of a model: the dtype of the product, the orientation of the
-weight, and the pointwise steps after the product, in the model's order. `LogitsRecipe.logits` runs
-the same PyTorch calls that the model would have run, so its values have the same bits as the
-model's. `LogitsRecipe.gradients` computes their derivative as autograd does, but without a forward
-product that the derivative does not need.
+A `LogitsRecipe` describes a model's output projection: the dtype of the product, the orientation of
+the weight, and the pointwise steps after the product, in the model's order. `LogitsRecipe.logits`
+runs the same PyTorch calls as the model would, so its values equal the model's bit for bit.
+`LogitsRecipe.gradients` computes the derivative as autograd would, but without a forward product
+that the derivative does not need.
 
-Selections of rows are not part of a recipe. A selection gives the same result before the product as
-after it, so it is applied to the hidden states.
+A recipe does not contain selections of rows. Selecting rows before the product gives the same
+result as selecting them after it, so selections are applied to the hidden states.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
 
 @dataclass(frozen=True)
 class Adapter:
-    """Compute the product that a LoRA adapter adds to the head's product.
+    """The product that a LoRA adapter adds to the product of the output projection.
 
-    For hidden states x, this is ``scale * B(A(x))``.
+    For hidden states x, the adapter's product is ``scale * B(A(x))``.
     """
 
     scale: float
@@ -41,7 +41,7 @@ class Adapter:
     total: torch.dtype  # of the logits with the sum
 
     def product(self, hidden: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return the adapter's product, computed as the model computes it."""
+        """Return the adapter's product, computed in the same way as the model does."""
         low = F.linear(hidden.to(self.down), a.to(self.down))
         product = F.linear(low.to(self.up), b.to(self.up))
         return product if self.scale == 1 else product * self.scale
@@ -52,7 +52,7 @@ class Adapter:
         made_of: tuple[Tensor, Tensor, Tensor],  # hidden states, A and B
         needs: Sequence[bool],  # one for each
     ) -> list[Tensor | None]:
-        """Return those gradients of hidden states, A and B that are needed."""
+        """Return the gradients of hidden states, A and B, as far as they are needed."""
         hidden, a, b = made_of
         rows = grad.to(self.up).reshape(-1, grad.shape[-1])
         rows = rows if self.scale == 1 else rows * self.scale
@@ -92,15 +92,14 @@ _IN_PLACE: _Steps = {
 
 @dataclass(frozen=True)
 class LogitsRecipe:
-    """The head of a model, from hidden states to logits.
+    """The steps of a model's output projection, from hidden states to logits.
 
     The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
     ("bias", None), which adds the next of `vectors` and names the new dtype if it changes. The
     first step may be ("adapter", Adapter), which takes the next two vectors as A and B. Between the
-    steps there may be ("classes", (start, stop, count)), which keeps the classes from `start` up to
-    but not including `stop` of the `count` classes before it. ("log_softmax", None), ("exp", None)
-    and ("times_exp", None), which is x * exp(x), are only added by code outside the graph; recipes
-    of a compiled graph's logits do not have them.
+    steps there may be ("classes", (start, stop, count)), which keeps the classes from `start` up
+    to, not including, `stop` of the `count` classes before it. Only code outside of the graph adds
+    the steps ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x).
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -122,17 +121,17 @@ class LogitsRecipe:
         return self._dtypes[-1]
 
     def vocab(self, weight: Tensor) -> int:
-        """Return the number of columns that the logits have with `weight`."""
+        """Return the number of columns that logits computed with `weight` have."""
         if self.classes is not None:
             return self.classes[1] - self.classes[0]
         return weight.shape[1] if self.transposed else weight.shape[0]
 
     @cached_property
     def classes(self) -> tuple[int, int] | None:
-        """Return the index of the first class of the weight that the logits have, and of the class
-        after the last one.
+        """Return the indices of the first class of the logits, and of the class after the last one,
+        among the weight's classes.
 
-        None means that the logits have all classes.
+        A result of None means that the logits have all classes.
         """
         found = None
         for start, stop, _ in (value for name, value in self.steps if name == "classes"):
@@ -141,7 +140,7 @@ class LogitsRecipe:
         return found
 
     def cut(self, weight: Tensor) -> Tensor:
-        """Return the rows of a weight that belong to the logits' classes."""
+        """Return the rows of a weight that belong to the classes of the logits."""
         if self.classes is None:
             return weight
         start, stop = self.classes
@@ -165,7 +164,7 @@ class LogitsRecipe:
         # returns the product of all classes from that with `weight`, if `weight` has only some
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Compute logits, (..., vocabulary) of `self.dtype`, differentiably, without autocast."""
+        """Compute differentiable logits, (..., vocabulary) in `self.dtype`, without autocast."""
         with without_autocast(hidden.device.type):
             return self._forward((hidden, weight, bias, vectors), None, gather)
 
@@ -181,7 +180,7 @@ class LogitsRecipe:
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients of hidden, weight, bias and every vector.
 
-        A gradient that is not `needed` is None.
+        A gradient that `needed` does not request is None.
         """
         count = 3 + len(vectors)
         needs = [True] * count if needed is None else list(needed)
@@ -234,7 +233,7 @@ class LogitsRecipe:
         tanhs: list[Tensor] | None,
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the logits; append the result of every tanh step to `tanhs`."""
+        """Return the logits; also append the result of every tanh step to `tanhs`."""
         hidden, weight, bias, vectors = made_of
         reuses = tanhs is None and not torch.is_grad_enabled()  # one buffer for all steps
         dtype = self.compute_dtype
@@ -263,7 +262,7 @@ class LogitsRecipe:
     def _product_gradients(
         self, grad: Tensor, made_of: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of hidden, weight and bias, from the gradient of the product."""
+        """Return the gradients of hidden, weight and bias, given the gradient of their product."""
         hidden, weight, bias = made_of
         dtype = self.compute_dtype
         rows = grad.reshape(-1, grad.shape[-1])
@@ -283,7 +282,7 @@ class LogitsRecipe:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The options of the fused loss, for losses outside the graph."""
+    """The options of the fused loss, for losses outside of the graph."""
 
     workspace: int = 0  # memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic
 
@@ -309,11 +308,11 @@ class DeferredOutput:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Return the indices of all outputs that are these logits or views of them."""
+        """Return the indices of all graph outputs that are these logits or views of them."""
         return tuple(view.output for view in self.views) or (self.output,)
 
     def put(self, logits: Tensor, results: list[Any]) -> None:
-        """Write the deferred logits, or views of them, into the graph's results at these
+        """Write the deferred logits, or views of them, into the graph's results at the recorded
         indices."""
         logits = logits.detach() if self.detached else logits
         logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
@@ -324,21 +323,21 @@ class DeferredOutput:
 
 @dataclass(frozen=True)
 class GivenSize:
-    """A size, symbolic during compilation, that the graph returns after its other outputs."""
+    """A size, symbolic during compilation, that the graph returns after all its other outputs."""
 
     output: int
 
 
 @dataclass(frozen=True)
 class LogitsView:
-    """An output that is a view of the logits."""
+    """A graph output that is a view of the logits."""
 
     output: int  # index of the output
     # the ATen views that lead to it, each by its name and the arguments after `self`
     calls: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
-        """Apply the recorded view operations to `logits`, and return the resulting view."""
+        """Apply the recorded view operations to `logits`, and return the view."""
         for name, args in self.calls:
             op = attrgetter(name)(torch.ops.aten)
             logits = op(logits, *(_with_sizes(arg, results) for arg in args))
@@ -352,7 +351,7 @@ def _with_sizes(arg: object, results: Sequence[Any]) -> object:
 
 
 def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
-    """Return the index of the first output that is a size for these views, or None."""
+    """Return the index of the first graph output that is a size for these views, or None."""
     calls = [view.calls for entry in plan for view in entry.views]
     sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]
     return min(sizes, default=None)
@@ -372,8 +371,8 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """Why steps cannot become arguments of the op: a code, a sentence, and the index of the
-    step."""
+    """The reason why steps cannot become arguments of the op: a code, a sentence, and the index of
+    the step."""
 
     code: str
     sentence: str
@@ -381,7 +380,8 @@ class Unfoldable:
 
 
 def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
-    """Turn the pointwise ones of `steps`, in order, into the scale, softcap and bias of the op."""
+    """Turn the pointwise steps among `steps`, in order, into the scale, softcap and bias of the
+    op."""
     scale, softcap, capped = 1.0, 0.0, False
     biases: list[tuple[Any, float]] = []
     for place, (name, value) in enumerate(steps):

@@ -1,14 +1,14 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Gradients of logits that are zero except in a few rows, stored as those rows.
+"""Gradients of logits that are zero except in a few rows; only these rows are stored.
 
-`logits[:, -1]` has the same autograd node as in eager PyTorch, whose backward returns a gradient as
-large as all logits, nearly all zeros. With this module, each of these nodes passes on a
-`RowGradient` instead: its dispatcher records the node's operation without running it. The backward
-pass of deferred logits computes only the rows that such a gradient has; any other operation on a
-`RowGradient` gets the dense tensor of eager PyTorch.
+For `logits[:, -1]`, the backward pass of eager PyTorch returns a gradient as large as all logits,
+with zeros in nearly all rows. In this module, the backward pass of such a selection returns a
+`RowGradient` instead, whose dispatcher records the operation without running it. The backward pass
+of the deferred logits computes only the rows that a `RowGradient` contains; for any other
+operation, a `RowGradient` becomes eager PyTorch's dense tensor.
 
-The gradient of a fused loss outside the graph is also a `RowGradient`: it has `FusedRows`, a few
-numbers per row, which stay in this form until the deferred logits' backward pass.
+The gradient of a fused loss outside of the graph is a `RowGradient` too: it contains `FusedRows`, a
+few numbers per row, until the backward pass of the deferred logits uses them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ aten = torch.ops.aten
 
 
 class RowStep(NamedTuple):
-    """A selection of rows, and the transpose of this operation.
+    """A selection of rows, and its transpose, which puts rows back.
 
-    Both operations apply to any tensor with these leading dimensions: hidden states, or gradients
-    with the vocabulary as last dimension.
+    Both functions apply to any tensor with these leading dimensions: hidden states, or gradients
+    whose last dimension is the vocabulary.
     """
 
     select: Callable[[Tensor], Tensor]
@@ -42,9 +42,9 @@ class RowStep(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The gradient of some rows, and the steps that select these rows from all rows.
+    """The gradient of some rows, and the steps that select these rows among all rows.
 
-    The steps are in reverse order.
+    The steps are stored in reverse order.
     """
 
     rows: Tensor | FusedRows
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of all rows."""
+        """Return the gradient of all rows as a dense tensor."""
         rows = self.rows
         return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
 
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of all rows, with rows from `tensor` where this object has a gradient and
+        """Return a tensor with all rows: the rows of `tensor` where this object has a gradient, and
         zeros elsewhere."""
         for step in self.steps:
             tensor = step.scatter(tensor)
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
 
 class RowGradient(LazyTensor):
-    """A gradient with the shape of a dense one, stored as a sum of gradients of some rows."""
+    """A gradient with the shape of a dense gradient, stored as a sum of gradients of some rows."""
 
     pieces: tuple[Piece, ...]
     order: tuple[int, ...] | None  # of the blocks' dimensions, if the vocabulary is not last
@@ -96,9 +96,9 @@ class RowGradient(LazyTensor):
     @staticmethod
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
-        """Return a RowGradient of a few rows.
+        """Return a RowGradient that contains a few rows.
 
-        A gradient with an autograd graph is returned unchanged.
+        A gradient that has an autograd graph itself is returned unchanged.
         """
         if type(rows) is not Tensor or rows.requires_grad or compat.is_batched(rows):
             return rows
@@ -116,9 +116,9 @@ class RowGradient(LazyTensor):
 
     @staticmethod
     def of_fused(rows: FusedRows) -> Tensor:
-        """Return a RowGradient of all rows of a head.
+        """Return a RowGradient that contains the factored gradient of all rows.
 
-        Under vmap, which cannot see `RowGradient`, return a dense gradient.
+        vmap cannot see a `RowGradient`, so under vmap the function returns a dense gradient.
         """
         head = rows.head
         if rows.is_batched:
@@ -128,7 +128,7 @@ class RowGradient(LazyTensor):
 
     @property
     def is_fused(self) -> bool:
-        """Return whether all gradients are factored, and the vocabulary is the last dimension."""
+        """Return whether all summands are factored, and the vocabulary is the last dimension."""
         are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
         return any(are_fused) and all(are_fused) and self.order is None
 
@@ -159,17 +159,17 @@ class RowGradient(LazyTensor):
         return self._dense
 
     def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
-        """Return the gradient with respect to the tensor from which one more selection took these
-        rows.
+        """Return the gradient of the tensor from which one more selection took these rows.
 
-        `shape` is that of the tensor's rows.
+        `shape` is the shape of that tensor's rows.
         """
         pieces = tuple(Piece(piece.rows, (*piece.steps, step)) for piece in self.pieces)
         return RowGradient(shape, pieces, self)
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record one ATen operation if there is a rule, otherwise run it on the dense gradient."""
+        """Record one ATen operation if there is a rule for it, otherwise run it on the dense
+        gradient."""
         rule = _RULES.get(func)
         given = [leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, RowGradient)]
         is_taken = rule in _ANY_ORDER or all(grad.order is None for grad in given)
@@ -184,12 +184,12 @@ class RowGradient(LazyTensor):
 
 
 def dense(grad: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor; other tensors are returned unchanged."""
+    """Return a RowGradient as a plain tensor; other tensors are returned unchanged."""
     return grad.dense() if isinstance(grad, RowGradient) else grad
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
-    """Return the sum as a dense tensor."""
+    """Return the sum of the gradients as a dense tensor."""
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -215,7 +215,7 @@ def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | 
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
-    """Record a change of a gradient's shape, and join it with an earlier one into one step."""
+    """Record a change of a gradient's shape; two successive changes become one step."""
     before = tuple(grad.shape)
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:
@@ -252,7 +252,8 @@ def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
 def _index_put(
     zeros: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> RowGradient | None:
-    """Record the transpose of advanced indexing, which autograd computes by adding to new zeros."""
+    """Record the transpose of advanced indexing, which autograd computes by adding rows to a tensor
+    of zeros."""
     if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
         return None
     shape = tuple(zeros.shape)
@@ -277,7 +278,7 @@ def _index_add(
 
 
 def indexed_dims(indices: Sequence[Tensor | None]) -> int:
-    """Return the number of leading dimensions up to the last one with an advanced index."""
+    """Return the number of leading dimensions up to the last one that has an advanced index."""
     place = covered = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -287,7 +288,8 @@ def indexed_dims(indices: Sequence[Tensor | None]) -> int:
 
 
 def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None:
-    """Return the sum of two gradients, as a dense tensor if they cover all rows together."""
+    """Return the sum of two gradients; if together they cover all rows, the sum is a dense
+    tensor."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:
@@ -309,7 +311,8 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Add up factored gradients of the same rows, so that one call of the op serves all of them."""
+    """Add up factored gradients of the same rows, so that one call of the op handles all of
+    them."""
     result: list[Piece] = []
     for piece in pieces:
         for place, other in enumerate(result):
@@ -348,7 +351,7 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the transpose of split and chunk."""
+    """Record the transpose of `split` and `chunk`."""
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
         return None
@@ -360,7 +363,7 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the transpose of unbind and iteration."""
+    """Record the transpose of `unbind` and of iteration over a tensor."""
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):
@@ -375,7 +378,7 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Join gradients into one if all are factored and of the same kind; otherwise keep them
+    """Join several gradients into one if all are factored and of the same kind; otherwise keep them
     separate.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]

@@ -1,10 +1,10 @@
-"""Let `aot_compile` of PyTorch write compiled graphs to a file and load them.
+"""Let PyTorch's `aot_compile` write compiled graphs to a file, and load them from it.
 
     compiled = torch.compile(model, backend="memeff", fullgraph=True)
     compiled.forward.aot_compile(((x,), {})).save_compiled_function(path)
 
-PyTorch saves the artifact of the inner compiler. The file also contains the
-wrappers that turn the graph's outputs into the model's, such as those that create deferred logits.
+PyTorch saves the artifact that the inner compiler made. The file also contains the wrappers that
+turn the graph's outputs into the model's outputs, such as those that create deferred logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memeff_compile.logits.recipe import DeferredOutput
 
 @dataclass(frozen=True)
 class Around:
-    """The wrappers of a compiled graph that every process needs."""
+    """The wrappers of a compiled graph that every process needs, also after loading."""
 
     present: list[bool] | None
     plan: Sequence[DeferredOutput]
@@ -31,7 +31,7 @@ class Around:
     unread: Sequence[int]
 
     def put_around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a callable that returns the model's results."""
+        """Return a callable that runs the graph and returns the model's results."""
         if self.present is not None:
             compiled = with_missing_outputs(compiled, self.present)
         if not self.plan:
@@ -41,18 +41,18 @@ class Around:
 
 
 class SavedGraph:
-    """A compiled graph that can be saved, as PyTorch's `SerializableCallable`."""
+    """A compiled graph that can be saved, in the form of PyTorch's `SerializableCallable`."""
 
     def __init__(self, run: Callable[..., Any], inner: Callable[..., Any], around: Around) -> None:
         self.run, self.inner, self.around = run, inner, around
 
     def __call__(self, *args: object) -> object:
-        """Run the graph, and turn its outputs into the model's results."""
+        """Run the graph, and turn its outputs into the model's outputs."""
         return self.run(*args)
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: SavedGraph) -> bytes:
-        """Return the inner compiler's saved result and the wrappers as bytes."""
+        """Return the inner compiler's artifact and the wrappers as bytes."""
         try:
             around = pickle.dumps(fn.around)
         except Exception as error:
@@ -66,7 +66,7 @@ class SavedGraph:
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> SavedGraph:
-        """Return a graph that another process saved."""
+        """Return a graph from the bytes that another process saved."""
         import_module("memeff_compile.kernels")  # the artifact calls our ops by their names
         versions, artifact, around = pickle.loads(data)
         if versions != compat.op_fingerprint():
@@ -84,8 +84,8 @@ def savable(
     around: Around,
     how: str,  # how the graph is compiled, for the error where that cannot be saved
 ) -> Callable[..., Any]:
-    """Return a compiled graph that can be saved if `aot_compile` is running, otherwise the callable
-    itself."""
+    """Return a compiled graph that can be saved if `aot_compile` is running, otherwise return the
+    callable itself."""
     if not compat.is_to_be_saved():
         return run
     if not compat.has_artifact(inner):

@@ -1,9 +1,11 @@
-"""The tensors from which deferred logits are computed, and checks that they are unchanged.
+"""The tensors from which deferred logits are computed, with checks that these tensors are
+unchanged.
 
-Eager PyTorch computes logits before the head can change. Deferred logits are computed when they are
-read, and an optimizer may have run a step before that. Such logits must never be computed from
-changed tensors. So a `LogitsSource` records a stamp of its tensors (version counters and addresses)
-when it is created, and compares stamps before it computes.
+Eager PyTorch computes logits before the output projection can change. Deferred logits are computed
+when code reads them, and an optimizer step may have changed the output projection before that.
+Deferred logits must never be computed from changed tensors. So a `LogitsSource` records version
+counters and addresses of its tensors (a stamp) when it is created, and compares them before it
+computes logits.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """Set the name of the op for which values are computed in this context.
+    """Set the name of the op that reads values in this context, for the report.
 
-    In nested contexts, the outermost name counts.
+    In nested contexts, the name set by the outermost context counts.
     """
     _reading.append(reason)
     try:
@@ -48,10 +50,11 @@ def reading_for(reason: str) -> Iterator[None]:
 
 
 class LogitsSource:
-    """Holds detached aliases of the hidden states and the head from which logits are computed.
+    """Detached aliases of the hidden states and of the output projection's tensors from which
+    logits are computed.
 
     Because the aliases are detached, this object does not keep the autograd graph of the hidden
-    states alive. Only the logits keep it alive; detached copies of the logits do not.
+    states alive. Only the logits keep that graph alive; detached copies of the logits do not.
     """
 
     def __init__(
@@ -125,11 +128,12 @@ class LogitsSource:
             return recipe.logits(rows, self.weight, self.bias, self.vectors, gather)
 
     def require_unchanged(self) -> None:
-        """Raise a StaleLogitsError if one of the tensors has changed.
+        """Raise a StaleLogitsError if one of the tensors has changed since the logits were
+        deferred.
 
-        Comparing sampled values on the host would wait for the GPU. So before the backward pass, an
-        assertion on the GPU compares them; ordinary training loops do not write to the head before
-        that.
+        Comparing sampled values on the host would make it wait for the GPU. So an assertion on the
+        GPU compares the samples before the backward pass; ordinary training loops do not write to
+        the output projection earlier.
         """
         if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
             self._refuse(self.change())
@@ -147,7 +151,7 @@ class LogitsSource:
             )
 
     def change(self) -> str | None:
-        """Return which tensor has changed since this source was made, or None."""
+        """Return which tensor has changed since this source was created, or None."""
         change = self._visible_change()
         if change is not None or self._sample is None:
             return change
@@ -156,13 +160,13 @@ class LogitsSource:
         return _EDITED if is_edited else None
 
     def _sampled(self) -> Tensor:
-        """Return a few elements of the head's weight and of its adapters."""
+        """Return a few elements of the output projection's weight and of its adapters' weights."""
         adapters = [_sample(each).flatten() for each in self.vectors if _is_matrix(each)]
         sample = _sample(self.weight)
         return torch.cat([sample.flatten(), *adapters]) if adapters else sample.clone()
 
     def _visible_change(self) -> str | None:
-        """Return which tensor has changed, as far as this shows without reading values."""
+        """Return which tensor has changed, if that is visible without reading values."""
         for name, tensor, version_then, pointer_then in self._seen:
             version, pointer = _stamp(tensor)
             if version != version_then:
@@ -182,14 +186,14 @@ class LogitsSource:
 
 
 def _is_matrix(added: Tensor) -> bool:
-    """Return whether a tensor is A or B of an adapter, not a vector."""
+    """Return whether a tensor is the matrix A or B of an adapter, not a vector."""
     return added.dim() == 2
 
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
     """Return a tensor's version counter and address, which show changes without reading values.
 
-    Inference tensors have no version counter, so only the address counts.
+    Inference tensors have no version counter, so for them only the address is compared.
     """
     return (None if tensor.is_inference() else compat.version_of(tensor)), tensor.data_ptr()
 
@@ -197,13 +201,13 @@ def _stamp(tensor: Tensor) -> tuple[int | None, int]:
 def _shard_stamp(shard: Tensor) -> tuple[Any, ...]:
     """Return the version counters and address of a distributed tensor.
 
-    The tensor and its local part have separate version counters.
+    A distributed tensor and its local tensor have separate version counters.
     """
     return compat.version_of(shard), *_stamp(compat.local_part(shard))
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return a few evenly spaced elements of a weight, so that a write through `.data` can be
+    """Return a few evenly spaced elements of a weight, with which a write through `.data` can be
     detected."""
     rows, columns = weight.shape
     down, right = weight.stride()
@@ -222,7 +226,7 @@ _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
-    """Detect optimizer steps that version counters do not show: fused optimizers, and writes
+    """Detect optimizer steps that do not change version counters: fused optimizers, and writes
     through `.data`.
     """
     register_optimizer_step_post_hook(_after_step)
@@ -230,7 +234,7 @@ def _watch_optimizers() -> None:
 
 @compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark the sources whose head this optimizer has just updated as changed."""
+    """Mark each source whose output projection this optimizer has just updated as changed."""
     waiting = [source for source in list(_live) if source.stepped_by is None]
     if not waiting:
         return

@@ -1,26 +1,27 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""The class of deferred logits: a tensor that is computed on first use.
+"""The class of deferred logits: a tensor whose values are computed on first use.
 
-A graph whose loss no longer needs the logits returns the hidden states instead, and `attach.attach`
+If a graph's loss does not need the logits, the graph returns hidden states, and `attach.attach`
 turns these into a `DeferredLogits`: a tensor with the shape, dtype and autograd node of the logits,
-but without their memory. If a training loop never reads the logits, they are never computed. Code
-that reads them gets the same values, and gradients, as in eager PyTorch.
+but without their memory. Logits that a training loop never reads are never computed. Code that
+reads the logits gets the same values and gradients as in eager PyTorch.
 
-The parts, starting from the outside:
+The design, from the outermost object to the innermost:
 
-* `attach.defer` makes the tensors from a graph's outputs, with an autograd function.
-* `DeferredLogits` is the tensor's class, a wrapper subclass. Views and other operations that do not
-  touch the vocabulary dimension (`_LAZY`) return another `DeferredLogits`. Every other operation
-  computes the values and continues with a plain tensor. Lazy operations and computation happen
-  below autograd, so the autograd graph, the views and the version counters are the same as in eager
-  PyTorch. Views without whole rows, such as a diagonal, stay `DeferredLogits` too, so that every
-  write is detected. Functions that must act above autograd are in `_ABOVE_AUTOGRAD`.
-* `Memory` stands for the memory that eager PyTorch would allocate: the logits and all their views
-share one, and a copy or a cast starts another.
-* `LogitsSource` has the hidden states and the head, and detects whether they have changed.
-* `outside_loss` computes losses of these logits without computing the logits.
+* `attach.defer` creates the tensors from the outputs of a graph, with an autograd function.
+* `DeferredLogits` is the class of these tensors, a wrapper subclass. Views, and other operations
+that do not change the vocabulary dimension (`_LAZY`), return another `DeferredLogits`. Every other
+operation computes the values and returns a plain tensor. Both happen below autograd, so the
+autograd graph, the views and the version counters are the same as in eager PyTorch. Views that do
+not consist of whole rows, such as a diagonal, are `DeferredLogits` too, so that every write is
+detected. `_ABOVE_AUTOGRAD` lists the functions that must be handled above autograd.
+* `Memory` represents the memory that eager PyTorch would allocate: the logits and all their views
+share one `Memory`, and a copy or a cast creates another.
+* `LogitsSource` contains the hidden states and the output projection, and detects whether they have
+changed.
+* `outside_loss` computes losses of deferred logits without building the logits.
 
-Dynamo traces none of this module.
+Dynamo does not trace this module.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _OTHER_MEMORY = (
 
 
 class DeferredLogits(LazyTensor):
-    """Logits, or some of their rows, computed on first use; fields are internal to this package."""
+    """Logits, or some of their rows, whose values are computed on first use; all fields are
+    internal to this package."""
 
     memory: Memory
     rows: Tensor  # the hidden states of this tensor's rows
@@ -90,7 +92,7 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def whole(cls, memory: Memory, shape: Sequence[int]) -> DeferredLogits:
-        """Return the deferred tensor that covers a whole memory, in the given shape."""
+        """Return the deferred tensor that covers a whole `Memory`, in the given shape."""
         rows = memory.rows.reshape(*shape[:-1], memory.rows.shape[-1])
         strides = torch.empty(tuple(shape), device="meta").stride()
         return cls(memory, rows, tuple(shape), strides, 0)
@@ -98,11 +100,11 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a deferred tensor with its own memory, which `recipe` computes from these hidden
-        states.
+        """Return a deferred tensor with a `Memory` of its own, whose values `recipe` computes from
+        the same hidden states.
 
-        If this tensor's values already exist, `function` computes the new values from them.
-        `is_whole` means that the new tensor has all rows, in order.
+        If the values of this tensor already exist, `function` computes the new values from them.
+        `is_whole` says that the new tensor contains all rows, in order.
         """
         memory = self.memory
         rows, shape = (memory.rows, memory.shape) if is_whole else (self.rows, self.dims)
@@ -110,7 +112,7 @@ class DeferredLogits(LazyTensor):
         return self.whole(Memory(memory.source, recipe, rows, shape, origin), self.dims)
 
     def as_plain(self) -> Tensor:
-        """Return an ordinary tensor that is a view of this one, for autograd and for writes."""
+        """Return an ordinary tensor that is a view of this tensor, for autograd and for writes."""
         self._memory()
         return self.to_read()
 
@@ -118,16 +120,17 @@ class DeferredLogits(LazyTensor):
         return self.as_plain().as_subclass(cls)
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that is a view of this one for autograd, for reading only.
+        """Return an ordinary tensor that autograd treats as a view of this tensor, for reading
+        only.
 
-        This tensor is the only view that is not a `DeferredLogits`; `implicit` asks for it.
+        Only this view is not a `DeferredLogits`; `implicit` requests it.
         """
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
         return plain
 
     def __getattr__(self, name: str) -> Any:
-        """Provide `full_tensor()`, as a DTensor has it, if the head is split over ranks."""
+        """Provide the method `full_tensor()` of a DTensor, if ranks split the output projection."""
         memory = self.__dict__.get("memory")
         if name == "full_tensor" and memory is not None and memory.source.ranks is not None:
             return self._asked_by_all
@@ -138,10 +141,10 @@ class DeferredLogits(LazyTensor):
             return self.to_read()
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `function` to the hidden states of these rows, and return the result.
+        """Apply `function` to the hidden states of this tensor's rows, and return the result.
 
-        `function` gets the rows in the order in which they are in memory. The result has its
-        dimensions in the view's order.
+        `function` gets the rows in their order in memory. The dimensions of the result have the
+        order of this tensor.
         """
         last = len(self.dims) - 1
         shown = self.order or range(last + 1)
@@ -152,7 +155,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def head(self) -> Head:
-        """Return these rows in the form that a loss outside the graph needs."""
+        """Return the rows of this tensor in the form that a loss outside of the graph needs."""
         source = self.memory.source
         assert source.loss is not None
         made_of = (self.rows, source.weight, source.bias, source.vectors)
@@ -160,17 +163,17 @@ class DeferredLogits(LazyTensor):
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the position of this tensor in its memory, as arguments of `as_strided`."""
+        """Return the position of this tensor in its `Memory`, as arguments of `as_strided`."""
         return self.dims, self.strides, self.offset
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """Return the recipe that computes the values from the hidden states."""
+        """Return the recipe that computes the values from hidden states."""
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
-        """Return why the values differ, or may differ, from a new product with the head, or
-        None."""
+        """Return the reason why the values differ, or may differ, from a new product with the
+        output projection, or None."""
         memory = self.memory
         if memory.is_open:
             return "the logits were written to, or may have been"
@@ -180,7 +183,8 @@ class DeferredLogits(LazyTensor):
 
     @property
     def materialisations(self) -> int:
-        """Return how often logits were computed for this tensor and for tensors derived from it."""
+        """Return how often logits were computed, for this tensor and for all tensors derived from
+        it."""
         return self.memory.source.materialisations
 
     @compat.untraced
@@ -203,7 +207,7 @@ class DeferredLogits(LazyTensor):
             return None
 
     def _geometry(self) -> Tensor:
-        """Return a meta tensor with this tensor's position in its memory."""
+        """Return a meta tensor that has the same position in its memory as this tensor."""
         memory = torch.empty(self.memory.shape, dtype=self.memory.recipe.dtype, device="meta")
         return memory.as_strided(*self.place)
 
@@ -213,7 +217,8 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one ATen operation: lazily if there is a rule, otherwise on the computed values."""
+        """Run one ATen operation: without computing values if there is a rule for it, otherwise on
+        the computed values."""
         rule = _LAZY.get(func)
         if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
             result = rule(_Call(func, args[0], args[1:], kwargs))
@@ -229,9 +234,9 @@ class DeferredLogits(LazyTensor):
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
-    """Return whether a rule of lazy evaluation applies to `view`.
+    """Return whether a rule for operations without values applies to `view`.
 
-    If the vocabulary is not the last dimension, few rules do.
+    Few rules apply if the vocabulary is not the last dimension.
     """
     if view.window is not None:
         return rule in (_shaped_like, _itself, _recorded)
@@ -241,7 +246,7 @@ def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one ATen operation on the computed values."""
+    """Compute the values, and run one ATen operation on them."""
     schema = compat.schema(func)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
         raise UnsupportedInputError(_OTHER_MEMORY.format(schema.name.split("::")[-1]))
@@ -287,7 +292,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
-    """Return the deferred logits among the arguments that an operation writes to."""
+    """Return the deferred logits among an operation's arguments to which the operation writes."""
     schema = compat.schema(func)
     is_atens = schema.name.startswith("aten::")
     if not schema.is_mutable and (is_atens or not schema.name.endswith("_")):
@@ -301,7 +306,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 class _Call(NamedTuple):
-    """An ATen operation on deferred logits."""
+    """One ATen operation on deferred logits, with its arguments."""
 
     func: Any
     view: DeferredLogits
@@ -309,7 +314,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
-        """Run the operation on a tensor instead of the deferred logits."""
+        """Run the operation on another tensor in place of the deferred logits."""
         return self.func(tensor, *self.args, **self.kwargs)
 
 
@@ -319,8 +324,8 @@ _Rule = Callable[[_Call], Any]
 def _derive(
     view: DeferredLogits, geometry: Tensor, rows: Tensor, order: tuple[int, ...] | None = None
 ) -> DeferredLogits:
-    """Return a view of `view` with these rows, possibly with the vocabulary in another
-    dimension."""
+    """Return a view of `view` that contains the given rows, optionally with the vocabulary in
+    another dimension."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()
@@ -332,11 +337,11 @@ def _derive(
 
 
 def _windows(call: _Call) -> Any:
-    """Run a view operation whose result is not made of whole rows, such as some classes or a
-    diagonal.
+    """Run a view operation whose result does not consist of whole rows, such as a slice of classes
+    or a diagonal.
 
-    The result's values are a view of those of `view`. Return None for other view operations, such
-    as a change of dtype.
+    The values of the result are a view of the values of `view`. Return None for other view
+    operations, such as a view with another dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -359,7 +364,7 @@ def _windows(call: _Call) -> Any:
 
 
 def _same_rows(call: _Call) -> DeferredLogits | None:
-    """Run view operations that keep all rows in order: alias, detach, reshapes of leading
+    """Run view operations that keep all rows in order: alias, detach, and reshapes of leading
     dimensions."""
     view = call.view
     geometry = call.on(view._geometry())
@@ -389,7 +394,7 @@ def _some_rows(call: _Call) -> Any:
 
 
 def _permuted(call: _Call) -> DeferredLogits:
-    """Run permutations, which may move the vocabulary to another dimension and back."""
+    """Run permutations, which can move the vocabulary to another dimension and back."""
     view = call.view
     geometry = call.on(view._geometry())
     order = call.on(torch.empty(tuple(range(len(view.dims))), device="meta")).shape
@@ -404,7 +409,7 @@ def _permuted(call: _Call) -> DeferredLogits:
 
 
 def _copied(call: _Call) -> DeferredLogits | None:
-    """Run copies, and casts between floating dtypes, on one device."""
+    """Run copies, and casts between floating dtypes, that stay on one device."""
     view, kwargs = call.view, call.kwargs
     recipe = view.memory.recipe
     dtype, device = kwargs.get("dtype") or recipe.dtype, kwargs.get("device")
@@ -437,7 +442,7 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """Return a new deferred tensor whose values are `function` of the values of `view`."""
+    """Return a new deferred tensor whose values are those of `view` after `function`."""
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
     order = view.order
@@ -452,7 +457,7 @@ def _copy(
 
 
 def _indexed(call: _Call) -> DeferredLogits | None:
-    """Run indexing of rows by tensors or masks, which also copies in eager PyTorch."""
+    """Run indexing of rows by tensors or masks, which also makes a copy in eager PyTorch."""
     view, where = call.view, call.args[0]
     memory, rank = view.memory, len(view.dims)
     if memory.value is not None or memory.is_open or view._is_reordered:
@@ -478,8 +483,8 @@ def _itself(call: _Call) -> DeferredLogits:
 
 
 def _recorded(call: _Call) -> object:
-    """Keep the tensors from which logits are computed in memory until another CUDA stream has used
-    them."""
+    """Keep the tensors from which logits are computed in memory until another CUDA stream no longer
+    uses them."""
     view = call.view
     for tensor in (view.rows, view.memory.source.weight, view._peek()):
         if tensor is not None:
@@ -514,7 +519,7 @@ _ALIASES = (aten.alias.default, aten.detach.default)
 def _function(
     func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run one function of PyTorch's Python interface."""
+    """Run one function of PyTorch's Python interface on deferred logits."""
     if not all(issubclass(kind, _FAMILIAR) or kind is Tensor for kind in types):
         # Another subclass may define `func` differently: give it a plain tensor.
         return _on_plain(func, *args, **kwargs)
@@ -541,8 +546,8 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
-    """Pass on the gradient of selected rows as a RowGradient; their autograd node would make it
-    dense."""
+    """Pass on the gradient of selected rows as a RowGradient, because their autograd node would
+    make it dense."""
     is_part = view.window is None and prod(view.dims) < prod(base.dims)
     if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook
@@ -550,7 +555,7 @@ def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
 
 
 def _register_hook(func: Any, view: DeferredLogits, hook: Callable[[Tensor], Any]) -> Any:
-    """Register a hook; it sees the same gradients as in eager PyTorch."""
+    """Register a hook that sees the same gradients as in eager PyTorch."""
     _forget_rows(view)
     if compat.ignores_gradients(hook):
         return func(view, hook)
@@ -582,13 +587,13 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Return `.data`, which stays deferred if it has all classes of each of its rows.
+    """Return `.data`, which stays deferred if it contains all classes of each of its rows.
 
-    If code writes such deferred logits into the `.data` of another tensor, that tensor uses their
-    memory.
+    If code assigns such deferred logits to the `.data` of another tensor, that tensor then uses
+    their memory.
 
-    As in eager PyTorch, the result is no view: writing a value with a gradient changes only the new
-    tensor's gradient.
+    As in eager PyTorch, `.data` is not a view: writing a value with a gradient to it changes only
+    the gradient of `.data`.
     """
     data: DeferredLogits = func(view)
     # Without a node first: that of a view which a write made stale would raise.
@@ -602,7 +607,7 @@ def _set_data(func: Any, view: Tensor, data: Tensor) -> None:
 
 
 def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function that reads memory in C++, or belongs to another tensor class, on plain
+    """Run a function that reads memory in C++, or that belongs to another tensor class, on plain
     tensors."""
     given = (args, kwargs)
     args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.as_plain, given)
@@ -610,10 +615,10 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the values of a copy at once, if it has no gradient.
+    """Compute the values of a copy immediately, if the copy has no gradient.
 
-    Such a copy, or a transfer to the CPU, is usually read later, when the head may have changed.
-    A copy with a gradient may be used in a loss, so it stays deferred.
+    Such a copy, or a transfer to the CPU, is usually read later, when the output projection may
+    have changed. A copy with a gradient may be used in a loss, so its values stay deferred.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -1,8 +1,8 @@
-"""Compute the logits of a head that DTensor splits over ranks, on all ranks together.
+"""Compute the logits of an output projection that DTensor splits over ranks, on all ranks together.
 
-Each rank has a shard of the head. A read on only one rank, for example to print a sample on rank 0,
-would wait for the other ranks, so it raises an error at once. Call `full_tensor()`, as for a
-DTensor, on every rank.
+Each rank has a shard of the projection's weight. A read on only one rank, for example to print a
+sample on rank 0, would wait for the other ranks forever, so it raises an error immediately. Call
+`full_tensor()` on every rank instead, as for a DTensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _asking: list[bool] = []
 
 @contextmanager
 def all_ranks_ask() -> Iterator[None]:
-    """Allow computing the logits of a split head in this context, because every rank requests
+    """Allow reads of a split projection's logits in this context, because every rank requests
     them."""
     _asking.append(True)
     try:
@@ -36,7 +36,7 @@ def all_ranks_ask() -> Iterator[None]:
 
 
 class Ranks:
-    """The ranks over which the classes of a head are split."""
+    """The ranks among which an output projection's classes are split."""
 
     def __init__(self, weight: Tensor) -> None:  # a DTensor, split by rows over one dimension
         spread: Any = weight
@@ -44,7 +44,8 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """Return which tensor has changed on any rank; all ranks must call this."""
+        """Return which tensor has changed on at least one rank; all ranks must call this
+        function."""
         if not _asking:
             raise ShardedLogitsError(
                 "These logits were left out of the forward pass, and their head is split over "
@@ -58,7 +59,7 @@ class Ranks:
         return change or ("the head of another rank changed since then" if changed.item() else None)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the logits for the classes of all ranks."""
+        """Return the logits for the classes of all ranks together."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         places: list[Any] = [Replicate()] * self.mesh.ndim

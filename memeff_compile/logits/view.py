@@ -1,4 +1,5 @@
-"""The interface of deferred logits that losses outside the graph use; `tensor` has the class."""
+"""The interface of deferred logits that losses outside of the graph use; the class is in
+`tensor`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from memeff_compile.logits.recipe import LogitsRecipe
 
 
 class View(Part, Protocol):
-    """Logits of a head, or some of their rows, that are computed on first use."""
+    """Logits of an output projection, or some of their rows, whose values are computed on first
+    use."""
 
     memory: Memory
     dims: tuple[int, ...]
@@ -22,11 +24,11 @@ class View(Part, Protocol):
 
     @property
     def head(self) -> Head:
-        """Return these rows in the form that a loss outside the graph needs."""
+        """Return the rows of this tensor in the form that a loss outside of the graph needs."""
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """Return the recipe that computes the values from the hidden states."""
+        """Return the recipe that computes the values from hidden states."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -37,7 +39,8 @@ class View(Part, Protocol):
         """Return the device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
-        """Return a tensor in new memory, computed by a recipe or by a function of the values."""
+        """Return a tensor in new memory, whose values come from a recipe or from a function of this
+        tensor's values."""
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that is a view of this one for autograd."""
+        """Return an ordinary tensor that autograd treats as a view of this tensor."""

@@ -1,10 +1,10 @@
-"""Functions that change whole models: `torch.compile` must not do this, because it must not free
-the user's tensors.
+"""Functions that change whole models; `torch.compile` must not make these changes, because it must
+not free the user's tensors.
 
-The user calls these functions to change a model or to create an object for it. These functions may
-use kernels. The functions do not depend on graphs and passes, and passes do not depend on them.
-Names are imported on first use, because transformers' quantizers import `ternary.pretrained` early,
-and this must not import kernels.
+A user calls these functions to change a model, or to create an object for it. These functions may
+run kernels. The functions do not depend on graphs and passes, and passes do not depend on the
+functions. Names are imported on first use, because transformers' quantizers import
+`ternary.pretrained` early, and this must not import kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Report functions that change models in place, and store each model's reports."""
+"""Reports of functions that change models in place, stored for each model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Kept = TypeVar("Kept", bound=VerbReport)
 
 
 class Changes(VerbReport, int):
-    """The report of a function that changed a model.
+    """The report of a function that changed a model in place.
 
-    The report is also a number: the count of changed modules or weights.
+    This report is also an integer, the number of changed modules or weights.
     """
 
     verb: str  # its name
@@ -40,15 +40,16 @@ class Changes(VerbReport, int):
         return self.verb, self._sentence, self.places, self.left
 
     def __str__(self) -> str:
-        """Return a summary, then the new state of each module or weight, or why it did not change.
+        """Return a summary, then the new state of each module or weight, or the reason why it did
+        not change.
 
-        Layers with equal texts share a line; `details` has a line for each of them.
+        Layers with equal texts share one line; `details` has a line for each layer.
         """
         return self._text(fold_names(self._said()))
 
     def details(self) -> str:
-        """Return a summary, then one line per module or weight: its new state, or why it is
-        unchanged."""
+        """Return a summary, then one line per module or weight: its new state, or the reason why it
+        is unchanged."""
         return self._text(self._said())
 
     def _said(self) -> list[tuple[str, str]]:
@@ -60,7 +61,7 @@ class Changes(VerbReport, int):
         return "\n".join(lines)
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return everything as JSON."""
+        """Return all details as JSON."""
         said = {"verb": self.verb, "summary": self.summary}
         return json.dumps({**said, "places": self.places, "left": self.left}, indent=indent)
 
@@ -85,7 +86,7 @@ def require_module(model: object, verb: str) -> None:
 
 
 def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
-    """Store a function's report about a model, as the latest one, and return it."""
+    """Store a function's report about a model as the latest report, and return it."""
     reports = _kept.setdefault(compat.without_compile(model), {})
     reports.pop(verb, None)
     reports[verb] = report
@@ -96,8 +97,9 @@ def verb_report(model: nn.Module, verb: str | None = None) -> VerbReport | None:
     """Return the report of the last function that changed a model in place, or None.
 
     Args:
-        model: the argument of that function; it may have been compiled since.
-        verb: the name of a function, such as "ternarize_", to get the last report of that one.
+        model: the argument of that function; it may have been compiled afterwards.
+        verb: the name of a function, such as "ternarize_", to get the latest report of this
+            function.
 
     Example:
         >>> print(memeff_compile.verb_report(model).summary)  # doctest: +SKIP

@@ -36,7 +36,7 @@ def draw_spreads(
     *,
     least: float | None = None,  # where a line across all names is drawn
 ) -> None:
-    """Draw a point and its spread for each name, from top to bottom, and for each series."""
+    """Draw one point with its spread for each name, from top to bottom, and for each series."""
     matplotlib = matplotlib_for(error)
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(7.0, 1.2 + LINE * len(names)), layout="constrained"

@@ -1,8 +1,8 @@
 """Train or run a model with low-bit queries, keys and values in its attention (use_low_bit_heads_).
 
-The model then adapts to a cache that stores such codes (`KVCache(scheme="per_head")`). The method
-is that of BitNet a4.8, table 3. The function needs transformers, which is imported when it is
-called.
+A model trained in this way adapts to a cache that stores such codes (`KVCache(scheme="per_head")`).
+The method is that of BitNet a4.8, table 3. The function needs transformers, which is imported when
+it is called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FULL = 16
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_off() -> bool:
-    """Return whether an option of this package or of PyTorch turns everything off."""
+    """Return whether an option of this package or of PyTorch switches all changes off."""
     return is_disabled() or compat.compiling_is_off()
 
 
@@ -100,23 +100,23 @@ def use_low_bit_heads_(
     """Round the queries, keys and values of a model's attention to few bits; gradients pass through
     unchanged.
 
-    The rounding happens after the rotary embedding, with one scale per token and head. The paper's
+    The function rounds after the rotary embedding, with one scale per token and head. The paper's
     settings are ``key_value=4``; ``query=4, key_value=4``; and ``query=4, key_value=3, first=1``.
 
     Args:
         model: a transformers model with an attention implementation other than "eager".
-        query: bits of queries: 16 (unchanged), 8, 4, 3 or 2.
-        key_value: bits of keys and values.
-        first: number of first tokens that keep `first_bits`. These tokens are counted from position
-            0, so pad on the right.
-        first_bits: bits of these first tokens.
+        query: the number of bits of queries: 16 (unchanged), 8, 4, 3 or 2.
+        key_value: the number of bits of keys and values.
+        first: the number of first tokens that have `first_bits`. First tokens are counted from
+            position 0, so pad on the right.
+        first_bits: the number of bits of the first tokens.
 
     Returns:
         Undo: call it, or use it as a context manager.
 
     Raises:
         OptionError: The model's attention cannot be wrapped.
-        UnsupportedInputError: A number of bits is not known.
+        UnsupportedInputError: A number of bits is not supported.
 
     Example:
         >>> undo = use_low_bit_heads_(model, query=4, key_value=3, first=1)  # doctest: +SKIP
@@ -150,7 +150,7 @@ def use_low_bit_heads_(
 
 
 def heads_of(model: nn.Module) -> dict[str, int] | None:
-    """Return the settings of `use_low_bit_heads_` that a model's attention has, or None."""
+    """Return the settings of `use_low_bit_heads_` in a model's attention, or None."""
     transformers = sys.modules.get("transformers.modeling_utils")
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     heads = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {}).get(name, None)
@@ -160,8 +160,8 @@ def heads_of(model: nn.Module) -> dict[str, int] | None:
 
 
 def settings_of(low_bit_heads: int | Mapping[str, int]) -> dict[str, int]:
-    """Return all settings of `use_low_bit_heads_` for a number of bits of keys and values, or a
-    mapping of some.
+    """Return all settings of `use_low_bit_heads_`, given the number of bits of keys and values, or
+    a mapping of some settings.
     """
     given = low_bit_heads
     given = {"key_value": given} if not isinstance(given, Mapping) else given
@@ -175,7 +175,7 @@ def settings_of(low_bit_heads: int | Mapping[str, int]) -> dict[str, int]:
 
 
 def full_heads_again(model: nn.Module) -> Undone:
-    """Make attention use queries, keys and values that are not rounded again, for `undo`."""
+    """Make attention use unrounded queries, keys and values again, for `undo`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     found: dict[str, str] = {}

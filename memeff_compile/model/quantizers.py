@@ -1,8 +1,8 @@
 """Register this package's quantizer as soon as transformers loads its own.
 
-`from_pretrained` looks up a quantizer in a table of transformers. For this to work, the table needs
-an entry, but importing this package must not import transformers. So the entry is added at once if
-transformers is loaded, and otherwise when transformers creates the table.
+`from_pretrained` finds a quantizer in a table of transformers. That table needs an entry for this
+package, but importing this package must not import transformers. So the entry is added immediately
+if transformers is loaded, otherwise when transformers creates the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _modules: list[str] = []  # modules that add to the table
 
 
 class _BesideQuantizers(MetaPathFinder):
-    """An import finder for transformers' table that then also imports this package's modules."""
+    """An import finder for transformers' table that afterwards also imports this package's
+    modules."""
 
     is_asking = False  # another finder, which may in turn ask all finders
 

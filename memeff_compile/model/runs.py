@@ -1,4 +1,4 @@
-"""Run a model on a user's inputs, to observe its modules."""
+"""Run a model on the user's inputs, to observe its modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def runs_of(inputs: object) -> Iterable[Any] | None:
-    """Return the arguments of each run of a model, or None if the inputs have no such form.
+    """Return the arguments of each run of a model, or None if the inputs have an unsupported form.
 
     A single mapping or tensor is one run.
     """
@@ -20,7 +20,8 @@ def runs_of(inputs: object) -> Iterable[Any] | None:
 
 
 def call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
-    """Call a model with a mapping of keyword arguments, a list of arguments, or one argument."""
+    """Call a model with a mapping of keyword arguments, a list of arguments, or a single
+    argument."""
     if isinstance(given, Mapping):
         return model(**given)
     return model(*given) if isinstance(given, (tuple, list)) else model(given)
@@ -28,7 +29,7 @@ def call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode, without dropout; afterwards restore the mode of each module."""
+    """Put a model in eval mode, without dropout; afterwards restore each module's mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

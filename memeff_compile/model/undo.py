@@ -12,23 +12,23 @@ BACKEND = "memeff"
 
 
 def undo(model: nn.Module) -> Changes:
-    """Remove all changes of this package from a model, in place; return a report.
+    """Remove all changes that this package made to a model, in place; return a report.
 
     The function undoes:
 
     - compiled calls, of the model and of modules inside it;
     - KV caches of `compile(kv_cache=)` and `use_kv_cache_`;
     - attention with low-bit heads;
-    - compressed weights, and linear layers that `ternarize_` changed. The weights are restored bit
-      for bit, with all training since then.
+    - compressed weights, and linear layers that `ternarize_` changed. All weights are restored bit
+      for bit, including all training since the change.
 
     Weights that were rounded (`compress_(mantissa=3)`) or packed (`pack_ternary_`) cannot be
-    restored. Such weights are listed under `left`, with the reason. Modules that another backend
+    restored; the report lists them under `left`, with the reason. Modules that another backend
     compiled stay compiled. A second call makes no changes.
 
     Args:
-        model: the object that you call: the model, also under PEFT, or the wrapper that
-            `torch.compile` returned.
+        model: the object that you call: the model itself, possibly wrapped by PEFT, or the wrapper
+            that `torch.compile` returned.
 
     Returns:
         The number of changes; `print` shows the list.
@@ -57,8 +57,8 @@ def undo(model: nn.Module) -> Changes:
 
 
 def _compiled(model: nn.Module) -> system.Undone:
-    """Make modules run uncompiled, and replace wrappers of `torch.compile` inside the model by
-    their modules."""
+    """Make modules run without compilation, and replace `torch.compile` wrappers inside the model
+    by the wrapped modules."""
     places: dict[str, str] = {}
     for path, module in list(model.named_modules()):
         said = compat.undo_compile(module, BACKEND)
@@ -71,7 +71,7 @@ def _compiled(model: nn.Module) -> system.Undone:
 
 
 def _unwrap(model: nn.Module, wrapper: nn.Module) -> None:
-    """Replace a `torch.compile` wrapper by its module, wherever the model uses the wrapper."""
+    """Replace a `torch.compile` wrapper by its module, everywhere in the model."""
     original = compat.original_of(wrapper)
     if original is None:
         return

@@ -1,4 +1,4 @@
-"""Observe the arguments and results of the attention calls that a model makes while it runs."""
+"""Observe the arguments and results of the attention calls that a running model makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Watch(TorchFunctionMode):
-    """Passes the arguments and the result of every attention call to a function."""
+    """An observer that passes the arguments and the result of every attention call to a
+    function."""
 
     def __init__(self, seen: Callable[..., object]) -> None:
         super().__init__()

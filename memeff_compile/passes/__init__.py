@@ -35,6 +35,6 @@ PASSES = system.in_order(CORE, lambda each: each.name, lambda each: system.load(
 
 
 def in_order(ours: Sequence[GraphPass], theirs: Sequence[GraphPass]) -> tuple[GraphPass, ...]:
-    """Return the built-in passes, with the user's passes before and after them."""
+    """Return the built-in passes, preceded and followed by the user's passes."""
     before = [each for each in theirs if each.when == "before"]
     return (*before, *ours, *(each for each in theirs if each not in before))

@@ -1,4 +1,5 @@
-"""Attention over a coded KV cache -> memeff::coded_kv_cache_attention, which reads the codes.
+"""Attention over a low-bit KV cache -> memeff::coded_kv_cache_attention, which reads the codes
+without decoding the cache.
 
     before: memeff.coded_kv_cache_append(*cache, k, v, ...)
             K, V = memeff.coded_kv_cache_view(*cache, ...)
@@ -6,9 +7,9 @@
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
-The user creates the cache, a `memeff_compile.KVCache`. The pass does not move or reorder the
-cache's appends. Where the pass declines, the result is correct but slow: every step decodes all
-keys and values (the dense view).
+The user creates the cache as a `memeff_compile.KVCache`. The pass neither moves nor reorders the
+appends to the cache. If the pass declines a match, the result is correct but slow, because every
+decoding step decodes all keys and values (the dense view).
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """An attention call over a dense view, the view, and the nodes between them."""
+    """An attention call that reads a dense view, the view, and the nodes between both."""
 
     view: Node
 
     def tensors(self, info: GraphInfo) -> list[torch.Tensor | None]:
-        """Return the cache's tensors."""
+        """Return the tensors of the cache."""
         return [info.tensor(node) for node in self.view.args[:_POOL]]
 
 
@@ -50,7 +51,8 @@ class CompressKVCache(cached.CachedPass):
     name = "compress_kv_cache"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield every attention over a dense view, and every view that no attention reads."""
+        """Yield every attention call that reads a dense view, and every dense view that no
+        attention reads."""
         for keeper in _keepers(info):
             if not keeper.has_codes:
                 hint = "do not ask for few bits here: windows bound the tokens that a layer keeps"
@@ -70,7 +72,7 @@ class CompressKVCache(cached.CachedPass):
                 yield _unread(view)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return which layers of a low-bit cache stay exact, if not all are coded."""
+        """Return notes on the layers of a low-bit cache that stay exact, if there are any."""
         return [("exact_layers", k.kept_exact) for k in _keepers(info) if k.has_codes]
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
@@ -82,8 +84,8 @@ class CompressKVCache(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula for the bytes of the dense view, and of its copies for each query
-        head."""
+        """Return the formula for the bytes of the dense view, and of its copies for the query
+        heads."""
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = match.tensors(info)
         codes, of_values, window = *pool[:2], pool[op_folder.POOL.index("k_window")]
@@ -130,7 +132,7 @@ class CompressKVCache(cached.CachedPass):
 
 
 def _keepers(info: GraphInfo) -> list[op_folder.Keeper]:
-    """Return the low-bit caches of which this graph reads all exact layers."""
+    """Return the low-bit caches whose exact layers are all read by this graph."""
     if info.parent is not None:
         return []
     return op_folder.keepers_of(map(compat.example_input, info.placeholders))
@@ -145,7 +147,8 @@ def _is_view(node: Node) -> bool:
 
 
 def _bits(view: Node) -> int | None:
-    """Return the bits of a view's codes as a number, even if a second cache made them a symbol."""
+    """Return the bits of a view's codes as a number, even if Dynamo made them a symbol because of a
+    second cache."""
     bits = compat.known_number(view.args[_POOL + 2])
     return None if bits is None else int(bits)
 
@@ -157,7 +160,7 @@ def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Return the dense view from which a node comes, if any, and the nodes that repeat its
+    """Return the dense view that a node's value comes from, if any, and the nodes that repeat its
     heads."""
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
@@ -235,8 +238,8 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
-    """Return a decline if another node needs the dense view, or writes to memory that attention
-    reads later.
+    """Return a decline if another node needs the dense view, or if a node writes to memory that
+    attention reads later.
     """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):
@@ -257,7 +260,7 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _leads_to(node: Node, end: Node) -> bool:
-    """Return whether `node` leads to `end` in a few steps, with no other users on the way."""
+    """Return whether `node` leads to `end` in a few steps, without any other user on the way."""
     for _ in range(cached.MAX_CHAIN):
         if node is end:
             return True

@@ -1,25 +1,26 @@
-"""Decide whether a logits output can be returned as a deferred tensor, and plan it.
+"""Decide whether a graph can return deferred logits instead of logits, and plan how.
 
-Two callers use this module. The fused loss plans logits that the model returns together with the
-loss. The pass in this file plans logits of a training graph without a loss: the user's code
-computes the loss outside the graph, and there the deferred logits call the fused op
+Two passes use this module. The pass for fused losses plans the logits that a model returns together
+with its loss. The pass in this file plans the logits of a training graph without a loss: user code
+computes the loss outside of the graph, and deferred logits call the fused op there
 (`memeff_compile/logits/outside_loss.py`).
 
-A Hugging Face model returns its logits with the loss. Without this plan, the logits would stay in
-memory as a graph output that needs a gradient, and the backward pass would add a tensor of zeros of
-the same size. So the fused loss returns the hidden states (N x D) instead, and the backend wraps
-the hidden states: ``out.logits`` has the right shape, dtype and gradient, and is computed when it
-is read.
+A Hugging Face model returns its logits together with the loss. Without this plan, the logits would
+stay in memory as a graph output that requires a gradient, and the backward pass would add zeros of
+the same size to their gradient. So the rewritten graph returns the hidden states (N x D) instead,
+and the backend wraps them: ``out.logits`` has the right shape, dtype and gradient, and is computed
+when code reads it.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)
 
 Without a loss: logits = linear(h, W); return logits   ->   return h   (+ a plan)
 
-Logits are not deferred if the weight is not a direct input of the graph, if FSDP frees it after the
-forward pass, in checkpoint bodies, and in export. Logits without a loss are also not deferred if
-the graph uses or writes to them, if gradients are off, if the head is no wider than a layer inside
-a model, or if a graph break follows. The report gives the reason.
+Logits are not deferred if the output projection's weight is not a direct input of the graph, if
+FSDP frees the weight after the forward pass, in checkpoint bodies, and in export. Logits without a
+loss are also not deferred if the graph itself reads or writes them, if gradients are off, if the
+output projection is no wider than a layer inside a model, or if a graph break follows. The report
+names the reason.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ OUTSIDE_SENTENCE = (
 
 
 class DeferLogits(GraphPass):
-    """Defers the logits of a training graph that has no loss."""
+    """The pass that defers the logits of a training graph without a loss."""
 
     name = "defer_logits"
 
     def find(self, info: GraphInfo) -> Iterable[outputs.Returned | Decline]:
-        """Yield one match for each head whose logits are only returned, and a note for each narrow
-        head."""
+        """Yield one match for each output projection whose logits the graph only returns, and a
+        note for each narrow projection."""
         found = [m for m in outputs.returned_logits(info) if outputs.is_unused(info, m)]
         return [*found, *narrow_heads(info)]
 
@@ -59,7 +60,7 @@ class DeferLogits(GraphPass):
         return [match.head]
 
     def rewrite(self, info: GraphInfo, match: outputs.Returned, editor: Editor) -> Done:
-        """Return hidden states instead of the logits."""
+        """Make the graph return hidden states instead of logits."""
         for step in (s for o in match.outputs for s in o.chain.steps):
             compat.hold_constant(step.symbol)
         plan, _ = outputs.rewrite(info, match.outputs, editor)

@@ -1,21 +1,22 @@
-"""linear with a compressed weight -> memeff::coded_weight_linear: no decoded weight is kept.
+"""linear with a compressed weight -> memeff::coded_weight_linear, which keeps no decoded weight for
+the backward pass.
 
     before: out = linear(x, W, b)       after: out = memeff.coded_weight_linear(x, W, b)
 
-W is a `CodedWeight`, with which `memeff_compile.compress_` replaces a dense weight. Without this
-pass, the linear would decode it, and autograd would keep every layer's decoded weight for the
-backward pass: the memory would not be saved. The op keeps the compressed weight, and its backward
-pass decodes the weight again. The pass must run before autograd is traced, also in the bodies of
-checkpoints.
+W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without this
+pass, each linear would decode W, and autograd would keep every layer's decoded weight for the
+backward pass, so compression would save no memory. The op saves the compressed weight, and its
+backward pass decodes the weight again. The pass must run before autograd traces the graph, also in
+checkpoint bodies.
 
 In inference, two or three linears with the same input, such as those of queries, keys and values,
-become one op, which needs only one kernel launch for one token:
+become a single op, which launches only one kernel for one token:
 
     before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
 
-If another operation reads a compressed weight (an embedding, an explicit product), the weight is
-decoded there. Decoding is correct but takes memory, and the report names it.
+If another operation (such as an embedding or an explicit product) reads a compressed weight, the
+weight is decoded there. Such decoding is correct but takes memory, and the report names it.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Coded:
 
 @dataclass(frozen=True)
 class Several:
-    """Linears with the same input, in order.
+    """Linears that have the same input, in graph order.
 
-    `split` is the reason why other linears with this input are not included.
+    `split` is the reason why other linears with the same input are not included.
     """
 
     sites: tuple[Coded, ...]
@@ -61,16 +62,16 @@ class Several:
 
 
 class EncodeWeights(GraphPass):
-    """Runs linears on compressed weights.
+    """The pass that runs linears on compressed weights.
 
-    The saving of each layer is part of the record's sentence, because the report merges equal
+    The bytes saved per layer are part of the record's sentence, because the report merges equal
     layers.
     """
 
     name = "encode_weights"
 
     def find(self, info: GraphInfo) -> list[Several]:
-        """Return every node that reads a compressed weight; linears with the same input are one
+        """Return every node that reads a compressed weight; linears with the same input form one
         match."""
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
@@ -93,7 +94,8 @@ class EncodeWeights(GraphPass):
         return found
 
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
-        """Return why a linear cannot join the linears with the same input, or an empty string."""
+        """Return the reason why a linear cannot join other linears with the same input, or an empty
+        string."""
         first = group[0]
         codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
         needed = [_whole(n) for n in (site.x, site.weight, site.bias) if n is not None]
@@ -188,13 +190,13 @@ def _coded(node: Node) -> op_folder.CodedWeight | None:
 
 
 def _dtype(site: Coded) -> torch.dtype:
-    """Return the dtype that a site's weight was compressed from."""
+    """Return the dtype that the weight of a match had before compression."""
     weight = _coded(site.weight)
     return torch.bfloat16 if weight is None else weight.dtype
 
 
 def _whole(node: Node) -> Node:
-    """Return the graph input if ``node`` is this rank's part of one, otherwise the node itself."""
+    """Return the graph input if ``node`` is this rank's shard of it, otherwise the node itself."""
     if node.target != "to_local" or node.kwargs or len(node.args) != 1:
         return node
     (whole,) = node.args

@@ -5,12 +5,12 @@
             attended = scaled_dot_product_attention(q, k, v)
             out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
 
-PyTorch implements this function in two ways. With ``need_weights=True``, the default, PyTorch
-builds the scores and the weights, even if no node reads them. Otherwise PyTorch calls
-scaled_dot_product_attention, with a mask per head if both masks are given. If no node reads the
-weights, this pass inserts the second implementation, with one mask for all heads, so that
-``recover_attention`` can read it. If the expansion saves neither memory nor time, the node is not
-changed.
+PyTorch itself has two implementations of this function. With ``need_weights=True``, the default,
+PyTorch builds the attention scores and weights, even if no node reads them. Otherwise, PyTorch
+calls scaled_dot_product_attention, with a separate mask per head if both masks are given. If no
+node reads the attention weights, this pass inserts the second implementation, with one mask for all
+heads, so that the pass ``recover_attention`` can read the mask. If the rewrite would save neither
+memory nor time, the pass does not change the node.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Multihead:
 
     @property
     def builds_weights(self) -> bool:
-        """Return whether the call builds scores and weights, PyTorch's slower form."""
+        """Return whether the call builds attention scores and weights, which is PyTorch's slower
+        implementation."""
         return bool(self.given["need_weights"])
 
     @property
@@ -72,8 +73,8 @@ class Multihead:
 
 
 class ExpandMultihead(GraphPass):
-    """Replaces nn.MultiheadAttention's single node by linears and an attention call. The kernel
-    that PyTorch chooses for attention determines which buffers PyTorch saves."""
+    """The pass that replaces nn.MultiheadAttention's single node by linears and an attention call.
+    The kernel that PyTorch chooses for the attention call determines which buffers are saved."""
 
     name = "expand_multihead"
 
@@ -108,7 +109,7 @@ class ExpandMultihead(GraphPass):
         return Done(match.node, sentence, sites=1)
 
     def dead(self, match: Multihead) -> Sequence[Node]:
-        """Return the call, the nodes that unpack its results, and the nodes that only this call
+        """Return the call, the nodes that unpack its results, and the nodes that only the call
         used."""
         masks = [node for mask in match.masks for node in mask.made_by]
         operands = {match.given[name] for name in ("query", "key", "value")}
@@ -141,7 +142,7 @@ _PLAIN = (
 
 
 def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
-    """Read a mask; nn.MultiheadAttention turns booleans into zero and minus infinity."""
+    """Read a mask argument; nn.MultiheadAttention turns booleans into zero and minus infinity."""
     tensor = info.tensor(node)
     if tensor is None:
         return None
@@ -163,7 +164,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 
 def _turned_from(node: Node) -> Node | None:
-    """Return the node from which swapping batch and length made this node, or None."""
+    """Return the node from which this node was made by swapping batch and length, or None."""
     if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]
@@ -171,7 +172,8 @@ def _turned_from(node: Node) -> Node | None:
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
-    """Return phrases on the gains of the second implementation; none if PyTorch uses it already."""
+    """Return phrases that describe the gains of the second implementation; none if PyTorch already
+    uses it."""
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
     is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"
@@ -188,7 +190,7 @@ def _gains(info: GraphInfo, match: Multihead) -> list[str]:
 
 
 def _lengths(info: GraphInfo, match: Multihead) -> tuple[Any, Any]:
-    """Return the numbers of queries and keys; inputs may have a batch dimension or none."""
+    """Return the numbers of queries and keys, for inputs with or without a batch dimension."""
     query, key = info.value(match.given["query"]), info.value(match.given["key"])
     return query.shape[0], key.shape[0]
 
@@ -221,7 +223,8 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 
 def _unserved(match: Multihead) -> Decline | None:
-    """Return which arguments the inserted nodes would not handle like the original, or None."""
+    """Return the arguments that the inserted nodes would not handle like the original call, or
+    None."""
     kind, given = kind_among(match.node.all_input_nodes), match.given
     if kind:
         return subclass(kind)
@@ -242,7 +245,7 @@ def _unserved(match: Multihead) -> Decline | None:
 
 
 def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Return a decline if a mask was written to after it was made, or needs a gradient."""
+    """Return a decline if a mask was written to after it was created, or requires a gradient."""
     for mask in match.masks:
         if mask.made_by and mask.taken is not None:
             write = info.written_between([mask.node, mask.taken], mask.node, match.node)
@@ -268,7 +271,7 @@ def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
 
 
 class _Expansion:
-    """Inserts the nodes of the new call in the dtype of the old one, with or without autocast."""
+    """Inserter of the new call's nodes, in the dtype of the old call, with or without autocast."""
 
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
         self.info, self.editor, self.match = info, editor, match
@@ -320,7 +323,7 @@ class _Expansion:
         return found
 
     def _split(self, packed: Node | None, *shares: int) -> list[Node | None]:
-        """Split a packed weight or bias into equal parts, one each for query, key and value."""
+        """Split a packed weight or bias into three equal parts, for query, key and value."""
         if packed is None or len(shares) == 1:
             return [packed] * len(shares)
         sizes = [share * self.width for share in shares]
@@ -330,7 +333,7 @@ class _Expansion:
     def _projection(
         self, source: Node, weight: Node | None, bias: Node | None, parts: int
     ) -> list[Node]:
-        """Insert one linear, and return its result in parts, each (batch, heads, length, head
+        """Insert one linear, and return its result split into tensors (batch, heads, length, head
         size)."""
         x, batch = self._batch_first(source)
         x = self.call(aten.linear.default, self._cast(x), weight, bias)
@@ -341,10 +344,10 @@ class _Expansion:
         return [self.item(pieces, place) for place in range(parts)]
 
     def _batch_first(self, source: Node) -> tuple[Node, int]:
-        """Return a 3D tensor to project, and which of its first two axes is the batch.
+        """Return a 3D tensor to project, and the number of its batch axis (one of the first two).
 
-        A module with ``batch_first`` swaps the axes of its inputs. This pass projects the unswapped
-        tensor, without a copy.
+        With ``batch_first``, the module swaps these two axes of its inputs. This pass projects the
+        tensor before the swap, so it needs no copy.
         """
         node = self.info.current(source)
         if not self.is_batched:
@@ -353,8 +356,8 @@ class _Expansion:
         return (node, 1) if turned is None else (turned, 0)
 
     def _mask(self) -> Node | None:
-        """Return one mask, or None: a boolean that is true for keys that count, or numbers to
-        add."""
+        """Return a mask, or None: booleans that are true for visible keys, or numbers to add to the
+        scores."""
         masks = self.match.masks
         if not masks:
             return None
@@ -374,7 +377,7 @@ class _Expansion:
         return self.call(aten.masked_fill.Scalar, zeros, node, -math.inf)
 
     def _four_axes(self, mask: Mask, node: Node) -> Node:
-        """Return a mask with four axes, which broadcasts to the scores."""
+        """Return a mask with four axes, which broadcasts to the attention scores."""
         node = self.info.current(node)
         rank = compat.example_value(node).dim()
         is_attention = mask is self.match.attention
@@ -385,8 +388,8 @@ class _Expansion:
         return node
 
     def _nothing_is_nan(self, mask: Node) -> Node:
-        """Return nan for queries that may attend to no key, otherwise 1, as in a softmax of minus
-        infinities.
+        """Return nan for queries that may attend to no key, otherwise 1, to match a softmax over
+        only minus infinities.
         """
         if compat.example_value(mask).dtype != torch.bool:
             mask = self.call(aten.gt.Scalar, mask, -math.inf)

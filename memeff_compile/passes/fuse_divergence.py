@@ -1,4 +1,5 @@
-"""Two heads and the divergence of their softmaxes -> memeff::linear_divergence: no N x V logits.
+"""Two output projections and the divergence of their softmaxes -> memeff::linear_divergence, which
+builds no N x V logits.
 
     before: s = log_softmax(linear(h, W) / T)
             with no_grad(): t = softmax(linear(g, U) / T)
@@ -9,16 +10,17 @@
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
 
 A match of the first kind, as in the first example, is one number per row that compares the softmax
-of a student's head with that of a teacher, which is a head of this graph or a tensor of logits.
-`losses/divergences.py` recognises the ways to write it. If the rows are only masked, scaled and
-summed afterwards, the op returns the sum and its gradients, with four matrix products; otherwise
-the backward pass computes the logits again. A match of the second kind reads k classes of each row
-(`losses/classes.py`): a teacher often gives only its k most likely classes. The rest of the loss,
-which uses these k numbers, stays in the graph.
+of a student's output projection with the softmax of a teacher; the teacher is another output
+projection of this graph, or a tensor of logits. `losses/divergences.py` recognises the different
+ways to write such a divergence. If the rest of the graph only masks, scales and sums the rows, the
+op returns the sum and its gradients, with four matrix products; otherwise the backward pass
+computes the logits again. A match of the second kind reads k classes of each row
+(`losses/classes.py`), because a teacher often provides only its k most likely classes. The rest of
+such a loss, which uses these k numbers, stays in the graph.
 
-The pass declines teachers that need a gradient, other readers of the logits, softcaps and vectors
-over the vocabulary, in-place writes before the divergence, and tensor subclasses.
-docs/passes/fuse-divergence.md lists the codes of all these reasons.
+The pass declines teachers that require a gradient, other readers of the logits, softcaps and
+vectors over the vocabulary, in-place writes before the divergence, and tensor subclasses.
+docs/passes/fuse-divergence.md lists the codes of all reasons.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class FuseDivergence(GraphPass):
     name = "fuse_divergence"
 
     def find(self, info: GraphInfo) -> Iterable[Divergence | Classes | Decline]:
-        """Yield every divergence of a head, every read of several classes per row, and a Decline
-        for each `kl_div` that cannot be read.
+        """Yield every divergence of an output projection, every read of several classes per row,
+        and a Decline for each `kl_div` that the pass cannot read.
         """
         nodes = list(info.gm.graph.nodes)
         if not any(node_name(node) in _SOFTMAXES for node in nodes):
@@ -142,7 +144,8 @@ class FuseDivergence(GraphPass):
         return [*heads, match.node]
 
     def rewrite(self, info: GraphInfo, match: Divergence | Classes, editor: Editor) -> Done:
-        """Insert the op before the match, and restore the form of its result."""
+        """Insert the op before the match, and convert its result to the form of the original
+        result."""
         for side in match.sides:
             for step in () if side.chain is None else side.chain.steps:
                 compat.hold_constant(step.symbol)
@@ -196,8 +199,7 @@ def _refusal(
 
 
 def _lending_depth(info: GraphInfo, match: Divergence | Classes) -> int:
-    """Return the hidden size of a weight whose gradient the op computes together with its
-    results."""
+    """Return the hidden size of a weight whose gradient the op computes in its forward pass."""
     weight = info.value(_head(match.student).weight)
     is_total = isinstance(match, Divergence) and _is_total(info, match)
     size = compat.known_size(info.value(_head(match.student).hidden).shape[-1])
@@ -210,7 +212,7 @@ def _head(side: Side) -> Any:
 
 
 def _unread(info: GraphInfo, reader: DivergenceReader, node: Node) -> Iterable[Decline]:
-    """Return a decline for a divergence of a head's log-probabilities that the pass does not
+    """Return a decline for a divergence of a projection's log-probabilities that the pass does not
     recognise."""
     given = kl_arguments(node) or {"input": node.args[0] if node.args else None}
     sides = [reader.softmax.log_probs(given.get(name)) for name in ("input", "target")]
@@ -302,19 +304,21 @@ def _check_readers(
 
 
 def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
-    """Return whether a node comes before the softmax of student or teacher, or is a mask."""
+    """Return whether a node comes before the softmax of the student or the teacher, or is a
+    mask."""
     before = (node for side in match.sides for node in side.nodes)
     return node in (*before, *_row_tensors(match))
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return the operands with a number per row: the masks, or the index of the classes."""
+    """Return the operands that have one number per row (the masks), or the indices of the
+    classes."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 
 def _is_of_a_loss(tails: TailReader, user: Node) -> bool:
-    """Return whether a node that reads logits is a loss with class indices, or the softmax before
-    one."""
+    """Return whether a node that reads logits is a loss with class indices, or the softmax of such
+    a loss."""
     if any(isinstance(answer, Tail) for answer in tails.tails(user)):
         return True
     is_log = isinstance(tails.softmax.log_probs(user), Soft)
@@ -340,7 +344,8 @@ def _operands(side: Side) -> list[Node]:
 
 
 def _values(info: GraphInfo, side: Side) -> tuple[Any, Any, Any]:
-    """Return example values of the op's operands for student or teacher: rows, weight, bias."""
+    """Return example values of the op's operands for the student or the teacher: rows, weight,
+    bias."""
     if side.chain is None:
         return info.value(side.logits), None, None
     head, dtype = side.chain.head, side.chain.head.compute_dtype
@@ -391,9 +396,9 @@ def _engine(info: GraphInfo, match: Divergence | Classes) -> str:
 
 
 def _is_total(info: GraphInfo, match: Divergence) -> bool:
-    """Return whether the op returns one number and its gradients.
+    """Return whether the op returns a single number and its gradients.
 
-    In an activation checkpoint it does not, because the forward pass runs twice there.
+    The answer is no in an activation checkpoint, where the forward pass runs twice.
     """
     dtype = _head(match.student).compute_dtype
     makes = op_folder.makes_gradients_in_forward(dtype)
@@ -462,7 +467,7 @@ def _detached(info: GraphInfo, e: Editor, node: Node) -> Node:
 
 
 def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
-    """Insert the op's operands for student or teacher: rows, weight, bias."""
+    """Insert the op's operands for the student or the teacher: rows, weight, bias."""
     if side.chain is None:
         assert side.logits is not None
         return [side.logits, None, None]
@@ -483,7 +488,7 @@ def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
 def _row_weight(
     info: GraphInfo, masks: Sequence[Mask], hidden: Node | None, e: Editor
 ) -> Node | None:
-    """Return the product of all factors per row, in the dtype of the op's rows."""
+    """Return the product of all per-row factors, in the dtype of the op's rows."""
     assert hidden is not None
     total = None
     for mask in masks:

@@ -1,23 +1,27 @@
-"""embedding -> memeff::embedding_tied: the rows' gradient is added to the head's, in place.
+"""embedding -> memeff::embedding_tied, which adds the rows' gradient to the output projection's
+gradient of the same weight, in place.
 
     before: x = embedding(ids, W);          nll, .. = memeff.linear_cross_entropy(h, W, y)
     after:  x, C = memeff.embedding_tied(W, ids, -1)
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
-C is a view of W. Because the lookup returns C, autograd passes the head's gradient of W and the
-rows' gradient to the lookup's backward pass, which adds the second into the first in place. The
-pass saves an fp32 buffer as large as the table (V x D), into which Inductor scatters.
+C is a view of the table W. Because the lookup returns C, autograd passes two gradients to the
+lookup's backward pass: the output projection's gradient of W, and the rows' gradient, which is
+added to the first in place. The pass saves an fp32 buffer as large as the table (V x D), to which
+Inductor would scatter the rows' gradient.
 
-Several lookups in one table (encoder and decoder) are chained: each takes the table that the
-previous one returned. Gradients of other uses of the table come from autograd as usual.
+Several lookups in one table (encoder and decoder) form a chain: each takes the table that the
+previous lookup returned. Autograd adds the gradients of other uses of the table as usual.
 
-A large 16-bit table without a fused head in the same graph becomes memeff::embedding, whose
-backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are not rewritten in
-this case, because the buffer into which Inductor scatters is already the gradient.
+If a large 16-bit table has no fused output projection in the same graph, its lookup becomes
+memeff::embedding, whose backward pass writes the 16-bit gradient without the fp32 buffer. The
+lookup of such an fp32 table is not rewritten, because the buffer to which Inductor scatters is
+already the gradient.
 
-If DTensor splits a table over ranks, each rank looks up rows in its part, by `over_ranks`. If the
-rows are split, DTensor builds the gradient of all rows on every rank in the table's dtype. So the
-pass rewrites every large split table, and its rows are summed over ranks as before the rewrite:
+If DTensor splits a table over ranks, each rank looks up rows in its own shard, with `over_ranks`.
+Without the pass, DTensor builds the gradient of all rows on every rank, in the table's dtype, if
+the rows are split. So the pass rewrites the lookup of every large split table; the looked-up rows
+are summed over ranks as before:
 
     before: x = embedding(ids, W).redistribute(...)                  W: Shard(0)
     after:  W_r = part_of_rank(W)
@@ -68,7 +72,8 @@ _HEADS = (
 
 @dataclass
 class Table:
-    """The weight of an embedding, its lookups, and the heads that use it after all lookups."""
+    """An embedding's weight, its lookups, and the output projections that use the weight after all
+    lookups."""
 
     weight: Node
     lookups: list[Node] = field(default_factory=list)
@@ -80,11 +85,11 @@ class FuseEmbeddingGradient(GraphPass):
     name = "fuse_embedding_gradient"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.embedding is on and a backward pass may follow."""
+        """Return whether the option memeff.embedding is on and a backward pass may follow."""
         return super().enabled(info) and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Table | Decline]:
-        """Yield each looked-up weight for which the rewrite saves memory."""
+        """Yield each looked-up weight for which the rewrite would save memory."""
         tables: dict[Node, Table] = {}
         unread: dict[Node, list[Node]] = defaultdict(list)
         for node in info.visit(info.gm.graph.nodes):
@@ -139,7 +144,7 @@ class FuseEmbeddingGradient(GraphPass):
         return None
 
     def gain(self, info: GraphInfo, match: Table) -> Gain:
-        """Return the formula for the table-sized buffers, before and after."""
+        """Return the formula for the table-sized buffers, before and after the rewrite."""
         weight = info.value(match.weight)
         n, d, v, b, held = sympy.symbols("N D V B V_r", integer=True, positive=True)
         parts = op_folder.parts_of(weight)[0]
@@ -160,9 +165,9 @@ class FuseEmbeddingGradient(GraphPass):
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
         """Replace each lookup by the fused op.
 
-        If heads use the table as their weight, the op also returns the table, and each following
-        lookup takes the table that the previous op returned. The heads then read the table that the
-        last op returns.
+        If output projections use the table as their weight, the op also returns the table, and each
+        following lookup takes the table that the previous op returned. The output projections then
+        read the table that the last op returns.
         """
         table, sources = match.weight, _sources(match.weight)
         parts: dict[Node, Node] = {}
@@ -199,7 +204,7 @@ class FuseEmbeddingGradient(GraphPass):
 
     def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
         """Return whether the table is split over ranks, so that its gradients may be sent between
-        them."""
+        ranks."""
         return compat.is_dtensor(info.value(match.weight))
 
     def dead(self, match: Table) -> Sequence[Node]:
@@ -214,7 +219,7 @@ _LOOKUPS: dict[Any, str] = {
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """Return a lookup's arguments by name; an empty dict for any other node."""
+    """Return a lookup's arguments by name, or an empty dict for any other node."""
     names = next((names for op, names in _LOOKUPS.items() if node.target is op), "")
     return {**dict(zip(names.split(), node.args, strict=False)), **node.kwargs} if names else {}
 
@@ -226,7 +231,8 @@ def _trains(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _unserved_setting(node: Node, call: Call | None = None) -> str:
-    """Return the setting of a lookup that the op does not support, or an empty string."""
+    """Return the setting of a lookup that the op does not support, or an empty string if it
+    supports all."""
     given = _arguments(node)
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if given.get(name):
@@ -253,7 +259,7 @@ def _unread(node: Node) -> Decline:
 
 
 def _sources(weight: Node) -> list[Node]:
-    """Return a weight and this rank's part of it, which split heads multiply by."""
+    """Return a weight and this rank's shard of it, by which split output projections multiply."""
     parts = (user for user in weight.users if user.target is part_of_rank)
     return [weight, *(part for part in parts if all(summed is None for summed in part.args[1:]))]
 
@@ -263,9 +269,9 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
-    """Return the nodes after ``last`` through which fused heads use ``weight``: the op, a cast, or
-    a slice of the classes. Casts to a narrower dtype are not included: their gradient would stay in
-    the wider dtype through the whole backward pass.
+    """Return the nodes after ``last`` through which fused output projections use ``weight``: the
+    op, a cast, or a slice of the classes. Casts to a narrower dtype are not included, because their
+    gradient would stay in the wider dtype through the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -295,9 +301,9 @@ def _is_made_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _is_large(info: GraphInfo, weight: Node) -> bool:
-    """Return whether the buffer that this pass avoids is large.
+    """Return whether the buffer that this pass avoids is large enough.
 
-    The buffer is the fp32 copy into which Inductor scatters for a 16-bit table, or the gradient of
+    That buffer is the fp32 copy to which Inductor scatters for a 16-bit table, or the gradient of
     all rows for a table that is split over ranks.
     """
     value = info.tensor(weight)
@@ -316,19 +322,20 @@ def _is_compiled(info: GraphInfo) -> bool:
 
 
 def _sizes(weight: torch.Tensor) -> dict[str, int]:
-    """Return the sizes of the gradient's buffer without this pass, the same on every rank."""
+    """Return the sizes of the gradient buffer that exists without this pass; they are the same on
+    every rank."""
     rows, columns = map(compat.size_hint, weight.shape)
     return {"V": rows, "D": -(-columns // op_folder.parts_of(weight)[1])}
 
 
 def _layout(info: GraphInfo, weight: Node, ids: Node) -> op_folder.Layout | None:
-    """Return how a table is split over ranks, or None for a plain tensor."""
+    """Return how a table is split over ranks, or None if it is a plain tensor."""
     table = info.value(weight)
     return op_folder.layout_of(table, info.value(ids)) if compat.is_dtensor(table) else None
 
 
 def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> Decline | None:
-    """Return why ranks cannot look up a split table shard by shard, or None."""
+    """Return the reason why ranks cannot look up a split table shard by shard, or None."""
     anchor, found = match.lookups[0], None
     if all(compat.known_size(size) is not None for size in weight.shape):
         found = op_folder.layout_of(weight, ids)
@@ -351,9 +358,10 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """Return whether the reader of partial sums adds them up over ranks before it uses them.
+    """Return whether the reader of rows that are partial sums adds them up over ranks before using
+    them.
 
-    The answer is yes if every rank has the complete result.
+    If it does, every rank has the complete result.
     """
     if node_name(user) in _MOVES:
         return True
@@ -364,7 +372,8 @@ def _reads_sums(user: Node) -> bool:
 
 
 def _hand_over(editor: Editor, parts: dict[Node, Node]) -> None:
-    """Rewire readers of lookups to rows that are split over ranks, summed already or not yet."""
+    """Make the readers of lookups read rows that are split over ranks, either already summed or
+    not."""
     added: dict[Node, Node] = {}
     for user in dict.fromkeys(user for node in parts for user in node.users):
         moves = node_name(user) in _MOVES

@@ -1,15 +1,17 @@
-"""linear(act(gate) * up) -> memeff::gated_linear: its gradients are written over gate and up.
+"""linear(act(gate) * up) -> memeff::gated_linear, which overwrites gate and up with their
+gradients.
 
     before: out = linear(silu(gate) * up, W)        after: out = memeff.gated_linear(gate, up, W)
 
 In the backward pass of a gated MLP, Inductor recomputes the product and the gradients of gate and
-up in one kernel. This kernel reads three tensors of tokens x intermediate size and writes three, so
-six exist at once: this is the memory peak of a checkpointed step. The op needs only three.
+up in one kernel. This kernel reads three tensors of size (tokens, intermediate size) and writes
+three, so six exist at once: this is the memory peak of a checkpointed step. The op's kernel needs
+only three such tensors.
 
 The pass changes only the bodies of activation checkpoints. In a checkpoint, gate and up are
-recomputed for the backward pass and have no other user, so the op may overwrite them. Outside
-checkpoints, the backward pass reads saved tensors, which the op would have to copy first. The pass
-skips such linears and does not report them.
+recomputed for the backward pass and have no other reader, so the op may overwrite them. Outside of
+checkpoints, the backward pass reads saved tensors, which the op would have to copy first, so the
+pass does not rewrite such linears. The report does not mention them.
 """
 
 from __future__ import annotations
@@ -45,21 +47,22 @@ class Gated:
 
 
 class FuseGatedLinear(GraphPass):
-    """Replaces the linears of gated MLPs in checkpoints.
+    """The pass that replaces the last linears of gated MLPs inside checkpoints.
 
-    The backward passes of the blocks run one after the other, so the report gives the saving of one
-    block, not a sum.
+    The backward passes of the blocks run one after another, so the report shows the bytes saved in
+    one block, not a sum.
     """
 
     name = "fuse_gated_linear"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.gated_linear is on and this is the body of a checkpoint in
-        training."""
+        """Return whether the option memeff.gated_linear is on and the graph is the body of a
+        checkpoint in training."""
         return super().enabled(info) and info.called_by is not None and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
-        """Yield every linear of a gated product whose gate and up are computed in this body."""
+        """Yield every linear of a gated product whose gate and up are computed in this checkpoint
+        body."""
         for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
             if match is not None and _gains(info, match):
@@ -85,7 +88,7 @@ class FuseGatedLinear(GraphPass):
 
 
 def _read(node: Node) -> Gated | None:
-    """Read ``node`` as the linear of a gated product, or return None."""
+    """Return ``node`` as a linear of a gated product, or None if it is not one."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     product, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))
@@ -104,14 +107,16 @@ def _read(node: Node) -> Gated | None:
 
 
 def _activation(call: Call) -> str:
-    """Return the op's name for an activation function, or an empty string."""
+    """Return the op's name of an activation function, or an empty string if the op does not support
+    it."""
     if call.op is aten.gelu.default:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(call.args["approximate"], "")
     return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(call.op, "")
 
 
 def _gains(info: GraphInfo, match: Gated) -> bool:
-    """Return whether the op overwrites only tensors that the backward pass computes for this op."""
+    """Return whether the op overwrites only tensors that the backward pass computes just for this
+    op."""
     out, gate, up = (info.tensor(n) for n in (match.linear, match.gate, match.up))
     if out is None or gate is None or up is None:
         return False
@@ -132,7 +137,7 @@ _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
-    """Return whether an op in this checkpoint computed a value that the checkpoint does not
+    """Return whether an op in this checkpoint body computed a value that the checkpoint does not
     save."""
     while (call := call_of(node, *_VIEWS)) is not None:
         node = call.args["self"]

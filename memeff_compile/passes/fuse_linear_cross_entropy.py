@@ -1,4 +1,4 @@
-"""linear + cross entropy -> memeff::linear_cross_entropy: the N x V logits never exist.
+"""linear + cross entropy -> memeff::linear_cross_entropy, which never builds the N x V logits.
 
     before: logits = linear(h, W)
             f = logits.float().view(-1, V)
@@ -8,20 +8,21 @@
             loss = nll.sum() / (y != -100).sum()
             return loss, h                                      (logits deferred)
 
-A LoRA adapter of the head is a low-rank product that is added to the head's product; the op takes
-its factors as arguments.
+A LoRA adapter of the output projection is a low-rank product that is added to the projection's
+product; the op takes the adapter's factors as arguments.
 
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
-A *site* is one head and every consumer of its logits that the op supports: cross_entropy,
-log_softmax + nll_loss or gather, logsumexp (z-loss), and metrics of the same logits: argmax,
-entropy, losses without a gradient. Consumers that use the same rows and targets share one op call.
-The reductions stay ATen nodes, so an empty or all-ignored batch gives nan as in eager.
+A *site* is one output projection and every consumer of its logits that the op supports:
+cross_entropy, log_softmax + nll_loss or gather, logsumexp (z-loss), and metrics of the same logits
+(argmax, entropy, losses without a gradient). Consumers that use the same rows and targets share one
+call of the op. The reductions over rows stay ATen nodes, so an empty or entirely ignored batch
+gives nan, as in eager PyTorch.
 
-The pass declines class-probability targets, other sums and uses of the logits inside the graph,
-in-place writes to logits or operands before the loss, logits used both with and without gradients,
-subclass or integer weights, scales that are tensors, and heads in another graph. The docs page
-lists every code.
+The pass declines targets that are class probabilities, other sums and uses of the logits inside the
+graph, in-place writes to logits or operands before the loss, logits used both with and without
+gradients, weights that are integers or subclasses, scales that are tensors, and output projections
+in another graph. The page docs/passes/fuse-linear-cross-entropy.md lists every code.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class FuseLinearCrossEntropy(GraphPass):
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield one site for each head with a loss, and a Decline for each loss without a head."""
+        """Yield one site for each output projection with a loss, and a Decline for each loss
+        without a projection."""
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
@@ -161,9 +163,9 @@ class FuseLinearCrossEntropy(GraphPass):
         return outputs.check(info, match.outputs)
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula for the logits' bytes, before and after.
+        """Return the formula for the bytes of the logits, before and after the rewrite.
 
-        Return None for PyTorch's own fused op, which never builds more than a chunk of logits.
+        For PyTorch's own fused op, which never builds more than a chunk of logits, return None.
         """
         head = match.head
         if is_chunked(match.tails[0]):
@@ -235,7 +237,7 @@ class FuseLinearCrossEntropy(GraphPass):
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
         """Insert one op call for each set of losses with the same rows and targets, then replace
-        the outputs.
+        the losses' results.
         """
         spellings: list[str] = []
         chains = [*(t.chain for t in match.tails), *(o.chain for o in match.outputs)]
@@ -324,7 +326,7 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return in words the engine's name, its measured speed, and the effect of a gradient
+    """Return as text the implementation's name, its measured speed, and the effect of a gradient
     filter."""
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)

@@ -1,17 +1,20 @@
-"""Let activation checkpoints save results that are expensive to recompute, within memeff.recompute.
+"""Let activation checkpoints save results that are expensive to recompute, as the option
+memeff.recompute allows.
 
-    before: checkpoint(block): the whole block is computed again for the backward
-    after:  checkpoint(block), which keeps results of attention (and of linears, up to some bytes)
+    before: checkpoint(block): the backward pass computes the whole block again
+    after: checkpoint(block), which saves results of attention (and of linears, up to a number of
+        bytes)
 
-The pass changes no numbers and no nodes: it gives the body of a checkpoint a policy, as
-`context_fn` of `torch.utils.checkpoint` would. Results of fused attention, log-sum-exps included,
-and of linears are kept; the rest is recomputed as before. If the backward pass reads a linear's
-result only after further linear steps, such as the rotation of queries and keys, the result of
-those steps is kept instead: it has the same size and saves more work.
+The pass changes neither numbers nor nodes: it gives the checkpoint a policy, like the argument
+`context_fn` of `torch.utils.checkpoint`. The checkpoint then saves results of fused attention (with
+their log-sum-exps) and of linears; everything else is recomputed as before. If the backward pass
+reads a linear's result only after further linear steps, such as the rotary embedding of queries and
+keys, the result of these steps is saved instead: it has the same size and saves more work.
 
-With a limit in bytes, the results that save the most time per byte are kept, later blocks first. A
-linear's result is not kept if the backward pass does not read it (it is added to the residual and
-leaves the block), or if `memeff::gated_linear` overwrites it.
+With a limit in bytes, the checkpoint saves the results that save the most time per byte; among
+equal ones, later blocks come first. A linear's result is not saved if the backward pass does not
+read it (because it is only added to the residual and leaves the block), or if
+`memeff::gated_linear` overwrites it.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ _MOVED = 3e12
 
 @dataclass(frozen=True)
 class Product:
-    """A result that could be kept, its bytes, and an estimate of the seconds that this saves."""
+    """A result that a checkpoint could save, its bytes, and an estimate of the seconds that this
+    would save."""
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
@@ -90,12 +94,12 @@ Products = tuple[Product, ...]  # of one body
 
 
 class KeepActivations(GraphPass):
-    """Chooses the results that checkpoints keep, with one match per checkpoint."""
+    """The pass that chooses the results which checkpoints save; each checkpoint is one match."""
 
     name = "keep_activations"
 
     def find(self, info: GraphInfo) -> Iterable[Products | Decline]:
-        """Yield the results in this checkpoint body that are kept."""
+        """Yield the chosen results of this checkpoint body."""
         if info.called_by is None or not info.region.grad:
             return
         every = [_product(info, node) for node in info.visit(info.gm.graph.nodes)]
@@ -113,8 +117,8 @@ class KeepActivations(GraphPass):
         return any(self.skipped(info, product.nodes[0]) for product in products)
 
     def _chosen(self, info: GraphInfo) -> Collection[Node]:
-        """Return the results that are kept within the limit of bytes, over all checkpoints of the
-        graph."""
+        """Return the results that checkpoints save within the limit of bytes, over all checkpoints
+        of the graph."""
         *_, root = info.outward()
         if "kept" not in root.notes:
             _, *bodies = root.inward()
@@ -133,11 +137,11 @@ class KeepActivations(GraphPass):
         return None if found is None else found.counted(match[0].nodes[0])
 
     def places(self, match: Products) -> Sequence[Node]:
-        """Return the kept nodes."""
+        """Return the nodes whose results are saved."""
         return [node for product in match for node in product.nodes]
 
     def rewrite(self, info: GraphInfo, match: Products, editor: Editor) -> Done:
-        """Give the checkpoint a policy that saves the chosen results."""
+        """Give the checkpoint a policy that makes it save the chosen results."""
         editor.keep({node: _mark(product, node) for product in match for node in product.nodes})
         kept = sum(product.bytes for product in match)
         kinds = [product.kind for product in match]
@@ -158,9 +162,7 @@ class KeepActivations(GraphPass):
 
 
 def _mark(product: Product, node: Node) -> str:
-    """Return which results of a call are kept, in the form that `compat.keep_in_checkpoint`
-    takes.
-    """
+    """Return which results of a call are saved, as `compat.keep_in_checkpoint` takes it."""
     call = read_one(node)
     if product.kind == "attention" or call is None:
         return "attention"
@@ -192,9 +194,9 @@ def _unserved(info: GraphInfo) -> Decline | None:
 
 
 def _readable(info: GraphInfo) -> Iterator[Product]:
-    """Yield the products of a graph, which may be a checkpoint's body.
+    """Yield the results that a graph, such as a checkpoint's body, could save.
 
-    Nodes that cannot be read are skipped; the search of that graph reports the error.
+    Nodes that cannot be read are skipped, because the search of that graph reports the error.
     """
     for node in info.gm.graph.nodes:
         with suppress(Exception):
@@ -204,11 +206,12 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
 
 
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
-    """Yield the results that fit into ``limit`` bytes, most time saved per byte first.
+    """Yield the results that fit into ``limit`` bytes, starting with those that save the most time
+    per byte.
 
     Among equal results, later blocks come first, because their memory is freed before most of the
     weights' gradients exist. Results whose size depends on values are not included, because they
-    may exceed any limit.
+    could exceed any limit.
     """
     left = limit
     known = (product for product in products if product.bytes)
@@ -219,7 +222,8 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
-    """Read a node as a result that could be kept; return why it cannot, or None for others."""
+    """Return a node as a result that could be saved, or the reason why it cannot be saved; return
+    None for all other nodes."""
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None
@@ -259,11 +263,12 @@ def _linear(info: GraphInfo, node: Node, call: Call) -> Product | None:
 
 
 def _readers(linear: Node) -> list[Node]:
-    """Return the nodes of a linear's result that the backward pass reads: the linear, or linear
-    steps on it.
+    """Return the nodes of a linear's result that the backward pass reads: the linear itself, or
+    linear steps after it.
 
-    The backward does not read a result that is only added and returned. The list is empty if
-    `memeff::gated_linear` reads one of these nodes, because that op overwrites it.
+    The backward pass does not read a result that is only added and returned. If
+    `memeff::gated_linear` reads one of these nodes, the list is empty, because that op overwrites
+    it.
     """
     made, ways = dict.fromkeys([linear]), [linear]
     while ways:
@@ -278,7 +283,7 @@ def _readers(linear: Node) -> list[Node]:
 
 
 def _is_step(node: Node, made: Collection[Node]) -> bool:
-    """Return whether a call is linear in the values that come from a node.
+    """Return whether a call is a linear function of the values that come from a node.
 
     The backward pass of such a call does not read these values.
     """
@@ -292,8 +297,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the first ops after a node that do more than move data, or the node's op if it does
-    more."""
+    """Return the first ops after a node that do more than move data, or the node's own op if it
+    does more."""
     found: list[Any] = []
     ways, seen = [node], {node}
     while ways:
@@ -308,7 +313,8 @@ def _ends(node: Node) -> list[Any]:
 
 
 def _without_moves(node: Node, linear: Node) -> Node:
-    """Return the earlier node whose values this one has, moved, or cast and cast back."""
+    """Return the earlier node with the same values, before they were moved, or cast and cast
+    back."""
     while node is not linear:
         calls, source = read(node), node.all_input_nodes[0]
         is_move = calls is not None and all(call.op in _MOVES for call in calls)
@@ -321,10 +327,10 @@ def _without_moves(node: Node, linear: Node) -> Node:
 
 
 def _is_made_op_by_op(value: torch.Tensor) -> bool:
-    """Return whether PyTorch chose its unfused attention, which ends in a plain matrix product.
+    """Return whether PyTorch chose unfused attention, which ends in a plain matrix product.
 
-    PyTorch chooses the kernel of a call when Dynamo traces the call, for example under
-    `sdpa_kernel`. For a planned GPU, PyTorch's choice is unknown.
+    PyTorch chooses the kernel of an attention call when Dynamo traces the call, for example under
+    `sdpa_kernel`. For a planned GPU, the kernel that PyTorch would choose is unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

@@ -1,13 +1,14 @@
-"""Compute cos and sin of positions once, instead of once more in the kernels of every layer.
+"""Compute cosines and sines of positions (rotary tables) once, instead of again in the kernels of
+every layer.
 
     before: c = to(cos(angles)); layer 1: q * c + ..; layer 2: q * c + ..
     after:  c = as_strided(to(cos(angles)), ..); layer 1: q * c + ..; layer 2: q * c + ..
 
-The pass changes no numbers. A table of cosines is pointwise in the positions, and Inductor
-recomputes pointwise values in every kernel that reads them: each layer, forward and backward, would
-take the cosine of each angle once per head. If a node reads the strides of a tensor, Inductor has
-to store that tensor. The inserted view reads the strides and costs no time: it has the table's
-sizes and strides.
+The pass does not change any number. A cosine table is a pointwise function of the positions, and
+Inductor recomputes pointwise values in every kernel that reads them: each layer, forward and
+backward, would compute the cosine of each angle once per head. If a node reads the strides of a
+tensor, Inductor must store that tensor. The inserted view reads the strides and takes no time,
+because it has the same sizes and strides as the table.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class KeepRotaryTables(GraphPass):
     name = "keep_rotary_tables"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.rotary_tables is on, and the inner compiler is one that recomputes
+        """Return whether the option memeff.rotary_tables is on, and the inner compiler recomputes
         pointwise values."""
         return super().enabled(info) and info.options.inner == "inductor"
 
     def find(self, info: GraphInfo) -> Iterable[Tables | Decline]:
-        """Yield all tables of cosines and sines of the graph as one match."""
+        """Yield all tables of cosines and sines in the graph as one match."""
         found = dict.fromkeys(
             table
             for node in info.visit(info.gm.graph.nodes)
@@ -61,7 +62,7 @@ class KeepRotaryTables(GraphPass):
         return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
-        """Let the readers of each table read it through a view with the table's layout."""
+        """Make the readers of each table read it through a view with the table's own layout."""
         readers = 0
         for table in match:
             users = _readers(table)
@@ -83,7 +84,8 @@ class KeepRotaryTables(GraphPass):
 
 
 def _is_wave(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` computes cosines or sines on a GPU, of a value without a gradient."""
+    """Return whether ``node`` computes cosines or sines on a GPU, from a value without a
+    gradient."""
     call = read_one(node) if node.op in ("call_function", "call_method") else None
     value = info.tensor(node)
     if call is None or call.op not in _WAVES or value is None or value.requires_grad:
@@ -94,9 +96,10 @@ def _is_wave(info: GraphInfo, node: Node) -> bool:
 
 
 def _table(info: GraphInfo, wave: Node) -> Node | None:
-    """Return the node of a cosine or sine that layers read: plain, scaled or cast.
+    """Return the node of a cosine or sine table that layers read, after a scale or a cast if there
+    is one.
 
-    Return None if too few layers read the node.
+    If too few layers read the node, return None.
     """
     table = wave
     for _ in range(_MAX_STEPS):
@@ -116,12 +119,12 @@ def _table(info: GraphInfo, wave: Node) -> Node | None:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Return the users of a node, without the graph's output, which stays unchanged."""
+    """Return the users of a node, except the graph's output, which stays unchanged."""
     return [user for user in node.users if user.op != "output"]
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Return whether a node is a cast of its operand, or its product with a number."""
+    """Return whether a node casts its operand, or multiplies it by a number."""
     call = read_one(node)
     if call is None:
         return False

@@ -1,15 +1,15 @@
-"""Rewrite attention without gradients into memeff::quantized_attention, if the user asks for low
-bits.
+"""Rewrite attention without gradients into memeff::quantised_attention, if the user requests
+low-bit attention.
 
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     after:  out = memeff.quantized_attention(q, k, v, ahead=0, level="8b")
 
-The pass runs after recover_attention. The pass rewrites calls of PyTorch's attention without a
-mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2, arXiv
-2411.10958.
+The pass runs after the pass recover_attention. The pass rewrites calls of PyTorch's attention
+without a mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2,
+arXiv 2411.10958.
 
 The pass is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per
-module. If a gradient is needed, attention stays exact, and the report says so.
+module. If a gradient is needed, attention stays exact, and the report states this.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WIDEST = 128  # wider heads were measured to be slower than PyTorch's kernels
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of an attention call."""
+    """The arguments of an attention call in the graph."""
 
     operands: tuple[Node, Node, Node]  # q, k and v
     tables: tuple[Any, Any, Any] = (None, None, None)  # key_mask, query_ids, key_ids: None or nodes
@@ -72,7 +72,8 @@ class Asked:
 
 @dataclass
 class Site:
-    """An attention call: the node with its result, the call that it reads, and its arguments."""
+    """An attention call: the node with its result, the node that is the call, and the call's
+    arguments."""
 
     node: Node
     call: Node
@@ -83,7 +84,7 @@ class Site:
 
     @property
     def level(self) -> str:
-        """Return the number of bits, in words for the report."""
+        """Return the number of bits as text for the report."""
         if len(self.levels) == 1:
             return self.levels[0]
         return "by call: " + ", ".join(
@@ -93,7 +94,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Place:
-    """One call of attention in a graph."""
+    """One attention call in a graph, with its name for calibration."""
 
     node: Node  # the node that has the result
     asked: Asked | Decline  # its arguments, or why this pass does not serve it
@@ -104,20 +105,21 @@ class Place:
 
 @dataclass
 class Match:
-    """Attention calls that get the same rewrite."""
+    """Attention calls that are all rewritten in the same way."""
 
     sites: list[Site] = field(default_factory=list)
     sentence: str = ""
 
 
 class QuantizeAttention(GraphPass):
-    """Replaces attention by attention in 8 or 4 bits. The pass's records name no bytes, because it
-    saves time; `find` yields the calls that it can rewrite."""
+    """The pass that replaces exact attention by attention in 8 or 4 bits. The report of this pass
+    names no bytes, because the pass saves time."""
 
     name = "quantize_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all calls with the same arguments, then declines for the others."""
+        """Yield one match for all calls with the same arguments, then a decline for each call that
+        cannot be rewritten."""
         matches: dict[str, Match] = {}
         declines: list[Decline] = []
         places = {place.node: place for place in _places(info)}
@@ -171,8 +173,8 @@ def _places(info: GraphInfo) -> list[Place]:
 
 
 def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
-    """Return the arguments of an attention call, or why it is not supported, or None for other
-    nodes."""
+    """Return the arguments of an attention call, or the reason why it is not supported; return None
+    for other nodes."""
     if node.target is operator.getitem:
         source = node.args[0]
         if not isinstance(source, Node) or source.target is not exact_folder.attention:
@@ -211,7 +213,7 @@ def _asked_of_op(call: Node) -> Asked | Decline:
 
 
 def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
-    """Return the rewrite of a call, or why it is not rewritten."""
+    """Return the rewrite of a call, or the reason why it is not rewritten."""
     found, node = place.asked, place.node
     if isinstance(found, Decline):
         return replace(found, node=node)
@@ -286,12 +288,12 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
 def _without_gain(
     info: GraphInfo, node: Node, asked: Asked, query: torch.Tensor, key: torch.Tensor
 ) -> Decline | None:
-    """Return why low bits would not be faster, or None.
+    """Return the reason why low bits would not be faster, or None.
 
     A length limit that the user sets takes precedence over the measured one.
 
-    If the length varies, a guard compares it with the limit, so lengths on the other side of the
-    limit are compiled again.
+    If the length varies between calls, a guard compares it with the limit, so Dynamo compiles again
+    for lengths on the other side of the limit.
     """
     queries, keys = query.shape[2], key.shape[2]
     least = info.options.attention_length
@@ -335,7 +337,7 @@ def _not_faster(node: Node, why: str) -> Decline:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
-    """Insert the op's call in the dtype in which the old call computes; return its result."""
+    """Insert the op's call in the dtype in which the original call computes; return its result."""
     dtype = info.value(site.node).dtype
     operands = [editor.cast(node, dtype) for node in map(info.current, site.asked.operands)]
     operands += site.asked.tables

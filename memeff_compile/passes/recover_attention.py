@@ -6,12 +6,12 @@ kernels.
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-The nodes that compute the mask are not matched one by one: the pass reads them as a formula over
-batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed only if the
-formula is proved equal to the new arguments, for all sizes for which the graph is compiled.
-PyTorch's call has no arguments for padding, packed sequences, windows and softcaps. For these the
-pass uses memeff::attention, if that op has a kernel for the device (told_to_op); the op can also
-read any other mask of a call at run time. All other attention is reported and left unchanged.
+The pass does not match mask nodes one by one: it reads them as a formula over batch, query and key
+index (mask_reader, mask_algebra, mask_forms). A call is changed only if its mask's formula is
+proved equal to the new arguments, for all sizes for which the graph is compiled. PyTorch's call has
+no arguments for padding, packed sequences, windows and softcaps. For such masks the pass uses
+memeff::attention, if that op has a kernel for the device (told_to_op); the op can also read any
+other mask at run time. All other attention calls are reported and not changed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Plan:
 
 @dataclass
 class Match:
-    """Attention calls with the same result: plans to apply, or one reason against all of them."""
+    """Attention calls with the same outcome: plans to apply, or one common reason not to rewrite
+    them."""
 
     nodes: list[Node] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
@@ -65,13 +66,13 @@ class Match:
 
 
 class RecoverAttention(GraphPass):
-    """Replaces attention with a dense mask by calls that PyTorch's fast kernels support. The kernel
-    that PyTorch chooses for attention determines which buffers PyTorch saves."""
+    """The pass that replaces attention with a dense mask by calls that PyTorch's fast kernels
+    support. The kernel that PyTorch chooses for a call determines which buffers are saved."""
 
     name = "recover_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all attention calls with the same result."""
+        """Yield one match for all attention calls with the same outcome."""
         matches: dict[tuple[str, ...], Match] = {}
         for site in find_sites(info):
             answer = site if isinstance(site, Decline) else plan_for(info, site)
@@ -102,7 +103,7 @@ class RecoverAttention(GraphPass):
         return [] if match.decline else [Match([site.node], [site], [plan]) for site, plan in pairs]
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
-        """Replace each attention by one call without a dense mask."""
+        """Replace each attention call by one call without a dense mask."""
         for site, plan in zip(match.sites, match.plans, strict=True):
             for number in site.numbers:
                 compat.hold_constant(number)
@@ -131,8 +132,8 @@ class RecoverAttention(GraphPass):
 
 
 def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
-    """Return the rewrite of an attention call, or why it is not possible, or None if it would save
-    nothing."""
+    """Return the rewrite of an attention call, or the reason why none is possible; return None if a
+    rewrite would save nothing."""
     kind = kind_among(site.inputs)
     if kind:
         return subclass(kind, site.node)
@@ -152,8 +153,8 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
 def _as_call(
     info: GraphInfo, site: Site, causal: bool, limit: Any, said: list[str]
 ) -> Plan | Decline | None:
-    """Return the plan for a PyTorch call without a mask, or why it is not possible, or None if it
-    equals the old call."""
+    """Return the plan for a PyTorch call without a mask, or the reason why none is possible; return
+    None if the new call would equal the old one."""
     slow = why_not_fused(info, site) if site.between else ""
     if slow:
         return Decline("no_fused_kernel", slow, node=site.node)
@@ -177,7 +178,7 @@ def _as_call(
 
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
-    """Return the plan for a call of memeff::attention, or why it is not possible."""
+    """Return the plan for a call of memeff::attention, or the reason why none is possible."""
     reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(info, site, form, reason)
@@ -211,7 +212,7 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return is_causal, the number of keys to keep (None keeps all), and words for the report.
+    """Return is_causal, the number of keys to keep (None keeps all), and text for the report.
 
     Return None if PyTorch's call cannot express the mask.
     """
@@ -266,7 +267,8 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
 def _read_mask(
     info: GraphInfo, node: Node, shape: tuple[Any, ...], *, is_folded: bool
 ) -> Mask | None:
-    """Return the condition that a mask expresses; for scores with three axes, that of one head."""
+    """Return the condition that a mask expresses; for scores with three axes, return the condition
+    for one head."""
     if not is_folded:
         return reader_of(info).mask(node, shape)
     mask = reader_of(info).mask(node, (shape[0], *shape[2:]))
@@ -275,7 +277,8 @@ def _read_mask(
 
 
 def _chosen_by(info: GraphInfo, form: Form) -> str | None:
-    """Return the name of the indices that select rows of a stored mask, or "" if they have none.
+    """Return the name of the indices that select rows of a stored mask, or "" if the indices have
+    no name.
 
     An example of such a selection is ``mask[None, None, input_pos]``. Return None for any other
     mask.
@@ -292,7 +295,7 @@ _MASK_VIEWS = named("unsqueeze.default alias.default view.default expand.default
 
 
 def _index_of(node: Node) -> Node | None:
-    """Return the tensor of indices by which a node gathers from a tensor, or None."""
+    """Return the tensor of indices with which a node gathers from a tensor, or None."""
     for call in read(node) or ():
         if call.op is aten.index_select.default:
             return call.args["index"]  # type: ignore[no-any-return]
@@ -303,7 +306,7 @@ def _index_of(node: Node) -> Node | None:
 
 
 def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
-    """Return the record that says why the attention is unchanged."""
+    """Return the record that says why the attention call is unchanged."""
     chosen = _chosen_by(info, form)
     if chosen is not None:
         by = f"`{chosen}`" if chosen else "a tensor of positions"
@@ -333,7 +336,8 @@ def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
 
 
 def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Operand, Operand] | None, Decline | None]:
-    """Return keys and values before they were repeated over heads, or why they stay repeated."""
+    """Return keys and values before they were repeated over heads, or the reason why they stay
+    repeated."""
     if site.grouped or not _same_heads(site.query, site.key):
         return None, None
     key, value = _unrepeated(info, site, site.key), _unrepeated(info, site, site.value)
@@ -355,7 +359,7 @@ _COPIES = named("contiguous.default clone.default")
 
 
 def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand, Node] | None:
-    """Return the node that was repeated over the heads, and the node's first reader; or None."""
+    """Return the node that was repeated over the heads and its first reader, or None."""
     if operand.unexpanded is not None and site.product is not None:
         return operand.unexpanded, site.product  # the product repeats it by broadcasting
     result, node = operand.value, back_over(operand.node, _COPIES)
@@ -371,7 +375,8 @@ def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
-    """Insert the new call in the dtype in which the old one computes, with or without autocast."""
+    """Insert the new call in the dtype in which the original call computes, with or without
+    autocast."""
     old = info.value(site.node)
     operands = (site.query, *(plan.bases or (site.key, site.value)))
     query, key, value = (operand.written(editor) for operand in operands)
@@ -389,7 +394,7 @@ def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
 
 
 def _is_pure(node: Node) -> bool:
-    """Return whether a node may be erased when it has no users."""
+    """Return whether a node may be erased if it has no users."""
     if node.op not in ("call_function", "call_method") or written_by(node):
         return False
     if not isinstance(compat.example_value(node), torch.Tensor):

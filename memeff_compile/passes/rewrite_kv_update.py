@@ -6,15 +6,15 @@
     after:  memeff.kv_cache_append(k_cache, v_cache, k, v, p)
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
-The writes to the cache are kept, in place and in order. The result equals that of a read of the
-whole cache for every boolean mask: ``last`` is the last key that a query may attend to. If the mask
-compares the indices of the keys with the positions of the queries, ``last`` is those positions,
+The pass keeps the in-place writes to the cache, in their order. For every boolean mask, the result
+equals attention over the whole cache, because ``last`` is the last key that a query may attend to.
+If the mask compares key indices with the positions of the queries, ``last`` is these positions,
 which stay on the device, and the mask is removed. Any other boolean mask, such as the one that
-generate() builds outside of the graph, is passed to the op, and ``last`` is computed from it once
-per forward pass.
+generate() builds outside of the graph, is passed to the op, and ``last`` is computed from the mask
+once per forward pass.
 
-The pass deletes only nodes of the match. Graph.eliminate_dead_code would remove the writes, because
-their results are not used.
+The pass deletes only the nodes of the match. The pass does not call Graph.eliminate_dead_code,
+which would remove the writes, because their results are not used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
 
 @dataclass(frozen=True)
 class Cache:
-    """The node from which attention reads keys or values, and the cache that it is made from."""
+    """The node from which attention reads keys or values, and the cache that the node is made
+    from."""
 
     node: Node
     repeat: Any
@@ -57,8 +58,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that queries may attend to: those up to ``bound`` - ``minus``, or those of a
-    mask."""
+    """The keys that queries may attend to: those up to ``bound`` - ``minus``, or those that a mask
+    shows."""
 
     mask: Node | None
     bound: Node | None = None
@@ -77,7 +78,7 @@ class Site(cached.CachedSite):
 
     @property
     def shown(self) -> Visible:
-        """Return the keys that queries may attend to, if the mask could be read."""
+        """Return the keys that queries may attend to, if the pass could read the mask."""
         assert self.visible is not None
         return self.visible
 
@@ -86,7 +87,7 @@ class RewriteKVUpdate(cached.CachedPass):
     name = "rewrite_kv_update"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield every attention call over inputs of the graph to which the graph wrote before."""
+        """Yield every attention call over graph inputs to which the graph wrote before the call."""
         writes = [w for w in info.writes if _is_cache_write(w.node)]
         if not writes:
             return
@@ -114,8 +115,8 @@ class RewriteKVUpdate(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula for the bytes of keys and values copied for each query head, if there
-        are such copies."""
+        """Return the formula for the bytes of the keys and values that are copied for each query
+        head, if they are copied."""
         query = info.tensor(match.call.args["query"])
         if query is None or not _copies(info, match):
             return None
@@ -133,7 +134,7 @@ class RewriteKVUpdate(cached.CachedPass):
         return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Join the two writes into one op if that is safe, and let attention read the caches
+        """Combine the two writes into one op if that is safe, and make attention read the caches
         directly."""
         sentence, (key, value), visible = _sentence(info, match), match.caches, match.shown
         chain = [n for n in (*key.chain, *value.chain) if not _is_cache_write(n)]
@@ -162,14 +163,14 @@ _WRITING_METHODS = ("index_copy_", "index_put_", "copy_", "__setitem__")
 
 
 def _is_cache_write(node: Node) -> bool:
-    """Return whether ``node`` writes new tokens into part of a tensor."""
+    """Return whether ``node`` writes new tokens to some positions of a tensor."""
     if node.target is operator.setitem or node.target is op_folder.kv_cache_append:
         return True
     return node_name(node) in _WRITING_METHODS
 
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
-    """Return the storages of ``nodes``, or only of those nodes that exist after the graph."""
+    """Return the storages of ``nodes``, without those that exist only inside the graph."""
     held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
     return frozenset(map(compat.storage_key, filter(compat.is_fake, map(info.tensor, held))))
 
@@ -191,8 +192,8 @@ def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
 
 
 def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | None:
-    """Follow nodes that repeat the heads back to the cache; return None if there are other
-    nodes."""
+    """Follow nodes that repeat heads back to the cache; return None if other nodes are on the
+    way."""
     chain: list[Node] = []
     repeat: Any = 1
     for _ in range(cached.MAX_CHAIN):
@@ -208,7 +209,7 @@ def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | Non
 
 
 def _copies(info: GraphInfo, match: Site) -> bool:
-    """Return whether keys and values are copied for the heads that share them."""
+    """Return whether keys and values are copied for the query heads that share them."""
     if len(match.caches) < 2 or not all(cache.chain for cache in match.caches):
         return False
     pairs = [(info.tensor(c.chain[0]), info.tensor(c.node)) for c in match.caches]
@@ -220,7 +221,7 @@ def _copies(info: GraphInfo, match: Site) -> bool:
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
     """Return the keys that the mask of an attention call lets queries attend to.
 
-    Return None if there is no mask, if it is not boolean, or if it differs between heads.
+    Return None if there is no mask, if the mask is not boolean, or if it differs between heads.
     """
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)
@@ -244,7 +245,8 @@ _COMPARED = {  # the side of the keys, the side of the positions, whether equal 
 
 
 def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
-    """Read ``arange(N) <= positions[..., None]``, broadcast; return None for any other mask."""
+    """Return a mask ``arange(N) <= positions[..., None]``, which may be broadcast, as visible keys;
+    return None for any other mask."""
     chain: list[Node] = []
     node: Node = back_over(mask, _TRANSPARENT, chain)
     if (call := call_of(node, *_COMPARED)) is None:
@@ -257,7 +259,7 @@ def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
 
 
 def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
-    """Return whether ``node`` has the numbers 0 to N - 1 along its last dimension."""
+    """Return whether ``node`` contains the numbers 0 to N - 1 along its last dimension."""
     value = info.tensor(node)
     if value is None or not same_shape(value.shape, (*[1] * (value.dim() - 1), keys)):
         return False
@@ -286,7 +288,8 @@ _KEEPS_COUNT = named("unsqueeze.default view.default reshape.default alias.defau
 
 
 def _is_per_query(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` has the shape (B or 1, 1, M or 1, 1), or its last two dimensions."""
+    """Return whether ``node`` has the shape (B or 1, 1, M or 1, 1), or only the last two of these
+    dimensions."""
     value = info.tensor(node)
     if value is None or value.dtype not in _INDICES:
         return False
@@ -296,8 +299,8 @@ def _is_per_query(info: GraphInfo, node: Node) -> bool:
 
 
 def _bound(editor: Editor, visible: Visible) -> Node:
-    """Return the last key that each query may attend to, (B or 1, M or 1), from the compared
-    positions."""
+    """Return the last key that each query may attend to, (B or 1, M or 1), from the positions in
+    the mask's comparison."""
     positions = visible.bound
     assert positions is not None
     has_heads = compat.example_value(positions).dim() == 4
@@ -307,7 +310,7 @@ def _bound(editor: Editor, visible: Visible) -> Node:
 
 
 def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
-    """Return the node with ``last`` for the mask's queries, computed once for all users of the
+    """Return the node that computes ``last`` for the mask's queries, once for all users of the
     mask.
     """
     end = info.positions[match.node]
@@ -319,7 +322,7 @@ def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
 
 
 def _unserved(info: GraphInfo, match: Site) -> Decline | None:
-    """Return which property of caches, mask or shapes the op does not support, or None if it
+    """Return the property of caches, mask or shapes that the op does not support, or None if it
     supports all."""
     args = match.call.args
     if len(match.caches) < 2:
@@ -401,8 +404,8 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return both writes and the op's operands, if one op can do both writes where the later one
-    is."""
+    """Return both writes and the op's operands, if a single op can do both writes at the position
+    of the later one."""
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:
@@ -441,7 +444,7 @@ def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node
 
 
 def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
-    """Read ``cache.index_copy_(2, positions, new)`` or ``cache[:, :, positions] = new`` as a
+    """Return ``cache.index_copy_(2, positions, new)`` or ``cache[:, :, positions] = new`` as a
     write."""
     call = call_of(node, aten.index_copy_.default)
     if call is not None:
@@ -464,7 +467,7 @@ def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
 def _nothing_between(
     info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor]
 ) -> bool:
-    """Return whether no node between the two writes or reads one of the caches."""
+    """Return whether no node between the two writes reads one of the caches."""
     held = set(map(compat.storage_key, caches))
     lo, hi = info.positions[first], info.positions[second]
     if any(lo < write.position < hi for write in info.writes):

@@ -1,4 +1,5 @@
-"""linear(quantised tokens, ternary weight) -> memeff::ternary_linear: packed codes, integer sums.
+"""linear(quantised tokens, ternary weight) -> memeff::ternary_linear, with packed codes and integer
+sums.
 
     before: s = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
             a = 1 / w.abs().mean().clamp(min=1e-5)
@@ -8,11 +9,11 @@
             packed = memeff.ternary_linear_pack(w, a)
             (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
-The codes equal those of the model's chain. The op sums the products of codes exactly; a dense
-linear rounds both operands first. In training, the backward pass multiplies the same values as the
-model would, decoded from the codes: it keeps two bits per weight and eight per input instead of two
-full tensors. Linears with the same input share its codes. Without gradients, the pass inserts a
-single op.
+The codes equal those that the model's own operations compute. The op sums the products of codes
+exactly, whereas a dense linear rounds both operands first. In training, the backward pass
+multiplies the same values as the model would, decoded from the codes: it saves two bits per weight
+and eight per input element instead of two full tensors. Linears with the same input share the codes
+of that input. If no gradient is needed, the pass inserts a single op.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from .ternary.products import Product, read_product
 
 @dataclass(frozen=True)
 class Site:
-    """A linear with both operands recognised, or the reason why one of them could not be."""
+    """A linear whose two operands were recognized, or the reason why one of them was not."""
 
     linear: Node
     bias: Node | None
@@ -57,7 +58,7 @@ class Site:
 
     @property
     def both(self) -> tuple[Quantized, Quantized]:
-        """Return the weight and the tokens of a linear for which both were recognised."""
+        """Return the weight and the tokens of a linear, if both were recognized."""
         assert isinstance(self.weight, Quantized)
         assert isinstance(self.tokens, Quantized)
         return self.weight, self.tokens
@@ -65,7 +66,7 @@ class Site:
 
 @dataclass
 class Group:
-    """Linears with the same input, which the model quantises in the same way for all."""
+    """Linears with the same input, which the model quantises in the same way for all of them."""
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)
@@ -74,8 +75,8 @@ class Group:
 
 @dataclass
 class Calls:
-    """Calls of `memeff::ternary_linear` with the same input, as modules with packed weights make
-    them."""
+    """Calls of `memeff::ternary_linear` with the same input, which modules with packed weights
+    make."""
 
     nodes: list[Node]  # the calls
     entering: Entering  # the ops before them that can be part of one call
@@ -88,8 +89,8 @@ class TernarizeLinear(GraphPass):
     name = "ternarize_linear"
 
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
-        """Yield linears with a rounded weight, or with an input that is rounded as in ternary
-        models; then calls on packed weights with the same input, if they can be one call.
+        """Yield linears with a rounded weight or a rounded input; then yield calls on packed
+        weights with the same input, if one call can replace them.
         """
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes if may_round(info.gm) else ()):
@@ -109,8 +110,8 @@ class TernarizeLinear(GraphPass):
         yield from self._mergeable(info)
 
     def _products(self, info: GraphInfo) -> Iterable[Group]:
-        """Yield calls on single packed weights with the same input, if one call can compute all of
-        them."""
+        """Yield calls with the same input and one packed weight each, if a single call can compute
+        all of them."""
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes):
             product = read_product(info, node)
@@ -126,8 +127,8 @@ class TernarizeLinear(GraphPass):
         yield from (group for group in groups.values() if len(group.sites) > 1)
 
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
-        """Yield calls on packed weights that can become one call, or into which neighbouring
-        operations can be fused."""
+        """Yield calls on packed weights that can become one call, or whose kernel can include
+        neighbouring operations."""
         found: dict[Any, list[Node]] = {}
         for node in info.visit(info.gm.graph.nodes):
             if node.target is op_folder.ternary_linear and not node.kwargs:
@@ -161,7 +162,8 @@ class TernarizeLinear(GraphPass):
         return _unread(site) or _without_estimator(info, site) or _unserved(info, site)
 
     def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
-        """Return the bytes kept for the backward pass, before and after; None if none are kept."""
+        """Return the bytes saved for the backward pass, before and after the rewrite; return None
+        if none are saved."""
         if isinstance(match, Calls) or match.products or info.called_by is not None:
             return None
         if self.check(info, match) is not None or not _is_trained(info, match.sites[0]):
@@ -180,7 +182,7 @@ class TernarizeLinear(GraphPass):
         return [site.linear for site in match.sites]
 
     def parts(self, match: Group | Calls) -> Sequence[Group]:
-        """Return the linears one by one, each as a match; existing calls can stay unchanged."""
+        """Return the linears as separate matches; existing calls may stay unchanged."""
         if isinstance(match, Calls) or match.products:
             return []
         return [Group([site]) for site in match.sites]
@@ -206,15 +208,15 @@ class TernarizeLinear(GraphPass):
         return Done(match.sites[0].linear, sentence, sites=len(match.sites))
 
     def dead(self, match: Group | Calls) -> Sequence[Node]:
-        """Return the nodes that have no reader after the rewrite, including unused second results
-        of reductions.
+        """Return the nodes that no node reads after the rewrite, including unused second results of
+        reductions.
         """
         items = [user for node in match.owned for user in node.users if not user.users]
         return [*match.owned, *(user for user in items if user.op == "call_function")]
 
 
 def _site(node: Node) -> Site | None:
-    """Recognise a linear with a quantised operand, or return None."""
+    """Return a node as a linear with a quantised operand, or None."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     tokens, weight = call.args["input"], call.args["weight"]
@@ -235,7 +237,8 @@ def _is_trained(info: GraphInfo, site: Site) -> bool:
 
 
 def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
-    """Return whether the operands of this linear exist before the first linear of the group."""
+    """Return whether the operands of this linear are computed before the first linear of the
+    group."""
     first, (weight, tokens) = group.sites[0], site.both
     needed = [weight.source, *([site.bias] if site.bias is not None else [])]
     mine, theirs = info.tensor(site.linear), info.tensor(first.linear)
@@ -255,7 +258,8 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
 
 
 def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
-    """Return the numbers of tokens, rows and columns, with the sizes of the first call."""
+    """Return the numbers of tokens, rows and columns; tokens and columns are those of the first
+    call."""
     weight, _ = site.both
     tokens = math.prod(map(compat.size_hint, info.value(site.linear).shape[:-1]))
     rows, columns = map(compat.size_hint, info.value(weight.source).shape)
@@ -308,7 +312,8 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _unserved(info: GraphInfo, site: Site) -> Decline | None:
-    """Return why the op does not support a linear, would change its result or would save nothing.
+    """Return the reason why the op does not support a linear, would change its result or would save
+    nothing.
 
     Return None if the op supports the linear.
     """
@@ -352,8 +357,8 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
 def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
     """Insert one op for all linears of the group, before the first of them.
 
-    In training, insert one quantisation of the input, one packed weight per linear, and one product
-    with gradients.
+    In training, the inserted ops are one quantisation of the input, one packing per weight, and one
+    product with gradients.
     """
     first, weights = match.sites[0], [site.both[0] for site in match.sites]
     first_weight, tokens = first.both
@@ -386,7 +391,7 @@ def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) ->
 
 
 def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
-    """Return the nodes that compute gate and up, if the backward pass recomputes them, as in
+    """Return the nodes that compute gate and up, if the backward pass recomputes them, as inside
     checkpoints.
     """
     if info.options.ternary_gate != "recompute" or info.parent is not None:
@@ -395,9 +400,9 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
 
 
 def _with_neighbours(info: GraphInfo, x: Node, nodes: list[Node]) -> Calls:
-    """Read the operations next to these calls that their kernel can include.
+    """Return the operations next to these calls that the calls' kernel can include.
 
-    Calls without such a kernel are left out, because they would save nothing.
+    Calls without such operations are left out, because a rewrite would save nothing.
     """
     value = info.tensor(x)
     has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)
@@ -417,8 +422,8 @@ FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
 
 
 def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
-    """Return the addition after the single result of a call, if the added node exists before the
-    call."""
+    """Return the addition that follows the single result of a call, if the other summand is
+    computed before the call."""
     items, (first, *others) = list(nodes[0].users), nodes
     packed: Any = first.args[1]
     found = None if others or len(items) != 1 or len(packed) != 1 else read_added(items[0])
@@ -431,7 +436,7 @@ def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
 
 
 def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
-    """Insert one call in place of all calls of the match, before the first one."""
+    """Insert one call in place of all calls of the match, at the position of the first one."""
     first, entering, added = match.nodes[0], match.entering, match.added
     lists = [list(chain(*held)) for held in zip(*map(_lists, match.nodes), strict=True)]
     settings = list(first.args[4:])
@@ -483,7 +488,7 @@ def _lists(call: Node) -> list[Sequence[Node | None]]:
 
 
 def _packed(info: GraphInfo, editor: Editor, weight: Quantized) -> tuple[Node, Node]:
-    """Insert the scale of a weight, as the model computes it, and the weight's packed codes."""
+    """Insert the scale of a weight, computed as in the model, and the weight's packed codes."""
     how = weight.quantizer
     detached = editor.call(aten.detach.default, info.current(weight.source))
     wide = detached if how.is_native else editor.cast(detached, torch.float32)

@@ -1,5 +1,5 @@
-"""Compute the longest context and the largest batch that fit next to a model's weights, by cache
-bits.
+"""Compute the longest context and the largest batch that fit into memory next to a model's weights,
+per number of cache bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ libraries."""
 
 @dataclass(frozen=True)
 class CacheMode:
-    """The size of a cache with a number of bits, and the context and batch that fit with it."""
+    """The size of a KV cache with a number of bits, and the context and batch that fit with it."""
 
     bits: int  # bits of a code; 16 stores keys and values unchanged
     # bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes are taken as
@@ -44,7 +44,7 @@ class CacheMode:
 
 @dataclass(frozen=True)
 class CachePlan(VerbReport):
-    """The sizes of one model's cache for each number of bits."""
+    """The sizes of one model's KV cache for each number of bits."""
 
     name: str  # of the model
     weights: int  # bytes of its parameters
@@ -102,29 +102,29 @@ def explain_cache(
     merge: Any = None,
     weights: str = "dense",
 ) -> CachePlan:
-    """Return the longest context and the largest batch that fit, for each number of bits of a
-    `KVCache`.
+    """Return the longest context and the largest batch that fit into memory, for each number of
+    bits of a `KVCache`.
 
-    The function allocates no memory. A layer with a sliding window keeps the same number of tokens
+    The function allocates no memory. A layer with a sliding window stores the same number of tokens
     for every number of bits.
 
     Args:
         model: a model of transformers, on any device, "meta" included.
-        memory: memory of the device, as bytes or a size such as "141GB".
-        batch: number of sequences, for the longest context.
-        length: number of tokens per sequence, for the largest batch.
+        memory: memory of the GPU, in bytes or as a size such as "141GB".
+        batch: number of sequences, from which the longest context is computed.
+        length: number of tokens per sequence, from which the largest batch is computed.
         scheme: as for `KVCache`.
         group: as for `KVCache`.
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
-        merge: as for `KVCache`, a `MiniCache` or its name; with 16 bits, layers are merged without
-            codes.
+        merge: as for `KVCache`, a `MiniCache` or its name; with 16 bits, layers are merged but not
+            encoded.
         weights: "dense", or a codec of `compress_`.
 
     Raises:
-        ExplainError: the memory is not a size, or the model's config does not have the number of
-            layers, the heads of keys and values, or one head dimension for both.
-        UnsupportedInputError: a setting that `KVCache` refuses.
+        ExplainError: the memory is not a size, or the model's config lacks the number of layers,
+            the number of key-value heads, or a common head dimension of keys and values.
+        UnsupportedInputError: `KVCache` does not support a setting.
 
     Example:
         >>> print(memeff_compile.explain_cache(model, memory="141GB", batch=16))  # doctest: +SKIP
@@ -141,10 +141,11 @@ def explain_cache(
 
 
 def weight_bytes(model: nn.Module, codec: str) -> int:
-    """Return the bytes of a model's parameters, with the weights of its linear layers in a codec.
+    """Return the bytes of a model's parameters if the weights of its linear layers are compressed
+    by a codec.
 
-    A layer with a compressed weight decodes it if there are many tokens, so the result includes the
-    largest decoded weight.
+    A compressed linear layer decodes its weight when there are many tokens, so the result includes
+    the largest decoded weight.
     """
     every = sum(parameter.nbytes for parameter in model.parameters())
     if codec not in BITS_PER_WEIGHT:
@@ -176,7 +177,7 @@ class _Shape:
 
     @property
     def row(self) -> int:
-        """Return the bytes of one token's keys and values in one layer, not quantised."""
+        """Return the bytes of one token's unquantized keys and values in one layer."""
         return 2 * self.heads * self.depth * self.itemsize
 
 
@@ -220,7 +221,7 @@ _INSTEAD = "with a short prompt and read its nbytes instead."
 
 
 def _heads_of(text: Any, query_heads: int) -> int:
-    """Return the number of key-value heads that a model's cache stores."""
+    """Return the number of key-value heads in a model's cache."""
     if hasattr(text, "num_key_value_heads"):
         return int(text.num_key_value_heads or query_heads)
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
@@ -245,7 +246,7 @@ _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_k
 
 
 def _depth_of(text: Any, query_heads: int) -> int:
-    """Return the head dimension of keys and values; both must have the same."""
+    """Return the head dimension that the model's keys and values have in common."""
     found = [name for name in _OWN_SIZES if getattr(text, name, None) is not None]
     if found:
         raise ExplainError(
@@ -257,7 +258,7 @@ def _depth_of(text: Any, query_heads: int) -> int:
 
 
 def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the numbers of bits for which `KVCache` supports this model, and a remark."""
+    """Return the numbers of bits that `KVCache` supports for this model, and a remark."""
     notes = []
     coded = tuple(bits for bits in MODES if bits != 16)
     if (shape.layers or shape.pairs) and shape.depth not in (16, 32, 64, 128, 256):
@@ -289,7 +290,7 @@ def _mode(
     held = op_folder.Layout(shape.depth, codes, *settings.values())
 
     def size(sequences: int, tokens: int) -> int:
-        """Return the bytes of the cache of all layers."""
+        """Return the bytes of the cache over all layers."""
         one = sequences * shape.row * tokens
         if bits != 16:
             one = op_folder.bytes_after(held, sequences, shape.heads, tokens, shape.itemsize)
@@ -340,7 +341,7 @@ def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes per further token of two layers that share directions, and the bytes of all
+    """Return the bytes that two layers with shared directions need per further token, and for all
     their tokens."""
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)

@@ -1,8 +1,8 @@
 """Capture a model as the backend would compile it, on tensors that have sizes but no memory.
 
 The model is copied; weights, buffers and inputs become fake tensors on the CPU that stand for
-tensors on the planned device. Batch and length are numbers, as in the planned call. So Python code
-between the graphs, and operations that read sizes, behave as in that call.
+tensors on the planned device. Batch size and length are numbers, as in the planned call. So Python
+code between the graphs, and operations that read sizes, behave as in that call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 class Graphs:
     """The forward and backward graphs that Inductor would compile for one captured graph.
 
-    Without training there is no backward graph.
+    Without training, there is no backward graph.
     """
 
     forward: GraphModule
@@ -46,7 +46,7 @@ class Graphs:
 
 
 class GraphCall(NamedTuple):
-    """A call of a captured graph."""
+    """One call of a captured graph."""
 
     graph: int  # its number
     parameters: list[str]  # the path of the parameter behind each placeholder, else ""
@@ -55,7 +55,7 @@ class GraphCall(NamedTuple):
 
 @dataclass
 class Capture:
-    """The captured graphs of a model, without and with the passes."""
+    """The graphs that were captured of a model, without and with the passes."""
 
     at: Told  # the batch and the length
     # what makes the graphs of each graph that Dynamo captured, without the passes or with them
@@ -76,8 +76,8 @@ class Capture:
         return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
-        """Return the lengths in `other`'s sizes, plus the tokens that this model adds to each
-        sequence.
+        """Return the lengths among the sizes of `other`, plus the tokens that this model adds to
+        each sequence.
         """
         told = other.at
         if told.length is None or self.at.length is None:
@@ -93,8 +93,8 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" if these sizes equal those of `other`, otherwise a sentence that says which
-        differ."""
+        """Return "" if these sizes equal those of `other`, otherwise a sentence that names the
+        different ones."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
@@ -111,8 +111,8 @@ class Capture:
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Return batch and length, from input_ids, or else from the first integer tensor, or from any
-    tensor."""
+    """Return batch size and length: from input_ids, else from the first integer tensor, else from
+    any tensor."""
     tensors = [x for x in tensors_of((kwargs.get("input_ids"), args, kwargs)) if x.dim()]
     if not tensors:
         raise ExplainError(
@@ -225,8 +225,8 @@ def _attend_as_a_gpu_does(gm: GraphModule) -> None:
     """Remove dropout from fused attention, because the memory of fused attention on a GPU does not
     depend on dropout.
 
-    A GPU's kernel applies dropout and keeps a seed, no mask; on a CPU dropout would select the
-    unfused form.
+    A GPU's kernel applies dropout itself and saves a seed instead of a mask; on a CPU, dropout
+    would make PyTorch choose unfused attention.
     """
     for module in levels_of(gm):
         for node in module.graph.nodes:
@@ -277,10 +277,10 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
-    """Return all inputs as fake tensors of another batch and length.
+    """Return all inputs as fake tensors with another batch size and length.
 
-    The values of the inputs are kept: the same sequences are repeated, shortened, or extended by
-    their last token.
+    The inputs keep their values: sequences are repeated, shortened, or extended by their last
+    token.
     """
 
     def fake(given: object) -> object:
@@ -304,11 +304,11 @@ def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Value
 
 
 def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
-    """Return the shape of an input at another batch and length.
+    """Return the shape of an input for another batch size and length.
 
-    The batch is the first dimension, or the second one (position ids of three kinds); for images,
-    there may be several rows for each sequence. A dimension that equals the length by chance, such
-    as channels or width of images, does not count as the length.
+    The batch is the first dimension, or the second one (position ids of three kinds); images may
+    have several rows per sequence. A dimension that only happens to equal the length, such as the
+    channels or width of images, does not count as the length.
     """
     shape = list(tensor.shape)
     batch, length = told.batch or sizes.batch, told.length or sizes.length
@@ -328,7 +328,8 @@ def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
 
 
 def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
-    """Return a node's op and the sizes of its value; a size that depends on data becomes 0."""
+    """Return the op of a node and the sizes of its value; a size that depends on data is returned
+    as 0."""
     called = getattr(node.target, "__name__", None) or str(node.target)
     values = map(compat.local_part, tensors_in(compat.example_value(node)))
     sizes = [size for tensor in values for size in tensor.shape]
@@ -338,8 +339,8 @@ def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
 def _parameters(
     inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
 ) -> tuple[list[str], str]:
-    """Return the parameters' paths in the model, and the path of the module to whose forward the
-    graph belongs; after a graph break Dynamo calls that module `self`.
+    """Return the paths of parameters in the model, and the path of the module to whose forward the
+    graph belongs; after a graph break, Dynamo calls that module `self`.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):
@@ -355,7 +356,7 @@ def _parameters(
 
 
 def _classes(gm: GraphModule) -> set[int]:
-    """Return the sizes of the class dimension of every loss in the graph."""
+    """Return the size of the class dimension of every loss in the graph."""
     found: set[int] = set()
     for node in (node for module in levels_of(gm) for node in module.graph.nodes):
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")

@@ -1,8 +1,8 @@
-"""List GPUs by name: the memory that limits a plan, and the kernels that a plan can use.
+"""A list of GPUs by name: the memory that limits a plan, and the kernels that a plan can use.
 
-The memory is about what PyTorch reports (`torch.cuda.mem_get_info`), slightly less than the
-advertised size. Rates are the makers' figures for dense bf16 products that are summed in fp32.
-Commands print these rates, and use them for a lower bound of the time of a step. No predicted size
+The memory of each GPU is about what PyTorch reports (`torch.cuda.mem_get_info`), slightly less than
+the advertised size. Rates are the makers' figures for dense bf16 products that are summed in fp32.
+Commands print these rates and use them for a lower bound of a step's time. No predicted size
 depends on these rates.
 """
 
@@ -45,7 +45,7 @@ class Card(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """Return the memory in bytes."""
+        """Return the memory of the card in bytes."""
         return int(self.gib * 2**30)
 
     @property
@@ -102,14 +102,14 @@ _SHORT = {"a100": "a10080gb", "h100sxm": "h100", "h100nvl": "h100", "rtx4060ti":
 
 
 class Target(NamedTuple):
-    """The device for which a plan is made."""
+    """The device for which a plan is made, with its kind of GPU."""
 
     device: str = "cuda"  # or "cpu"
     card: Card | None = None  # without a card, a GPU is a Hopper GPU
 
     @property
     def library(self) -> int:
-        """Return the bytes that the GPU's matrix library keeps after its first call."""
+        """Return the bytes that the GPU's matrix library allocates at its first call and keeps."""
         return 0 if self.device == "cpu" else LIBRARY_THREADS * self.gpu.library_workspace
 
     @property
@@ -118,7 +118,7 @@ class Target(NamedTuple):
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
-        """Return a context in which engines are chosen as for the planned device."""
+        """Return a context in which kernels are chosen as for the planned device."""
         return planned_for(torch.device(self.device, 0), self.gpu)
 
 
@@ -149,7 +149,7 @@ def card_of(name: str) -> Card:
 
 
 def given_memory(memory: str | int | None, gpu: str | None) -> tuple[Card | None, int]:
-    """Return the card of the plan, or None, and the memory of the device."""
+    """Return the card of the plan, or None, and the memory of the planned device."""
     card = None if gpu is None else card_of(gpu)
     if memory is not None:
         return card, read_memory(memory)

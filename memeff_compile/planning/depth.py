@@ -1,8 +1,9 @@
 """Capture a deep model with only some of its repeated blocks, which show the memory of every kind
 of block.
 
-Of every list of blocks, the first and the last one are captured, and one of each kind between them.
-This one stands for all blocks of its kind, whose tensors have the same sizes.
+Of each list of blocks, the first and the last block are captured, and between them one block of
+each kind. That one block represents all blocks of its kind, because their tensors have the same
+sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ INDEX_NAMES = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx", "i
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of blocks in a model, such as its layers."""
+    """A list of repeated blocks in a model, such as its layers."""
 
     path: str  # as in `named_modules()`
     kinds: tuple[int, ...]  # of each block, numbered as they first appear
@@ -30,16 +31,16 @@ class Stack:
 
     @property
     def depth(self) -> int:
-        """Return the number of blocks."""
+        """Return the number of blocks in the list."""
         return len(self.kinds)
 
     @property
     def is_short(self) -> bool:
-        """Return whether some blocks are not captured."""
+        """Return whether some blocks of the list are not captured."""
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the blocks for which a captured block stands, itself included."""
+        """Return the blocks that a captured block represents, including itself."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)
@@ -47,12 +48,12 @@ class Stack:
         return tuple(i for i in others if i == index or i not in self.kept)
 
     def whole(self) -> Stack:
-        """Return this list with every block captured."""
+        """Return this list with all its blocks captured."""
         return replace(self, kept=tuple(range(self.depth)))
 
 
 def stacks_of(model: object) -> list[Stack]:
-    """Return the outermost lists of blocks in a model, with the blocks to capture."""
+    """Return the outermost lists of blocks in a model, and which blocks of each to capture."""
     if not isinstance(model, nn.Module):
         return []
     found: list[Stack] = []
@@ -68,7 +69,7 @@ def stacks_of(model: object) -> list[Stack]:
 
 
 def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """Return the kind of each block: its structure, and the config's entry for its index."""
+    """Return the kind of each block: its structure, and the entry for its index in the config."""
     settings = (value for config in configs_of(model) for value in vars(config).values())
     lists = [v for v in settings if isinstance(v, (list, tuple)) and len(v) == len(blocks)]
     kinds = [(_kind(block), *(repr(v[place]) for v in lists)) for place, block in enumerate(blocks)]
@@ -77,9 +78,10 @@ def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """Return the properties that equal blocks share: classes, parameters and plain settings.
+    """Return the properties that all blocks of a kind share: classes, parameters and plain
+    settings.
 
-    The index of a block does not count.
+    The index of a block is not one of these properties.
     """
     parts: list[object] = []
     for path, module in block.named_modules():
@@ -98,14 +100,15 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def config_of(module: object) -> Any:
-    """Return a module's config, or None if it has none or reading it raises an error."""
+    """Return a module's config, or None if it has none, or if reading the config raises an
+    error."""
     with contextlib.suppress(Exception):
         return getattr(module, "config", None)
     return None
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the configs of a model's modules, and configs nested in these, each once."""
+    """Yield the configs of a model's modules and the configs nested in them, each one once."""
     seen: set[int] = set()
     queue = [config_of(module) for module in model.modules()]
     while queue:
@@ -129,7 +132,7 @@ def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
 
 
 def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
-    """Return a copy of the model with fewer blocks; parameters are shared with the original."""
+    """Return a copy of the model with fewer blocks that shares its parameters with the original."""
     copied = copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
     configs = list(configs_of(copied))
     for stack in stacks:
@@ -151,8 +154,7 @@ def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
 
 
 def _shorten(config: object, stack: Stack) -> None:
-    """Set the number of blocks in a config, and keep its per-block entries for the remaining
-    blocks."""
+    """Set the number of blocks in a config, and keep only its entries for the remaining blocks."""
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == stack.depth:
             vars(config)[name] = type(value)([value[index] for index in stack.kept])

@@ -4,8 +4,8 @@ it.
     print(memeff_compile.explain(model, input_ids=ids, labels=ids))
 
 The model is traced on tensors that have sizes but no memory, and the passes run on the captured
-graphs. After that, the memory of a step is computed from the buffers of the graphs that Inductor
-would compile, with and without the passes.
+graphs. The memory of a step is then computed from the buffers of the graphs that Inductor would
+compile, with and without the passes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def explain(
     progress: bool | None = None,
     **kwargs: object,
 ) -> Explanation:
-    """Report the backend's rewrites of a call of ``model``, and the memory that a step needs.
+    """Report how the backend would rewrite a call of ``model``, and the memory that a step needs.
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
     included; it is copied, not changed. If gradients are enabled, the plan is for training.
@@ -59,12 +59,12 @@ def explain(
     Args:
         model: a module, or any function of tensors.
         *args: arguments of the model; tensors may be on "meta".
-        options: options of the backend, as in `torch.compile(options=...)`. If "memeff.weights" is
-            a codec, plans are for weights that `compress_` compressed.
-        device: the device of the plan: "cuda" or "cpu".
-        gpu: a card such as "rtx4090", whose kernels and memory the plan uses; by default the
-            kernels of an H100 or H200.
-        progress: whether to show progress on stderr; by default if stderr is a terminal.
+        options: the backend's options, as in `torch.compile(options=...)`. If "memeff.weights" is a
+            codec, plans assume weights compressed by `compress_`.
+        device: the planned device: "cuda" or "cpu".
+        gpu: a card such as "rtx4090", whose kernels and memory the plan uses; by default, a plan
+            uses the kernels of an H100 or H200.
+        progress: whether to show progress on stderr; by default only if stderr is a terminal.
         **kwargs: keyword arguments of the model.
 
     Raises:
@@ -109,9 +109,9 @@ def explain(
 
 
 def honoured(options: Options) -> tuple[Options, str]:
-    """Return the options that affect a capture, and the codec of the weights.
+    """Return the options that affect a capture, and the codec of compressed weights.
 
-    Raise OptionError for options that have no effect on a plan.
+    Raise OptionError if an option has no effect on a plan.
     """
     weights = options.weights if options.weights in BITS_PER_WEIGHT else "dense"
     options = replace(options, weights="exact") if weights != "dense" else options
@@ -130,8 +130,8 @@ def honoured(options: Options) -> tuple[Options, str]:
 
 
 def _require_callable(model: object) -> None:
-    """Raise an error for objects that cannot be called, and for a class, which torch.compile would
-    change permanently.
+    """Raise an error for an object that cannot be called, and for a class, which torch.compile
+    would change permanently.
     """
     if isinstance(model, type):
         raise ExplainError(
@@ -155,7 +155,7 @@ why the batch or the length is fixed.
 
 
 def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
-    """Capture a model with a few of its blocks, or with all of them if it does not run with
+    """Capture a model with a few of its blocks, or with all of them if the model does not run with
     fewer."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
@@ -173,10 +173,10 @@ def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Prog
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at the call's sizes, and at other sizes that show how buffers grow.
+    """Capture a model at the sizes of the call, and at other sizes, which show how buffers grow.
 
-    If sizes are not proportional to the length (for example if lengths are rounded up to whole
-    chunks), length and batch are fixed. In that case, the plan holds only for the sizes of the
+    If sizes are not proportional to the length (for example because lengths are rounded up to whole
+    chunks), length and batch size are fixed. In that case, the plan holds only for the sizes of the
     call.
     """
     said("what the passes do")
@@ -208,8 +208,8 @@ def _captured(
 
 
 def constants_of(model: object) -> set[int]:
-    """Return the sizes that are constants of a model: sizes of its parameters, and numbers in its
-    config."""
+    """Return the sizes that are constants of a model: the sizes of its parameters, and the numbers
+    in its config."""
     if not isinstance(model, nn.Module):
         return set()
     every = [*model.parameters(), *model.buffers()]
@@ -220,10 +220,10 @@ def constants_of(model: object) -> set[int]:
 
 
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
-    """Return the report with the modules of all blocks, of which only some were captured."""
+    """Return the report with the modules of all blocks, although only some blocks were captured."""
 
     def all_like(path: str) -> list[str]:
-        """Return the paths in the whole model for which a path in the shortened model stands."""
+        """Return the paths in the whole model that a path in the shortened model represents."""
         for stack in stacks:
             found = re.fullmatch(rf"{re.escape(stack.path)}\.(\d+)(|\..*)", path)
             if found:
@@ -248,7 +248,7 @@ def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
 
 @dataclass(frozen=True)
 class Explanation(VerbReport):
-    """The result of `explain`."""
+    """The result of `explain`: the rewrites, and plans of a step's memory."""
 
     name: str  # of the model
     sizes: Sizes  # batch and length of the call
@@ -271,18 +271,18 @@ class Explanation(VerbReport):
         memory: str | int | None = None,
         **given: Any,
     ) -> Plan:
-        """Return the memory of a training step under a setting.
+        """Return the memory of a training step for a setting.
 
         Args:
             batch: sequences per GPU; by default those of the call.
             length: tokens per sequence; by default those of the call.
-            memory: memory of one GPU, such as "80GB", for the largest batch; by default that of
-                the card passed to `explain`.
-            **given: the fields of `Setting`; by default one GPU, no optimizer.
+            memory: memory of one GPU, such as "80GB", from which the largest batch is computed; by
+                default that of the card passed to `explain`.
+            **given: the fields of `Setting`; by default one GPU and no optimizer.
 
         Raises:
-            ExplainError: a setting is unknown or out of range, or the memory is not known at that
-                batch or length.
+            ExplainError: a setting is unknown or out of range, or the memory for that batch or
+                length is unknown.
 
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP
@@ -346,7 +346,7 @@ class Explanation(VerbReport):
         return pre(f"{self.summary}\n{self.report}{why}") + found + folded(self.text())
 
     def text(self, plan: Plan | None = None) -> str:
-        """Return the passes' rewrites, and a plan, as text."""
+        """Return the passes' rewrites and a plan as text."""
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
         parts += [f"{s.path}: {s.depth} blocks, read off {len(s.kept)}" for s in self.stacks]
         texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]
@@ -362,7 +362,7 @@ class Explanation(VerbReport):
         return "\n\n".join(texts)
 
     def to_json(self, plan: Plan | None = None, *, indent: int | None = None) -> str:
-        """Return report and plan as JSON."""
+        """Return the report and a plan as JSON."""
         data = {
             "model": self.name,
             "parameters": self.before.facts.parameters,

@@ -1,4 +1,5 @@
-"""Draw the figure of a plan: figure 1 of arXiv 2411.09009, for the user's own model."""
+"""Draw the figure of a plan, in the style of figure 1 of arXiv 2411.09009, for the user's own
+model."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def draw(
     length: int,  # tokens of a sequence
     increase: float | None,  # how many times larger the second one is
 ) -> None:
-    """Draw the memory without and with the passes, and the largest batches, if they are known."""
+    """Draw the memory without and with the passes and, if they are known, the largest batches."""
     matplotlib_for(ExplainError).use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     panels = 1 if batches is None else 2

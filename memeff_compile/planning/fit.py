@@ -1,9 +1,10 @@
-"""Tabulate the settings with which a model trains on one GPU, without a GPU and without weights.
+"""List the settings with which a model trains on one GPU; this needs neither a GPU nor weights.
 
     memeff fit examples/configs/llama3.1-8b.json --gpu rtx4090 --length 2048
 
-The model is captured a few times: unchanged, with checkpointing, and with adapters. The effects of
-optimizers, of when they update, and of compressed weights are computed from these captures.
+The model is captured a few times: unchanged, with checkpointing, and with LoRA adapters. From these
+captures, the effects of the optimizer, of the time of its update, and of compressed weights are
+computed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ LINES = {
 
 
 class Kind(NamedTuple):
-    """A setting to tabulate, for any model."""
+    """A setting to list for any model."""
 
     name: str
     captured: str  # "as is", "checkpointing", "keeping attention", "adapters"
@@ -71,9 +72,9 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield the settings that a setting becomes with compressed weights.
+    """Yield the variants of a setting with compressed weights.
 
-    `write` contains `{}` in place of the codec's letter.
+    In `write`, `{}` stands for the codec's letter.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -107,7 +108,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: one setting, and whether it fits."""
+    """A row of the table: one setting, and whether its step fits into memory."""
 
     kind: Kind
     peak: int | None  # bytes at the requested batch and length, or None: see `why`
@@ -116,7 +117,7 @@ class Row:
     why: str = ""  # why this model cannot use the setting
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain values."""
+        """Return the row as a dictionary of plain values."""
         return {
             "setting": self.kind.name,
             "peak_bytes": self.peak,
@@ -129,13 +130,13 @@ class Row:
 
 
 def lines_of(write: str, rank: int = RANK) -> list[str]:
-    """Return the lines of code with which a user gets the setting of a row."""
+    """Return the lines of user code that apply the setting of a row."""
     return [LINES[key].replace("RANK", str(rank)) for key in write.split()]
 
 
 @dataclass(frozen=True)
 class Fit(VerbReport):
-    """The table that `fit` returns."""
+    """The table of settings that `fit` returns."""
 
     name: str  # of the model
     parameters: int
@@ -147,12 +148,12 @@ class Fit(VerbReport):
 
     @property
     def room(self) -> int:
-        """Return the bytes that a step may use if 5 % of the memory stays free."""
+        """Return the bytes that a step may use, which leaves 5 % of the memory free."""
         return int(self.memory * (1 - LEFT_FREE))
 
     @property
     def first(self) -> Row | None:
-        """Return the first row with memeff that fits, which is the one that changes training the
+        """Return the first row with memeff that fits into memory; this row changes training the
         least."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
@@ -235,7 +236,7 @@ class Adapted(nn.Module):
         self.up = nn.Linear(rank, base.out_features, **how)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the result of the layer plus that of the adapter."""
+        """Return the sum of the layer's result and the adapter's result."""
         result: Tensor = self.base(x)
         added: Tensor = self.up(self.down(x.float()))
         return (result + 2.0 * added).to(result.dtype)
@@ -243,7 +244,7 @@ class Adapted(nn.Module):
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:
     """Return a checkpointed copy of a model with adapters at every linear layer of its blocks; all
-    other parameters are frozen. The copy has its own parameter objects, so that the model's
+    other parameters are frozen. This copy has its own parameter objects, so the original model's
     parameters are not frozen.
     """
     memo: dict[int, object] = {id(p): p.detach() for p in model.buffers()}
@@ -268,7 +269,7 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _shared(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that has the same parameters and buffers."""
+    """Return a copy of a model that shares its parameters and buffers."""
     return copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
 
 
@@ -292,19 +293,19 @@ def fit(
 ) -> Fit:
     """Return a table of the settings with which a model trains on one GPU.
 
-    The function allocates no tensors and compiles no code.
+    This function allocates no tensors and compiles no code.
 
     Args:
         model: a config.json, a folder with one, ``module:function``, or a model of transformers
             without checkpointing, on any device, "meta" included.
-        memory: memory of the GPU, such as "24GB"; by default that of the card.
+        memory: memory of the GPU, such as "24GB"; by default that of the given card.
         gpu: a card such as "rtx4090", whose kernels the plan uses; by default an H100.
-        length: tokens per sequence.
-        batch: number of sequences for the peak.
-        rank: rank of LoRA's matrices.
-        dtype: dtype of the parameters, if the model is built from a config.
-        attention: transformers' attn_implementation, if the model is built from a config.
-        progress: whether to show progress on stderr; by default if stderr is a terminal.
+        length: number of tokens per sequence.
+        batch: number of sequences for which the peak is computed.
+        rank: rank of the LoRA matrices.
+        dtype: dtype of the parameters of a model that is built from a config.
+        attention: attn_implementation of transformers for a model that is built from a config.
+        progress: whether to show progress on stderr; by default only if stderr is a terminal.
 
     Raises:
         ExplainError: the model cannot be built or captured, memory and card are both missing, or
@@ -339,7 +340,7 @@ def fit(
 def _found(
     model: nn.Module, call: dict[str, Any], sizes: Sizes, rank: int, target: Target, said: Progress
 ) -> _Found:
-    """Capture the model unchanged, and with the settings that change its graphs."""
+    """Capture the model unchanged, and with each setting that changes its graphs."""
     plain = Options()
 
     def take(options: Options) -> Any:  # a function that captures a model at sizes
@@ -390,9 +391,9 @@ def _found(
 
 @contextmanager
 def _without_notes_on_checkpoints() -> Iterator[None]:
-    """Suppress PyTorch's warning about in-place ops in checkpoints with a policy.
+    """Suppress PyTorch's warning about in-place ops in checkpoints that have a policy.
 
-    The backend sets this policy, and the captured code does not run.
+    The backend itself sets this policy, and the captured code never runs.
     """
     noted = logging.getLogger("torch._higher_order_ops.wrap")
     before, noted.disabled = noted.disabled, True

@@ -1,4 +1,4 @@
-"""The memory of one training step as formulas, for every moment that can be the peak."""
+"""The memory of one training step as formulas, for each moment that can be the peak."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ LOSSES = tuple(
 
 @dataclass(frozen=True)
 class Block:
-    """Identifies a block of a captured model by its list and its index among the captured ones."""
+    """A block of a captured model, identified by its list and its index among the captured
+    blocks."""
 
     stack: Stack
     place: int
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Return the blocks for which this block stands."""
+        """Return the blocks that this block represents."""
         return self.stack.alike(self.place)
 
 
@@ -106,7 +107,8 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def vocabularies(captured: Capture) -> frozenset[int]:
-    """Return the vocabulary sizes of the losses in a capture, rewritten or not."""
+    """Return the vocabulary sizes of all losses in a capture, whether or not a pass rewrote
+    them."""
     seen = (r.sizes["V"] for g in captured.reports for r in g.records if "V" in r.sizes)
     return frozenset({*seen, *captured.classes})
 
@@ -138,7 +140,7 @@ def footprint(
 def _largest(replay: _Replay) -> tuple[Moment, ...]:
     """Return the moments at which memory is largest for at least one batch and length.
 
-    Only moments with the same number of decoded bytes are compared.
+    Only moments that have the same number of decoded bytes are compared.
     """
     scale = replay.scale
     every = [
@@ -155,9 +157,9 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 
 
 def _outside(found: Owned) -> Parts:
-    """Return the bytes of tensors outside blocks at a moment of the step, by kind of tensor.
+    """Return the bytes of tensors outside of blocks at a moment of the step, by kind of tensor.
 
-    The memory of a captured block counts once for each block of its kind.
+    The memory of a captured block is counted once for each block that it represents.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
@@ -172,8 +174,8 @@ def _expanded(parts: Parts) -> Parts:
 
 @dataclass
 class _Replay:
-    """Computes a step's memory from the graphs of one capture: forward in order, backward in
-    reverse."""
+    """The computation of a step's memory from the graphs of one capture: forward graphs in order,
+    backward graphs in reverse."""
 
     captured: Capture
     scale: Scale
@@ -269,7 +271,8 @@ class _Replay:
             del held[key]
 
     def _give_up(self, line: Timeline, paths: Sequence[str]) -> None:
-        """Free the gradients of parameters after the block whose backward computes them."""
+        """Free the gradients of parameters after the block in whose backward pass they are
+        computed."""
         ends: list[int] = []  # of each kernel, the last one in a row that runs in the same block
         here: list[tuple[Block | None, bool]] = []
         block: Block | None = None
@@ -293,8 +296,8 @@ class _Replay:
                 line.last_read[buffer] = ends[last[buffer]]
 
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
-        """Yield a moment's parts in the whole model; a moment in a middle block yields those of the
-        first and the last block for which it stands."""
+        """Yield the tensors that exist at a moment in the whole model; for a moment in a middle
+        block, yield those for the first and the last block that it represents."""
         phase, block, is_outside = place
         if block is None:
             where = "outside the blocks" if self.stacks else "the whole model"
@@ -310,8 +313,7 @@ class _Replay:
                 yield Moment(f"{phase}, {block.stack.path}.{index}", parts, "block")
 
     def _inside(self, phase: str, block: Block, index: int, found: Owned) -> Parts:
-        """Return the parts of a moment in a block, which is given by its index in the whole
-        model."""
+        """Return the tensors at a moment in a block, whose index refers to the whole model."""
         parts: dict[str, sympy.Expr] = defaultdict(int)
         for (part, owner), size in found.items():
             is_apart = owner is not None and owner.stack != block.stack and part in PER_BLOCK
@@ -339,7 +341,7 @@ class _Replay:
         return parts
 
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
-        """Return the nodes that depend on a parameter or on random numbers.
+        """Return the nodes whose results depend on a parameter or on random numbers.
 
         The results of all other nodes are shared by the blocks.
         """
@@ -376,8 +378,8 @@ class _Replay:
         return ("other gradients" if block is None else "block gradients"), block
 
     def _gradients(self, line: Timeline, number: int) -> dict[Node, _Part]:
-        """Return the buffers of the backward graph that are gradients of parameters, or become such
-        gradients."""
+        """Return the buffers of the backward graph that are gradients of parameters, or that become
+        such gradients."""
         found: dict[Node, _Part] = {}
         paths = self.captured.calls[number].parameters
         for output, path in zip(line.outputs(), paths, strict=False):
@@ -408,7 +410,7 @@ class _Replay:
         before: Owned,
         part_of: _PartOf,
     ) -> None:
-        """Follow a graph kernel by kernel, and record the parts of the largest moments of each
+        """Follow a graph kernel by kernel, and record the tensors of the largest moments of each
         kind."""
         found: dict[_Place, list[Owned]] = defaultdict(list)
         best: dict[_Place, list[tuple[int, int]]] = {}
@@ -434,8 +436,8 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block of the op that runs; for an op outside of blocks, the last block and
-        True.
+        """Return the block of the op that is running; for an op outside of blocks, return the last
+        block and True.
         """
         for node in nodes:
             seen = self._block_of(node)
@@ -473,7 +475,7 @@ def _placeholders(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _may_hold_a_part(node: Node) -> bool:
-    """Return whether a gradient is made from another one by rounding, adding or writing in
+    """Return whether a gradient is made from another gradient by rounding, adding or writing in
     place."""
     if op_name(node) in ("add", "convert_element_type", "_to_copy"):
         return True
@@ -490,7 +492,8 @@ def _module_path(node: Node) -> str | None:
 
 
 def op_transient(scale: Scale, target: Target) -> Transient:
-    """Return a function that computes an op's temporary memory, in addition to its results."""
+    """Return a function that computes the temporary memory of an op, which is freed when the op
+    ends."""
 
     def transient(node: Node) -> sympy.Expr:
         op: Any = called_op(node)
@@ -520,7 +523,7 @@ def _is_in_a_block(node: Node) -> bool:
 
 
 def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sympy.Expr | int:
-    """Return the temporary bytes of a memeff op, by its name and its arguments."""
+    """Return the temporary bytes of an op of memeff, given its name and its arguments."""
 
     def value(argument: str) -> torch.Tensor:
         return cast("torch.Tensor", given[argument].meta["val"])

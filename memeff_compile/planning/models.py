@@ -1,4 +1,4 @@
-"""Build models for the command line: from a Hugging Face config, or from a user's function."""
+"""Build models for the command line from a Hugging Face config, or from a user's function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build(
     checkpointing: bool,  # whether to switch gradient checkpointing on
     attention: str | None = None,  # transformers' attn_implementation, or its default
 ) -> Call:
-    """Build a model on device "meta", and inputs for it.
+    """Build a model and its inputs on the device "meta".
 
     Raise ExplainError if the model cannot be built.
     """
@@ -135,7 +135,7 @@ def _from_function(source: str, inputs: dict[str, Any]) -> Call:
 
 
 def checkpoint(model: nn.Module) -> None:
-    """Switch gradient checkpointing on; raise ExplainError if the model has no switch for it."""
+    """Turn gradient checkpointing on; raise ExplainError if the model has no switch for it."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ExplainError(

@@ -1,5 +1,4 @@
-"""Print a plan: the memory of a step under one setting, as text, as plain values and as a
-figure."""
+"""A plan: the memory of a step for one setting, as text, as plain values and as a figure."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class Side:
-    """A column of a plan: without the passes, or with them."""
+    """One column of a plan: the memory without the passes, or with them."""
 
     peak: int  # bytes on one GPU at the largest moment
     groups: Mapping[str, int]  # the same, as weights + optimizer, activations and logits
@@ -30,7 +29,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of a step under one setting, without and with the passes."""
+    """The memory of a step for one setting, without and with the passes."""
 
     name: str  # of the model
     sizes: Sizes  # batch per GPU and length
@@ -42,7 +41,8 @@ class Plan:
 
     @property
     def increase(self) -> float | None:
-        """Return the ratio of the largest batch with the passes to that without them."""
+        """Return the ratio of the largest batch with the passes to the largest batch without
+        them."""
         if not self.before.largest_batch or self.after.largest_batch is None:
             return None
         return self.after.largest_batch / self.before.largest_batch
@@ -78,7 +78,7 @@ class Plan:
         return (side.largest_batch or 0) * self.sizes.length * self.setting.gpus
 
     def heading(self) -> str:
-        """Return model, sizes and setting in one line."""
+        """Return the model's name, the sizes and the setting in one line."""
         given = self.setting
         where = "one GPU" if given.gpus == 1 else f"each of {given.gpus} GPUs"
         if self.ranks > 1:
@@ -122,7 +122,7 @@ class Plan:
     def save_figure(self, path: str | Path) -> None:
         """Save a figure: bars of the peak without and with the passes, and the largest batches.
 
-        The largest batches need the size of the GPU's memory.
+        The figure shows the largest batches only if the size of the GPU's memory is known.
 
         Raise ExplainError if matplotlib is not installed.
         """
@@ -135,7 +135,7 @@ class Plan:
 
 
 def _formula(moment: Moment) -> str:
-    """Return a moment's bytes as a formula, summed by group of tensors."""
+    """Return the bytes at a moment as a formula, summed by group of tensors."""
     texts = []
     for group, names in GROUPS.items():
         parts = [moment.parts[name] for name in names if name in moment.parts]

@@ -9,7 +9,7 @@ WIDTH = 24
 
 
 class Progress:
-    """Shows the current step if `is_shown`, by default if stderr is a terminal."""
+    """A progress line on stderr, shown if `is_shown`, or by default if stderr is a terminal."""
 
     # `steps`: how many there will be, if no step has to be repeated
     def __init__(self, steps: int, is_shown: bool | None = None) -> None:
@@ -25,7 +25,7 @@ class Progress:
             sys.stderr.write(self._start)
 
     def __call__(self, what: str) -> None:
-        """Show the next step."""
+        """Show the next step of the work."""
         full = WIDTH * self._done // max(self._steps, self._done + 1)
         self._done += 1
         if self._is_shown:

@@ -1,4 +1,5 @@
-"""Tabulate the settings that serve a model on one GPU: codecs of weights, bits of KV caches."""
+"""List the settings with which one GPU can serve a model: codecs of weights, and bits of KV
+caches."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CODECS = ("dense", *coded_folder.ADVISED)
 
 @dataclass(frozen=True)
 class ServingRow:
-    """One codec of weights, combined with one number of bits of the cache."""
+    """One codec of weights, combined with one number of cache bits."""
 
     codec: str  # of the weights, or "dense"
     weights: int  # bytes
@@ -31,18 +32,18 @@ class ServingRow:
 
     @property
     def numbers(self) -> str:
-        """Return in words whether the results equal the dense model's."""
+        """Return as text whether the results equal those of the dense model."""
         return "exact" if self.mode.bits == 16 else "lossy: cache"
 
     @property
     def line(self) -> str:
-        """Return the line of code that gives this setting, without the name of the package."""
+        """Return the line of user code for this setting, without the name of the package."""
         options = [] if self.codec == "dense" else [f'weights="{self.codec}"']
         options += [] if self.mode.bits == 16 else [f"kv_cache={self.mode.bits}"]
         return f"compile({', '.join(['model', *options])})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain values."""
+        """Return the row as a dictionary of plain values."""
         return {
             "weights": self.codec,
             "weights_bytes": self.weights,
@@ -58,7 +59,7 @@ class ServingRow:
 
 @dataclass(frozen=True)
 class ServingFit(VerbReport):
-    """The table of `fit_serving`."""
+    """The table of settings that `fit_serving` returns."""
 
     name: str  # of the model
     memory: int  # bytes of one GPU
@@ -136,19 +137,19 @@ def fit_serving(
 ) -> ServingFit:
     """Return a table of the settings with which one GPU can serve a model.
 
-    The function allocates no tensors and traces no code.
+    This function allocates no tensors and traces no code.
 
     Args:
         model: a config.json, a folder with one, or a model of transformers, "meta" included.
-        memory: memory of the GPU, such as "24GB"; by default that of the card.
+        memory: memory of the GPU, such as "24GB"; by default that of the given card.
         gpu: a card such as "rtx4090".
-        batch: number of sequences at a time.
-        length: tokens of each sequence, prompt and answer together.
-        dtype: dtype of the parameters, if the model is built from a config.
+        batch: number of sequences that are generated at the same time.
+        length: number of tokens of each sequence, prompt and answer together.
+        dtype: dtype of the parameters of a model that is built from a config.
 
     Raises:
         ExplainError: the model cannot be built, memory and card are both missing, the card is
-            unknown, or the config does not give the sizes of a cache.
+            unknown, or the config lacks the sizes of a cache.
 
     Example:
         >>> print(memeff_compile.fit_serving("config.json", gpu="rtx4090"))  # doctest: +SKIP

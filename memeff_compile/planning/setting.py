@@ -1,4 +1,5 @@
-"""Compute the memory of a setting from a model's footprint, an optimizer and GPUs."""
+"""Compute the memory of a training setting from a model's footprint, an optimizer and a number of
+GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Parts = Mapping[str, sympy.Expr]
 
 
 def require_counts(**given: object) -> None:
-    """Raise ExplainError if a count is not a whole number >= 1."""
+    """Raise ExplainError if a count is not an integer of at least 1."""
     for name, value in given.items():
         if type(value) is not int or value < 1:
             raise ExplainError(f"{name} is {value!r}; a whole number is needed, at least 1.")
@@ -57,7 +58,7 @@ _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 @dataclass(frozen=True)
 class Facts:
-    """Bytes of a model that do not depend on batch and length."""
+    """Byte counts of a model that do not depend on batch size and length."""
 
     weights: int  # all parameters, tied ones once
     block_weights: int  # those in repeated blocks, which FSDP gathers block by block
@@ -78,7 +79,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment at which memory can be largest: its name, and the memory in use besides weights."""
+    """A moment at which memory can be largest: its name, and the memory in use other than
+    weights."""
 
     place: str
     parts: Parts
@@ -87,7 +89,7 @@ class Moment:
 
     @property
     def total(self) -> sympy.Expr:
-        """Return the sum of all parts of the moment."""
+        """Return the sum of the bytes of all tensors at this moment."""
         return sum(self.parts.values(), sympy.Integer(0))
 
 
@@ -104,7 +106,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained."""
+    """The way in which a model is trained: GPUs, optimizer, accumulation and compressed weights."""
 
     # "adamw" (two values per parameter), "adamw8bit" (the same, a byte each), "sgd" (none), or
     # "none": no optimizer
@@ -145,7 +147,8 @@ class Setting:
             )
 
     def require_served(self, facts: Facts) -> None:
-        """Raise ExplainError if the setting trains compressed weights as if they were dense."""
+        """Raise ExplainError if the setting would train compressed weights as if they were
+        dense."""
         if self.weights == "dense":
             return
         if not facts.linear:
@@ -166,7 +169,7 @@ class Setting:
 
 
 def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
-    """Return the memory that is in use during the whole step, on one GPU, in bytes."""
+    """Return the bytes that are in use on one GPU during the whole step."""
     states = OPTIMIZER_STATES[setting.optimizer]
     master = 4 * facts.trained if setting.master_weights else 0
     each = IN_8_BITS * facts.trained if "8bit" in setting.optimizer else facts.trained_bytes
@@ -191,7 +194,7 @@ def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
 
 def moments(footprint: Footprint, setting: Setting, *, after: bool, vocab: int) -> list[Moment]:
     """Return the moments of a step on one GPU, each with the bytes of all tensors that exist at
-    that time."""
+    that moment."""
     facts = footprint.facts
     setting.require_served(facts)
     always = resident(facts, setting)
@@ -214,8 +217,7 @@ def moments(footprint: Footprint, setting: Setting, *, after: bool, vocab: int) 
 
 
 def _decoded(largest: int, setting: Setting) -> Parts:
-    """Return the bytes of the decoded weight that exists while a linear with a compressed weight
-    runs."""
+    """Return the bytes of the decoded weight that exists while a compressed linear layer runs."""
     return {"decoded weight": sympy.Integer(largest)} if setting.weights != "dense" else {}
 
 
@@ -233,10 +235,11 @@ def _as_in_the_paper(
 
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
-    """Return a moment's parts on one of several GPUs.
+    """Return the tensors at a moment on one of several GPUs.
 
-    FSDP reduces a block's gradients after the block's backward pass, so the whole gradients of two
-    blocks exist at a time. Other gradients exist whole until the end of the backward pass.
+    FSDP reduces a block's gradients after the block's backward pass, so the unsharded gradients of
+    two blocks exist at the same time. All other gradients exist unsharded until the end of the
+    backward pass.
     """
     if setting.shards == 1:
         return parts
@@ -249,7 +252,7 @@ def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
 
 
 def value_of(formula: sympy.Expr, batch: int, length: int) -> int:
-    """Return a formula's value for a batch per GPU and a length."""
+    """Return the value of a formula for a batch size per GPU and a length."""
     return int(sympy.sympify(formula).xreplace({BATCH: batch, LENGTH: length}))
 
 
@@ -260,7 +263,7 @@ def peak(candidates: Sequence[Moment], batch: int, length: int) -> tuple[Moment,
 
 
 def grouped(moment: Moment, batch: int, length: int) -> dict[str, int]:
-    """Return a moment's bytes in the three groups that the figure draws."""
+    """Return the bytes at a moment in the three groups that the figure shows."""
     return {
         group: sum(value_of(moment.parts.get(name, 0), batch, length) for name in names)
         for group, names in GROUPS.items()
@@ -268,7 +271,8 @@ def grouped(moment: Moment, batch: int, length: int) -> dict[str, int]:
 
 
 def largest_batch(candidates: Sequence[Moment], length: int, memory: int) -> int:
-    """Return the largest batch per GPU whose peak fits, or 0 if not even one sequence fits."""
+    """Return the largest batch per GPU whose peak fits into memory, or 0 if not even one sequence
+    fits."""
     found = most(lambda batch: peak(candidates, batch, length)[1] <= memory)
     if found >= 1 << 40:
         raise ExplainError(
@@ -279,7 +283,7 @@ def largest_batch(candidates: Sequence[Moment], length: int, memory: int) -> int
 
 
 def most(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, up to 2**40, or 0 if no number fits."""
+    """Return the largest number that fits into memory, up to 2**40, or 0 if no number fits."""
     low, high = 0, 1
     while fits(high):
         if high >= 1 << 40:
@@ -296,9 +300,9 @@ LEAST_MEMORY = 1 << 20
 
 
 def read_memory(memory: str | int) -> int:
-    """Return a memory size in bytes: 80GB is 80e9, 80GiB is 80 * 2**30.
+    """Return a memory size in bytes: "80GB" is 80e9 bytes, "80GiB" is 80 * 2**30 bytes.
 
-    Raise ExplainError if the number or the unit is missing.
+    If the number or the unit is missing, raise ExplainError.
     """
     if isinstance(memory, int) and memory >= LEAST_MEMORY:
         return memory

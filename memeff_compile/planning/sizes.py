@@ -1,8 +1,8 @@
-"""Describe sizes of buffers as formulas in batch and length, with their values at a few batches and
-lengths.
+"""Sizes of buffers as formulas in batch size and length, with the formulas' values at a few batch
+sizes and lengths.
 
-A graph has thousands of buffers, so sums are computed from those values; a sum's formula is built
-only for the moments at which memory can be largest.
+A graph has thousands of buffers, so sums are computed from values; only for the moments at which
+memory can be largest is the formula of a sum built.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAST_BATCH, LEAST_LENGTH = 11, 13
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batch (per GPU) and length of a call; the length is 1 if inputs have one dimension."""
+    """Batch size (per GPU) and length of a call; the length is 1 if inputs have one dimension."""
 
     batch: int
     length: int
@@ -39,8 +39,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """A batch and a length that are easy to recognise in products, because no other size of a model
-    is a multiple of them.
+    """A batch size and a length that are easy to recognise in products, because no other size of
+    the model is a multiple of them.
 
     So the factors of a size show whether it grows with the batch or the length: 11 x 2039 can only
     be batch x length.
@@ -52,9 +52,9 @@ class Told:
 
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
-        """Return sizes that differ from the model's constants, with a length of three quarters of
-        the call's. With this shorter length, sizes that grow in steps differ, and tables of
-        positions are long enough.
+        """Return sizes that differ from all constants of the model, with a length of three quarters
+        of the call's length. The shorter length reveals sizes that grow in steps, and is within the
+        model's position tables.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))
@@ -64,7 +64,8 @@ class Told:
         return Told(batch, length)
 
     def formula(self, size: int) -> sympy.Expr:
-        """Return a size as a formula in batch and length, or as a number if it has neither."""
+        """Return a size as a formula in batch size and length, or as a number if it depends on
+        neither."""
         if size < 2:
             return sympy.Integer(size)
         rest, found = size, sympy.Integer(1)
@@ -88,7 +89,7 @@ class Told:
 
 
 def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
-    """Return a prime such that no other size, nor one near it, is a multiple of it.
+    """Return a prime such that no other size, and no size close to one, is a multiple of it.
 
     If possible, the prime is not larger than `near`.
     """
@@ -108,8 +109,8 @@ def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """A size in bytes: its formula, and the formula's value at each point (a batch and a length) of
-    a `Scale`.
+    """A size in bytes: its formula, and the formula's value at each point (a batch size and a
+    length) of a `Scale`.
     """
 
     formula: sympy.Expr
@@ -118,7 +119,7 @@ class Size:
 
 @dataclass
 class Scale:
-    """Reads sizes as formulas, and computes their values at the batches and lengths that are
+    """Converter of sizes to formulas, and to their values at the batch sizes and lengths that are
     compared."""
 
     told: Told  # the batch and the length in the graphs
@@ -128,7 +129,7 @@ class Scale:
     _read: dict[int, sympy.Expr] = field(default_factory=dict)
 
     def of(self, formula: sympy.Expr | int) -> Size:
-        """Return a size with its formula and its values."""
+        """Return a size in bytes with its formula and its values."""
         expression = sympy.sympify(formula)
         if expression not in self._known:
             values = tuple(int(expression.xreplace(dict(p))) for p in self.points)
@@ -136,17 +137,18 @@ class Scale:
         return self._known[expression]
 
     def elements(self, tensor: torch.Tensor) -> sympy.Expr:
-        """Return the number of elements as a formula."""
+        """Return the number of elements of a tensor as a formula."""
         return math.prod(map(self.dimension, tensor.shape), start=sympy.Integer(1))
 
     def rows(self, tensor: torch.Tensor) -> sympy.Expr:
-        """Return the number of rows: the elements of all dimensions but the last."""
+        """Return the number of rows of a tensor, which is the product of all dimensions except the
+        last."""
         return math.prod(map(self.dimension, tensor.shape[:-1]), start=sympy.Integer(1))
 
     def dimension(self, size: int | torch.SymInt) -> sympy.Expr:
-        """Return the size of a dimension as a formula.
+        """Return the size of one dimension as a formula.
 
-        A size that depends on data is assumed to be the number of tokens of the batch.
+        A size that depends on data is assumed to equal the number of tokens in the batch.
         """
         if not isinstance(size, int):
             size = compat.size_hint(size) or math.prod(self._tokens)
@@ -179,7 +181,7 @@ class Scale:
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """Return the tensors of which a node's value consists."""
+    """Return the tensors that a node's value contains."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -188,19 +190,20 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def added(first: Values, second: Iterable[int]) -> Values:
-    """Return the sums of the values at each point."""
+    """Return the sums of two sizes' values at each point."""
     return tuple(a + b for a, b in zip(first, second, strict=True))
 
 
 def taken(first: Values, second: Iterable[int]) -> Values:
-    """Return the differences of the values at each point."""
+    """Return the differences of two sizes' values at each point."""
     return tuple(a - b for a, b in zip(first, second, strict=True))
 
 
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
-    """Return batches and lengths around the user's; the user's own come first.
+    """Return batch sizes and lengths around those of the user, whose own values come first.
 
-    A batch or length that `told` does not set apart from other sizes is the user's at every point.
+    A batch size or length that `told` does not distinguish from other sizes equals the user's at
+    every point.
     """
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}

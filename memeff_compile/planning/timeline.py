@@ -1,15 +1,15 @@
-"""Predict which buffers exist, kernel by kernel, while a captured graph runs under Inductor.
+"""Predict which buffers exist while Inductor runs a captured graph, kernel by kernel.
 
-Inductor writes a value to memory only if a reader needs it there: a matrix product, another op, an
-output, or a kernel of another shape. These rules are a simplified form of Inductor's:
+Inductor writes a value to memory only if the value's reader needs that: a matrix product, another
+op, an output, or a kernel of another shape. This module uses a simplified form of Inductor's rules:
 
-- views have no memory; pointwise values are computed inside the kernels that read them, unless a
+- views take no memory; pointwise values are computed inside the kernels that read them, unless a
   matrix product reads them, they leave the graph, or several readers would recompute a long chain;
 - kernels that read the same large buffer over the same elements are one kernel, if no matrix
   product comes between them, so all their results exist at once;
-- kernels run in graph order, each as early as its first node allows; a buffer is free after its
-  last reader; a kernel may write over a buffer that only it reads;
-- `a @ b + c` is one library call, at the position of the sum.
+- kernels run in graph order, each as early as its first node allows; a buffer is freed after its
+  last reader; a kernel may overwrite a buffer that only this kernel reads;
+- `a @ b + c` is one library call, at the position of the addition.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def op_name(node: Node) -> str:
 
 
 def kind_of(node: Node) -> str:
-    """Return a node's kind: view, constant, size, pointwise, reduction, library or other."""
+    """Return the kind of a node: view, constant, size, pointwise, reduction, library or other."""
     if node.op != "call_function":
         return "other"
     if _is_view(node):
@@ -74,9 +74,9 @@ def kind_of(node: Node) -> str:
 
 
 def writes_to_an_input(node: Node) -> bool:
-    """Return whether an op writes to an argument.
+    """Return whether an op writes to one of its arguments.
 
-    The op's result then has the argument's memory, if no later node reads the argument.
+    The op's result then uses the argument's memory, if no later node reads the argument.
     """
     return getattr(node.target, "__name__", "").startswith("auto_functionalized")
 
@@ -99,7 +99,7 @@ def _is_view(node: Node) -> bool:
 
 @dataclass
 class Kernel:
-    """A kernel: its nodes, and the buffers that it reads."""
+    """A predicted kernel: its nodes, and the buffers that it reads."""
 
     nodes: list[Node]
     reads: set[Node]
@@ -107,7 +107,7 @@ class Kernel:
 
 @dataclass
 class Step:
-    """The time during which one kernel runs, with the buffers that exist then."""
+    """The time while one kernel runs, with the buffers that exist during that time."""
 
     kernel: Kernel  # the running kernel
     live: Mapping[Node, Size]  # the buffers that exist, its results included
@@ -116,8 +116,8 @@ class Step:
 
 
 class Timeline:
-    """The kernels of a forward or backward graph, as Inductor gets it, in the order in which they
-    run. `same` contains placeholders that share memory with another placeholder.
+    """The kernels of a forward or backward graph, as Inductor gets it, in execution order. `same`
+    contains placeholders that share memory with another placeholder.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Timeline:
         self._last_reads()
 
     def outputs(self) -> list[Node | None]:
-        """Return the graph's outputs; an output that is no node is None."""
+        """Return the outputs of the graph; an output that is not a node is None."""
         given: Any = self.nodes[-1].args[0]
         values = given if isinstance(given, (tuple, list)) else (given,)
         return [value if isinstance(value, Node) else None for value in values]
@@ -163,7 +163,8 @@ class Timeline:
         return users
 
     def _store(self) -> None:
-        """Find the nodes whose value is written to memory, and the buffers each node reads."""
+        """Find the nodes whose values are written to memory, and the buffers that each node
+        reads."""
         steps: dict[Node, int] = {}
         for node in self.nodes:
             kind = self.kind[node]
@@ -197,7 +198,7 @@ class Timeline:
         return node in self.stored and self.kind[node] in (*FUSIBLE, "library")
 
     def _readers(self) -> dict[Node, list[Node]]:
-        """Return, for each buffer, the kernels' nodes and outputs that read it."""
+        """Return, for each buffer, the kernel nodes and the graph outputs that read it."""
         readers: dict[Node, list[Node]] = defaultdict(list)
         for node in self.nodes:
             read = self.reads[node] if self._has_kernel(node) else set()
@@ -208,7 +209,8 @@ class Timeline:
         return readers
 
     def _ordered(self) -> Iterator[Kernel]:
-        """Yield the kernels depth first: each comes after the kernels whose results it reads."""
+        """Yield the kernels depth first, so that each kernel comes after the kernels whose results
+        it reads."""
         kernels: dict[Node, Kernel] = {}
         for node in self.nodes:
             if self._has_kernel(node):
@@ -252,8 +254,8 @@ class Timeline:
         owned: Mapping[Node, Size] = MappingProxyType({}),
         transient: Transient = lambda _: sympy.Integer(0),
     ) -> Iterator[Step]:
-        """Yield the moments of a run; `transient` returns the bytes that exist only while a node
-        runs.
+        """Yield the moments of a run of the graph; `transient` returns the bytes that exist only
+        while a node runs.
 
         `owned` contains the placeholders that are freed after their last reader, with their bytes;
         other placeholders belong to the caller and are not counted.
@@ -285,7 +287,7 @@ class Timeline:
 
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
         """Yield, for each buffer that a kernel writes, the node that computes it and the node that
-        stands for the buffer."""
+        represents the buffer."""
         for node in kernel.nodes:
             if node in self.fused.inside:
                 continue
@@ -307,7 +309,7 @@ class Timeline:
 
 
 class _Fusion:
-    """Decides which of the stored pointwise and reduction nodes run in one kernel."""
+    """The decision which stored pointwise and reduction nodes run in one kernel."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._line = timeline
@@ -318,14 +320,14 @@ class _Fusion:
         self.inside = self._read_only_inside()
 
     def leader(self, node: Node) -> Node:
-        """Return the node that stands for the kernel of ``node``."""
+        """Return the node that represents the kernel of ``node``."""
         while self._parent.get(node, node) is not node:
             node = self._parent[node]
         return node
 
     def _ancestors_behind_a_library_call(self) -> dict[Node, int]:
-        """Return, for each node, those earlier nodes (as bits) that a library call separates from
-        it."""
+        """Return, for each node, a bit set of those earlier nodes that a library call separates
+        from it."""
         line = self._line
         every: dict[Node, int] = {}
         behind: dict[Node, int] = {}
@@ -353,8 +355,8 @@ class _Fusion:
             readers[node].append(node)
 
     def _is_large(self, node: Node, buffer: Node) -> bool:
-        """Return whether fusing kernels that read the same buffer is worthwhile, because it is as
-        large as the kernels' range.
+        """Return whether fusing kernels that read the same buffer saves time, because the buffer is
+        as large as the range over which the kernels loop.
         """
         line = self._line
         shared = tensors_in(buffer.meta.get("val"))
@@ -366,7 +368,7 @@ class _Fusion:
         return 2 * line.scale.bytes_of(shared[0]).values[0] >= mine
 
     def _elements(self, node: Node) -> sympy.Expr:
-        """Return the number of elements that a kernel of this node loops over."""
+        """Return the number of elements over which a kernel with this node loops."""
         scale, reads = self._line.scale, node.all_input_nodes
         if self._line.kind[node] != "reduction":
             return scale.elements(tensors_in(node.meta["val"])[0])
@@ -391,7 +393,7 @@ class _Fusion:
         )
 
     def _read_only_inside(self) -> set[Node]:
-        """Return the pointwise nodes whose value is read only in their own kernel."""
+        """Return the pointwise nodes whose values only their own kernel reads."""
         line = self._line
 
         def stays(node: Node) -> bool:
@@ -405,7 +407,7 @@ class _Fusion:
 
 
 def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
-    """Move each matrix product that is used only in an addition directly before that addition."""
+    """Move each matrix product whose only use is an addition directly before that addition."""
     for node in list(nodes):
         if op_name(node) != "add" or not tensors_in(node.meta.get("val")):
             continue
@@ -421,7 +423,7 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 
 
 def _product_behind(operand: object) -> list[Node]:
-    """Return the mm of which ``operand`` is the result, and transposes that cancel out.
+    """Return the mm that computes ``operand``, and the transposes that cancel out on the way.
 
     Return an empty list if there is no such mm.
     """

@@ -1,10 +1,10 @@
-"""Track the values of tensors without memory, if these are known and may affect a model's control
-flow.
+"""Track the values of tensors without memory, if these values are known and can affect a model's
+control flow.
 
-A vision-language model, for example, reads the sizes of its images from a tensor, splits by
-lengths, and numbers positions by the images' positions. Results that depend only on inputs with
-known values are computed from these. Of results that depend on parameters, only the sizes are
-known.
+For example, a vision-language model reads the sizes of its images from a tensor, splits tensors by
+these sizes, and computes positions from the images' positions. Results that depend only on inputs
+with known values are computed from these values. For results that depend on parameters, only the
+sizes are known.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MOST_BYTES = 1 << 26
 
 
 class Values:
-    """Stores the values of some fake tensors.
+    """The known values of some fake tensors.
 
-    A known scalar is a real number, not a fake tensor.
+    A known scalar is stored as a real number, not as a fake tensor.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Values:
         self.are_read = False  # whether an op depended on any of them
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Store the values of a fake tensor, also for tensors that share its memory."""
+        """Store the values of a fake tensor, and of all tensors that share its memory."""
         vars(fake)["memeff_value"] = value
         return fake
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor, or None if they are not known."""
+        """Return the known values of a tensor, or None."""
         if not compat.is_fake(tensor):
             return tensor
         value: torch.Tensor | None = vars(tensor).get("memeff_value")
@@ -53,7 +53,7 @@ class Values:
         run: Callable[[], Any],
         mode: Any,  # of the fake tensors
     ) -> Any:
-        """Run an operation on fake tensors, and on their values if all of them are known."""
+        """Run an operation on fake tensors, and also on their values if all of these are known."""
         self.are_read = self.are_read or compat.reads_values(op)
         if compat.is_item(op) and (number := self.of(args[0])) is not None:
             with compat.on_real_tensors():
@@ -75,8 +75,8 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Return a fake tensor for a tensor with known values, or the value itself if it is a
-            number.
+            """Return a fake tensor for a tensor with known values, or the value itself if the value
+            is a number.
             """
             value = next(made)
             if not compat.is_fake(fake):

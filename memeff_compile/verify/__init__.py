@@ -1,1 +1,1 @@
-"""Compare the first call of a rewritten graph with the original graph."""
+"""Compare a rewritten graph with the original graph at its first call."""

@@ -2,7 +2,7 @@
 
 The caller's state does not change: tensors that a graph may write to are copied, parameters are
 read through detached aliases, gradients are computed from generated output gradients, and the
-random state is restored. Hooks, modes and compilers around the call do not see the comparison.
+random state is restored. Hooks, modes and compilers of the caller do not see the comparison.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GRADIENT_ROWS = 64  # rows of deferred logits that get a cotangent
 
 
 class NotRunError(Exception):
-    """The comparison is not possible; the text says why."""
+    """The comparison is not possible; the message gives the reason."""
 
 
 class PostponedError(Exception):
@@ -65,18 +65,18 @@ class Verdict:
 
     @property
     def mismatches(self) -> list[Gap]:
-        """Return the gaps larger than allowed, those of the more precise comparison first, and the
-        worst first."""
+        """Return the gaps that are larger than allowed: first those of the more precise comparison,
+        and among these the worst first."""
         return [*_too_far(self.exact), *_too_far(self.as_run)]
 
     @property
     def is_of_the_compiler(self) -> bool:
-        """Return whether the rewritten graph agrees with the original if the inner compiler does
-        not compile it."""
+        """Return whether the rewritten graph agrees with the original one if it runs without the
+        inner compiler."""
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:
-        """Return in words the difference that the more precise comparison found."""
+        """Return as text the difference that the more precise comparison found."""
         exact = _too_far(self.exact)
         gaps, where = (exact, "in float64") if exact else (_too_far(self.as_run), "as run")
         more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
@@ -105,8 +105,8 @@ class Verdict:
 
 
 def _too_far(gaps: Sequence[Gap]) -> list[Gap]:
-    """Return the gaps that are too large: of values before those of gradients, and the worst
-    first."""
+    """Return the gaps that are too large: first those of values, then those of gradients, each with
+    the worst first."""
     far = (gap for gap in gaps if gap.share > 1)
     return sorted(far, key=lambda gap: (gap.what.startswith("gradient"), -gap.share))
 
@@ -127,14 +127,16 @@ class _Trial:
     drew: bool
 
     def named(self, inputs: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return the outputs, and the inputs' values after the call, with names for a report."""
+        """Return the outputs, and the values of inputs after the call, with names for the
+        report."""
         outputs = [(f"output {place}", value) for place, value in enumerate(self.values)]
         return outputs + [(f"{inputs[p]} after the call", value) for p, value in self.after.items()]
 
 
 @dataclass
 class Comparison:
-    """Runs two graphs on the arguments of one call and measures how much their results differ."""
+    """Runner of two graphs on the arguments of one call; it measures how much their results
+    differ."""
 
     compiled: Compiled
     original: KeptGraph
@@ -145,17 +147,18 @@ class Comparison:
 
     @cached_property
     def dropped(self) -> set[int]:
-        """Return the outputs that the rewritten graph omits, as ``memeff.logits=none`` requests."""
+        """Return the outputs that the rewritten graph leaves out because of
+        ``memeff.logits=none``."""
         if self.options.logits != "none":
             return set()
         values: Any = self.rewritten.module.graph.output_node().args[0]
         return {place for place, value in enumerate(values) if value is None}
 
     def make(self, args: Sequence[Any]) -> Verdict:
-        """Compare both graphs, without changing the caller's state.
+        """Compare both graphs without changing the caller's state.
 
-        Raise NotRunError if the graph or too little memory prevents the comparison, PostponedError
-        if the original graph itself raises an error.
+        Raise NotRunError if the graph, or too little memory, prevents the comparison; raise
+        PostponedError if the original graph itself raises an error.
         """
         reason = self._obstacle(args)
         if reason:
@@ -204,7 +207,7 @@ class Comparison:
     def _compare_group(
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
-        """Run both graphs for one group of outputs, in every arithmetic; return the groups that
+        """Run both graphs for one group of outputs, in each arithmetic; return the groups that
         exist."""
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)
@@ -309,7 +312,7 @@ class Comparison:
         return _Trial(values, groups, asks, gradients, after, drew)
 
     def _inputs(self, args: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
-        """Return copies of the arguments that a graph may change, and the ones that need a
+        """Return copies of the arguments that a graph may change, and the arguments that require a
         gradient."""
         made: list[tuple[Any, Tensor | None]] = []
         known: dict[int, int] = {}
@@ -333,7 +336,7 @@ class Comparison:
         return (_copy(leaf, dtype) if self.is_written(place) else leaf), leaf
 
     def _kinds(self, ours: _Trial, plain: _Trial) -> list[Gap]:
-        """Compare properties other than values: missing outputs, dtypes, gradients that flow."""
+        """Compare everything except values: missing outputs, dtypes, and whether gradients flow."""
         words: dict[int, str] = {}
         for place, (mine, theirs) in enumerate(zip(ours.values, plain.values, strict=True)):
             if isinstance(mine, Tensor) != isinstance(theirs, Tensor):
@@ -355,8 +358,8 @@ class Comparison:
         *,
         with_integers: bool = False,
     ) -> list[Gap]:
-        """Measure how far one run is from another, or from the float64 result, relative to the
-        other run's error.
+        """Measure the distance of one run from another run, or from the float64 result, relative to
+        the other run's error.
         """
         names = self.original.names
         goal, own = (plain, None) if truth is None else (truth, plain)
@@ -383,7 +386,8 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
-    """Run a graph op by op. After a mismatch, calls run this instead of the compiled graph."""
+    """Run a graph op by op, without the inner compiler. After a mismatch, calls use this function
+    instead of the compiled graph."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 
@@ -393,7 +397,8 @@ def _kind(value: Any) -> str:
 
 
 def _seen(output: Any) -> Any:
-    """Return the values of an output to compare; of a large one, only evenly spaced rows."""
+    """Return the values of an output that are compared; for a large output, only evenly spaced
+    rows."""
     if not isinstance(output, Tensor):
         return output
     rows = _rows(output, _MOST_ENTRIES // max(output.shape[-1] if output.dim() else 1, 1))
@@ -402,8 +407,8 @@ def _seen(output: Any) -> Any:
 
 
 def _rows(output: Tensor, most: int) -> Tensor | None:
-    """Return the positions of evenly spaced rows, or None if there are so few rows that all are
-    compared."""
+    """Return the positions of evenly spaced rows, or None if there are few enough rows to compare
+    all."""
     count = output.numel() // max(output.shape[-1], 1) if output.dim() > 1 else output.numel()
     most = max(most, 1)
     if count <= most or (output.dim() <= 1 and count <= _MOST_ENTRIES):
@@ -418,7 +423,7 @@ def _by_rows(output: Tensor) -> Tensor:
 def _gradients(
     outputs: Mapping[int, Tensor], leaves: Sequence[Tensor | None], group: str
 ) -> list[Tensor | None] | None:
-    """Return the gradient of each input, for output gradients that are the same in every run."""
+    """Return the gradient of each input, for output gradients that are equal in every run."""
     asked = [leaf for leaf in leaves if leaf is not None]
     if not outputs or not asked:
         return None
@@ -443,7 +448,7 @@ def _gradients(
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy a tensor with its strides, which compiled code relies on."""
+    """Copy a tensor with its strides, because compiled code relies on them."""
     if tensor.numel() == 0:
         return tensor.to(dtype, copy=True)
     sides = zip(tensor.shape, tensor.stride(), strict=True)
@@ -454,9 +459,9 @@ def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
-    """Restore the current state of random numbers when the context ends.
+    """Restore the current state of the random number generators when the context ends.
 
-    Yield a function that tells whether random numbers were drawn.
+    Yield a function that tells whether code drew random numbers.
     """
     places = {arg.device for arg in args if isinstance(arg, Tensor)} - {torch.device("cpu")}
     kinds = {device.type for device in places} or {"cuda"}

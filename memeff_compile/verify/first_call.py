@@ -1,8 +1,9 @@
-"""Run the original graph too in the first call of every rewritten graph (`memeff.verify`).
+"""In the first call of every rewritten graph, also run the original graph and compare
+(`memeff.verify`).
 
-`comparison` runs both graphs and measures the differences; `tolerance` sets how large they may be.
-If a difference is too large, the original graph runs in this call and all later calls, op by op. A
-warning, the report and a reproducer then show the difference.
+`comparison` runs both graphs and measures the differences; `tolerance` defines how large they may
+be. If a difference is too large, the original graph runs op by op in this call and in all later
+calls. The user then gets a warning, a report and a reproducer that show the difference.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def verified(
     graph_report: GraphReport,  # this graph's report; the verdict is added to it
     reuses_memory: bool,  # `compiled` keeps pointers to its inputs, as CUDA graphs do
 ) -> Compiled:
-    """Return a callable that compares both graphs in its first call, and from then on runs one of
-    them."""
+    """Return a callable that compares both graphs in its first call, and then runs one of them in
+    every call."""
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
     plain: Compiled = partial(run_plainly, original)
     plain = accept(plain, pieces) if pieces else plain
@@ -62,7 +63,8 @@ def verified(
 
 
 class _Verifier:
-    """Compares the graphs once, and stores which of them runs from then on."""
+    """The state of a verification: it compares the graphs once, and stores which of them runs
+    afterwards."""
 
     def __init__(
         self, comparison: Comparison, plain: Compiled, options: Options, graph_report: GraphReport
@@ -75,7 +77,7 @@ class _Verifier:
         self.attempts = 0
 
     def callable_for(self, args: Sequence[Any]) -> Compiled:
-        """Return the callable for this call; in the first call, compare the graphs before."""
+        """Return the callable for this call; in the first call, compare the graphs first."""
         if self.chosen is not None:
             return self.chosen
         with self.lock:
@@ -98,7 +100,7 @@ class _Verifier:
             self._judge(comparison, verdict, args)
 
     def _leave(self, reason: str) -> None:
-        """Keep the rewritten graph, and report that it was not compared."""
+        """Keep the rewritten graph, and report that the graphs were not compared."""
         sentence = f"The rewritten graph runs and was not compared with the original: {reason}."
         hint = "Verify with a smaller batch or model." if "memory" in reason else ""
         self._record(Record("backend", "unverified", "verify_not_run", sentence, hint))
@@ -154,7 +156,7 @@ class _Verifier:
 
 
 def _to_whom(names: set[str]) -> str:
-    """Return whom the user should ask about a wrong rewrite of these passes."""
+    """Return as text whom the user should ask about a wrong rewrite of these passes."""
     ours, theirs = names & set(PASS_NAMES), " and ".join(sorted(names - set(PASS_NAMES)))
     if not theirs:
         return "Please report it with the reproducer."
@@ -168,7 +170,7 @@ def _to_whom(names: set[str]) -> str:
 
 @contextlib.contextmanager
 def _uncounted(use: LogitsUse | None) -> Iterator[None]:
-    """Do not count, in this context, computations of a graph's logits."""
+    """In this context, do not count computations of a graph's logits."""
     before = None if use is None else use.copy()
     try:
         yield
@@ -178,7 +180,7 @@ def _uncounted(use: LogitsUse | None) -> Iterator[None]:
 
 
 def _is_rehearsal(args: Sequence[Any]) -> bool:
-    """Return whether this is no real call, because its tensors are fake or a CUDA graph records
-    it."""
+    """Return whether this is not a real call, because its tensors are fake or a CUDA graph is being
+    recorded."""
     is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return is_captured or any(compat.is_fake(arg) for arg in args)

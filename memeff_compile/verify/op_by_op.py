@@ -1,10 +1,9 @@
-"""Copy captured graphs so that they run op by op, unchanged or with float64 instead of narrower
-dtypes.
+"""Copy captured graphs so that they run op by op, either unchanged or in float64.
 
 `memeff.verify` compares the rewritten graph with the original one. Both graphs are copied before
 the inner compiler gets them. The copies run with PyTorch's operations: in the model's arithmetic,
-or with every floating value in float64, in which rounding is negligible and two equivalent graphs
-agree to many digits.
+or with every floating-point value in float64, in which rounding is negligible and two equivalent
+graphs agree to many digits.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtens
 
 
 class CannotWidenError(Exception):
-    """An operation returns a narrower dtype than its operands have."""
+    """An operation returns a narrower dtype than that of its operands."""
 
 
 @dataclass(frozen=True)
 class KeptGraph:
-    """A copy of a captured graph that can be used after its compilation."""
+    """A copy of a captured graph that remains usable after compilation."""
 
     module: GraphModule  # the copy, with its own copies of the graphs inside it
     names: tuple[str, ...]  # readable name of each input ("lm_head.weight", "input_ids")
@@ -56,7 +55,7 @@ class KeptGraph:
 
 
 def keep(gm: GraphModule, options: Options) -> KeptGraph:
-    """Copy a graph while it compiles; the copy keeps no tensor of its inputs alive."""
+    """Copy a graph during its compilation; the copy does not keep tensors of its inputs alive."""
     by_ops = replace(options, inner="eager")  # the copy runs so, whatever the graph becomes
     info = GraphInfo(gm, by_ops, ambient_region())
     inputs = info.placeholders
@@ -95,7 +94,7 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
 
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
-    """Copy a graph and its nested graphs, with wider dtypes in their casts."""
+    """Copy a graph and its nested graphs, with wider dtypes in the graphs' casts."""
     graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):
@@ -129,17 +128,17 @@ def _wider(value: Any) -> Any:
 
 
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
-    """Run a kept graph with PyTorch's operations.
+    """Run a copied graph with PyTorch's operations.
 
-    With ``wide``, the run is in float64, from float64 arguments, and ignores casts and autocast.
-    Raise CannotWidenError if a result is narrower.
+    With ``wide``, the graph runs in float64 on float64 arguments, and casts and autocast are
+    ignored. If a result is narrower, raise CannotWidenError.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module
     return tuple(_OpByOp(module, wide=wide).run(*args))
 
 
 def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
-    """Return the plan of a graph's deferred outputs for a run in float64."""
+    """Return the plan of a graph's deferred outputs, adapted to a run in float64."""
     found = []
     for entry in plan:
         steps = tuple((name, _wider(value)) for name, value in entry.recipe.steps)
@@ -150,7 +149,7 @@ def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
 
 
 class _OpByOp(Interpreter):
-    """An interpreter of one graph level."""
+    """An interpreter of one graph, without the graphs nested in it."""
 
     def __init__(self, module: GraphModule, *, wide: bool) -> None:
         super().__init__(module)
@@ -158,7 +157,7 @@ class _OpByOp(Interpreter):
         self.wide = wide
 
     def run_node(self, n: Node) -> Any:
-        """Run one node; in a float64 run, widen a narrower result."""
+        """Run one node; in a float64 run, convert a narrower result to float64."""
         result = super().run_node(n)
         if not self.wide or n.op not in ("call_function", "call_method", "get_attr"):
             return result
@@ -175,7 +174,7 @@ class _OpByOp(Interpreter):
         return pytree.tree_map_only(Tensor, widen, result)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call; if it is a checkpoint, checkpoint its body as well."""
+        """Run a call; if the call is a checkpoint, run its body as a checkpoint as well."""
         name = target.name() if isinstance(target, HigherOrderOperator) else ""
         if name == "tag_activation_checkpoint":
             body, *given = args

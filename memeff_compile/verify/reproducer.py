@@ -1,4 +1,5 @@
-"""Write a mismatch as a program: the source of both graphs, and the inputs that show it."""
+"""Write a mismatch as a Python program: the source of both graphs, and the inputs that show the
+mismatch."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Compared(Protocol):
 
 
 def write(compared: Compared, mismatches: Sequence[Gap], graph: str, args: Sequence[Any]) -> str:
-    """Write ``repro.py`` and ``inputs.pt`` for a mismatch; return a text with path and size."""
+    """Write ``repro.py`` and ``inputs.pt`` for a mismatch; return a text with their path and
+    size."""
     try:
         parent, name = compared.options.verify_folder, re.sub(r"\W+", "_", graph)
         if parent is not None:
@@ -48,7 +50,7 @@ def write(compared: Compared, mismatches: Sequence[Gap], graph: str, args: Seque
 
 @dataclass
 class _Inputs:
-    """The arguments that are saved, and descriptions of the others."""
+    """The arguments that the reproducer saves, and descriptions of the other arguments."""
 
     saved: dict[int, Tensor]
     drawn: dict[int, tuple[Any, ...]]
@@ -58,7 +60,7 @@ class _Inputs:
 
     @classmethod
     def choose(cls, compared: Compared, args: Sequence[Any]) -> _Inputs:
-        """Choose the arguments to save, the smallest first, up to the limit."""
+        """Choose the arguments to save, starting with the smallest, up to the size limit."""
         left = compared.options.verify_limit
         inputs = cls({}, {}, {}, {}, [isinstance(a, Tensor) and a.requires_grad for a in args])
         tensors = [(i, a.detach()) for i, a in enumerate(args) if isinstance(a, Tensor)]
@@ -85,7 +87,8 @@ def _constants(module: GraphModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def _description(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the shape, dtype and range (of integers) or mean and spread of a tensor."""
+    """Return a tensor's shape and dtype, and the range of its integers or the mean and spread of
+    its floats."""
     if tensor.is_floating_point():
         spread = tensor.double().std().item() if tensor.numel() > 1 else 1.0
         return tuple(tensor.shape), tensor.dtype, tensor.double().mean().item(), spread
@@ -123,7 +126,7 @@ def _program(compared: Compared, mismatches: Sequence[Gap], graph: str, inputs: 
 
 
 def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
-    """Return a graph as the source of a class, with another class for each nested graph."""
+    """Return a graph as source code of a class, with another class for each nested graph."""
     parts, made = [], []
     for child, body in module.named_children():
         if isinstance(body, GraphModule):
@@ -158,7 +161,7 @@ _ADJUSTMENTS = (
 
 
 def _adjustable(source: str) -> str:
-    """Replace dtypes by names that the reproducer can set to wider dtypes."""
+    """Replace dtypes in the source by names that the reproducer can set to wider dtypes."""
     for pattern, spelling in _ADJUSTMENTS:
         source = re.sub(pattern, spelling, source)
     return source

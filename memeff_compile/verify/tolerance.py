@@ -1,14 +1,13 @@
-"""Measure how much two runs of a graph differ, and set how much they may: the rule of
-`memeff.verify`.
+"""The rule of `memeff.verify`: how the difference of two runs is measured, and how large it may be.
 
-The module makes two comparisons, each by the Frobenius norm of a whole tensor:
+There are two comparisons, each by the Frobenius norm of a whole tensor:
 
-* In float64, the rewritten graph is compared with the original one. In float64, rounding affects
-only the sixteenth digit, so any larger difference (`EXACT`) comes from the formula.
-* In the model's arithmetic, both graphs are compared with the original graph in float64, the truth.
-  The rewritten graph's error may be `OWN` times that of the original graph, plus the slack of the
-  coarsest dtype in the graph (`SLACK`). If float64 is not possible, the two are compared with each
-  other, and only the slack is allowed.
+* The first comparison runs both graphs in float64. In float64, rounding affects only the sixteenth
+digit, so any difference above `EXACT` comes from the formula.
+* The second comparison runs both graphs in the model's arithmetic, and compares each with the
+  original graph in float64 (the truth). The rewritten graph's error may be `OWN` times that of the
+  original graph, plus the slack of the coarsest dtype in the graph (`SLACK`). If float64 is not
+  possible, the two graphs are compared with each other, and only the slack is allowed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The allowed differences."""
+    """The differences that a comparison allows."""
 
     relative: float  # share of a tensor's norm
     absolute: float  # per entry, as a root mean square; of values only
@@ -46,7 +45,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Gap:
-    """The distance between two tensors."""
+    """The distance between two tensors, and the distance that is allowed."""
 
     what: str  # "output 0", "gradient of lm_head.weight"
     error: float  # relative to the size of the truth
@@ -69,8 +68,8 @@ class Gap:
 
 
 def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
-    """Return the slack of a graph's coarsest floating dtype, or of TF32 or bf16 if products use
-    these.
+    """Return the slack of a graph's coarsest floating-point dtype, or of TF32 or bf16 if matrix
+    products use them.
     """
     known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
     if coarse_products:
@@ -81,9 +80,9 @@ def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Toleran
 def value_gap(
     what: str, found: Tensor, truth: Tensor, tolerance: Tolerance, own: Tensor | None = None
 ) -> Gap:
-    """Compare one output, or an input to which the graph wrote, with that of the original graph.
+    """Compare one output, or one input to which the graph wrote, with that of the original graph.
 
-    If ``truth`` is wider than ``found``, ``own`` is the original's value in the arithmetic of
+    If ``truth`` is wider than ``found``, ``own`` is the original graph's value in the arithmetic of
     ``found``.
     """
     words = _different_kind(found, truth)
@@ -107,10 +106,11 @@ def gradient_gaps(
     tolerance: Tolerance,
     own: Sequence[Tensor | None] | None = None,
 ) -> list[Gap]:
-    """Compare the gradients of one backward pass, one per input, as in `value_gap`.
+    """Compare the gradients of one backward pass, one per input, in the same way as `value_gap`.
 
-    Differences are relative to the gradient's size; if a gradient is far smaller than the others,
-    they are relative to a thousandth of the typical size. A missing gradient counts as zero.
+    Differences are relative to the norm of the gradient; if a gradient is far smaller than the
+    others, they are relative to a thousandth of the typical norm. A missing gradient counts as
+    zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []
@@ -146,8 +146,8 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
 
 @dataclass
 class _Norms:
-    """Norms of a difference, of the original graph's error, and of the truth, over elements whose
-    truth is finite.
+    """Norms of a difference, of the original graph's error, and of the truth, over the elements
+    whose truth is finite.
     """
 
     error: float = 0.0
@@ -169,8 +169,8 @@ class _Norms:
         return norms
 
     def _add(self, found: Tensor, truth: Tensor, own: Tensor | None) -> list[Tensor]:
-        """Return sums of squares over a chunk of elements: of the error, of `truth`, and of `own`'s
-        error.
+        """Return sums of squares over a chunk of elements: of the error, of `truth`, and of the
+        error of `own`.
 
         The caller adds each sum to the square of a norm over all chunks.
         """

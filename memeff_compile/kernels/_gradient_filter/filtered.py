@@ -1,28 +1,29 @@
-"""Compute gradients under a gradient filter: no logit is stored before it is known which classes
-count.
+"""Compute gradients under a gradient filter, without storing logits of classes that the filter
+drops.
 
-Rows are ranked by an estimate of their probability mass in unlikely classes, from the logits of a
-sample of classes, and processed 128 at a time: a group. One pass over all classes computes
-statistics of the rows. The same pass scores each class in each group, by the sum (`mass`) or the
-largest (`block`) of the probabilities of its rows, and sums for each row the mass below each of 31
-levels. `mass` uses the highest level at which every row loses at most tau; `block` has only one
-level, eps. The class that is a row's target always counts in the row's group.
+Rows are sorted by an estimate of their probability mass in unlikely classes, computed from the
+logits of a sample of classes; 128 consecutive rows form a group. One pass over all classes computes
+the statistics of the rows. The same pass scores each class in each group, by the sum (`mass`) or
+the maximum (`block`) of its probabilities in the group's rows, and sums for each row the
+probability mass below each of 31 levels. `mass` uses the highest level at which no row loses more
+than tau; `block` has only one level, eps. A class that is a row's target always counts in the row's
+group.
 
-Classes are then ordered by the groups in which they count, so that most tiles of 128 x 128 are
-either full or empty, whatever the token ids. The logits of the tiles that count are then computed
-again, as many tiles at a time as fit the workspace, and multiplied. In total this takes 1 + 3a
-matrix products, where a is the share of tiles that count. The order of classes is a list of V
-numbers; rows of the weight and its gradient are read and written in place.
+Classes are then sorted by the groups in which they count, so that most tiles of 128 x 128 are
+either full or empty, whatever the token ids. Then the logits of the tiles with classes that count
+are computed again and multiplied, as many tiles at a time as fit into the workspace. In total this
+takes 1 + 3a matrix products, where a is the fraction of tiles that count. The order of the classes
+is stored as V numbers; the weight and its gradient are read and written in their own order.
 
-The lost mass is redistributed over the kept classes in proportion, so each row's sum (target
-excluded) is unchanged. Otherwise the logits of dropped classes would rise, because no step pushes
-them down: each by little, but enough together to raise the loss after a hundred steps.
+A row's lost mass is distributed over its kept classes in proportion, so each row's sum (without the
+target) does not change. Without this redistribution, the logits of dropped classes would rise,
+because no step lowers them: each rises only a little, but after a hundred steps the loss is higher.
 
-`published` is the filter of the Cut Cross-Entropy paper: rows stay in their order, classes are
-ordered by their mean logits, a tile is dropped if every |p - 1(target)| in it is below eps, and
-nothing is redistributed. This filter needs the log-sum-exps before it can choose tiles.
+`published` is the filter of the Cut Cross-Entropy paper: rows keep their order, classes are sorted
+by their mean logits, a tile is dropped if every |p - 1(target)| in it is below eps, and no mass is
+redistributed. The filter `published` needs the log-sum-exps before it can choose tiles.
 
-The kernels use no feature that only one kind of GPU has. Losses and bias gradients are exact under
+The kernels use only features that all supported GPUs have. Losses and bias gradients are exact with
 every filter.
 """
 
@@ -66,7 +67,7 @@ from .shapes import (
 
 
 class Filtered(RowWalk):
-    """The buffers of a walk under a filter, and the launches for each of its blocks of rows."""
+    """The buffers of a loop under a filter, and the kernel launches for each block of rows."""
 
     def __init__(
         self,
@@ -135,19 +136,20 @@ class Filtered(RowWalk):
         self.factors: Tensor | None = None
 
     def run(self, name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """Launch the filter's kernel of a step."""
+        """Launch one of the filter's kernels."""
         kernel = getattr(kernels, f"_gradient_filter_{name}_kernel")
         self.launch(kernel, grid, *arguments, **constants)
 
     def ints(self, *sizes: int) -> Tensor:
-        """Return an uninitialised int32 tensor of these sizes."""
+        """Return an uninitialized int32 tensor of these sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.int32)
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
-        """Return the rows that count, in the order of their estimated probability mass in unlikely
+        """Return the rows that count, sorted by their estimated probability mass in unlikely
         classes.
 
-        Write the rows' bases in this order too.
+        The function also writes the rows' bases (numbers near their largest logits) in the same
+        order.
         """
         rows, vocab, depth = self.extent, self.vocab, self.depth
         as_given = torch.arange(rows, device=target.device) if self.is_published else None
@@ -189,7 +191,7 @@ class Filtered(RowWalk):
     def _selected(
         self, compact: Selection, rank: Tensor, base: Tensor, values: Tensor | None
     ) -> Selection:
-        """Return rows in a given order, and write their bases in that order."""
+        """Return the rows in a given order, and write their bases in that order."""
         rows, kept = self.extent, compact.kept
         if kept is None:
             kept = compact.target.new_full((1,), rows)
@@ -207,8 +209,8 @@ class Filtered(RowWalk):
         return Selection(compact.target[rank], order, None, kept)
 
     def choose(self, block: Block) -> None:
-        """Compute statistics of a block of rows, and find which classes count in each of its
-        groups."""
+        """Compute the statistics of a block of rows, and find the classes that count in each group
+        of the block."""
         first, here = block.first, block.stop - block.first
         self.copy(self.hidden, self.rows, self.selection.order, first=first)
         again = self.counters[block.number, self.passes]
@@ -322,7 +324,7 @@ class Filtered(RowWalk):
         )
 
     def _by_mean_logit(self) -> Tensor:
-        """Return the order of the classes by the mean of their logits, before a softcap."""
+        """Return the order of the classes sorted by their mean logit before a softcap."""
         logits = self.weight @ self.hidden.mean(0)
         if self.bias is not None:
             logits = logits + self.bias
@@ -367,8 +369,8 @@ class Filtered(RowWalk):
 
 
 class FilteredTotal(Filtered, Statistics):
-    """A walk for a loss that is one number: it estimates each row's log-sum-exp, then computes
-    it."""
+    """The loop for a loss that is a single number: it first estimates each row's log-sum-exp, then
+    computes it."""
 
     def __init__(self, given: ScalarLoss) -> None:
         super().__init__(Operands(*given[:4]), given.settings, given.output_mask)
@@ -384,7 +386,7 @@ class FilteredTotal(Filtered, Statistics):
 
 
 class FilteredBackward(Filtered):
-    """The walk of a backward pass in which the rows' log-sum-exps are known."""
+    """The loop of a backward pass, for which the rows' log-sum-exps are already known."""
 
     def __init__(
         self,
@@ -407,8 +409,8 @@ class FilteredBackward(Filtered):
 
 
 class Both(Differentiating):
-    """Runs two walks one after the other, each for one gradient, because a filter may apply to only
-    one of them.
+    """Two loops, one after another, each for one gradient, because a filter may apply to only one
+    of them.
     """
 
     def __init__(self, *walks: Any) -> None:
@@ -429,18 +431,19 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The walks of an engine under a filter, with the functions that an engine's module has."""
+    """The loops of an implementation under a filter, with the same functions as an implementation's
+    module."""
 
     exact: Any  # the engine's module
 
     @property
     def forward(self) -> Any:
-        """Return the engine's forward pass, which a filter does not change."""
+        """Return the implementation's forward pass, which a filter does not change."""
         return self.exact.forward
 
     @property
     def total(self) -> type[FilteredTotal]:
-        """Return the class of the walk for a loss that is one number."""
+        """Return the class of the loop for a loss that is a single number."""
         return FilteredTotal
 
     def backward(
@@ -451,7 +454,7 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the walk that computes the gradients; a filter may drop classes for one gradient
+        """Return the loop that computes the gradients; a filter may drop classes for one gradient
         or for both."""
         parts, rest = settings.filter_parts, list(output_mask[:3])
         if parts == "both":

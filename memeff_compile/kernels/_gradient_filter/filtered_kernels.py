@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `filtered`: they find the classes that count for 128 rows, and multiply only
-those.
+"""The kernels of the module `filtered`: they find the classes that count for 128 rows, and multiply
+only those.
 
-Rows are ranked by an estimate of their probability mass in unlikely classes, and each TILE of them
+Rows are sorted by an estimate of their probability mass in unlikely classes, and each TILE of them
 form one of up to 16 groups of a block. One pass over all classes computes the rows' statistics, a
 score for each class and group, and the probability mass that each row loses at each of LEVELS
-scores; it stores no logits. Each class then has a word of 16 bits, one for each group in which the
-class counts. Classes are sorted by their words, so that in nearly every tile either all classes
-count or none. The logits of tiles that count are computed again, CAPACITY tiles at a time, as
-gradients up to a factor per row.
+scores; the pass stores no logits. Each class then gets a 16-bit word, with one bit for each group
+in which the class counts. Classes are sorted by these words, so that in nearly every tile either
+all classes count or none. The logits of tiles that count are computed again, CAPACITY tiles at a
+time, and stored as gradients up to one factor per row.
 
-With UPCAST, operands are widened to fp32, because the interpreter cannot multiply bf16.
+With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _gradient_filter_sample_kernel(
     spread,
     BLOCK: tl.constexpr,
 ):
-    """Copy the weight's rows of a sample of classes."""
+    """Copy the rows of the weight for a sample of classes."""
     place = tl.program_id(0).to(tl.int64)
     source = tl.where(place < likely, place * rows // likely, 0)
     target = tl.load(target_ptr + source).to(tl.int64)
@@ -144,9 +144,9 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the scores of the levels with these indices.
+    """Return the scores of the levels with the given indices.
 
-    The last level is higher than all scores, so it drops every class.
+    The last level is higher than all scores, so that level drops every class.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -179,10 +179,11 @@ def _gradient_filter_score_kernel(
     softcap,
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
-    """Score classes by a group's rows, and sum the probabilities that each level drops.
+    """Score classes by the rows of a group, and sum the probabilities that each level would drop.
 
-    A program processes one group and some tiles of classes. A tile has all rows of the group, so
-    the scores of its classes are known while its logits are in registers. The targets always count.
+    A program processes one group and some tiles of classes. A tile contains all rows of the group,
+    so the scores of its classes are known while its logits are in registers. The classes that are
+    targets of the group's rows always count.
     """
     group = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -281,7 +282,7 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Record whether a row's largest logit is far from its base, and use that logit as the new
+    """Record whether a row's largest logit is far from its base, and make that logit the new
     base."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -325,13 +326,13 @@ def _gradient_filter_level_kernel(
     softcap,
     C: tl.constexpr,  # HAS_LSE: the base is the log-sum-exp; RESTORE: put lost mass on what stays
 ):
-    """Choose a group's level, and finish its rows: compute losses, and the factors of their
-    elements.
+    """Choose the level of a group, and compute the losses of its rows and the factors of their
+    gradients.
 
     The level is the highest one at which no row loses more than the limit. A row's lost mass is
-    distributed over its kept classes (target excluded) in proportion, so that its gradients have
-    the same sum as without a filter. Otherwise the logits of classes that no step lowers would rise
-    over many steps.
+    distributed over its kept classes (without the target) in proportion, so that its gradients have
+    the same sum as without a filter. Without this redistribution, the logits of classes that no
+    step lowers would rise during training.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -400,7 +401,7 @@ def _gradient_filter_level_kernel(
 
 @triton.jit
 def _larger(of_p, of_target):
-    """Return the number with the larger magnitude, with the sign of the first."""
+    """Return the number with the larger magnitude, with the sign of the first number."""
     size = tl.maximum(tl.abs(of_p), tl.abs(of_target))
     return tl.where(of_p < 0.0, -size, size)
 
@@ -416,7 +417,7 @@ def _gradient_filter_share_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Rank the numbers from which the gradients of rows are computed."""
+    """Reorder the numbers from which the gradients of rows are computed, by the rows' rank."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = offs < tl.load(kept_ptr)
     source = tl.load(rank_ptr + offs, mask=is_row, other=0)
@@ -440,11 +441,11 @@ def _gradient_filter_word_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Write one word for each class, which has a bit for each group in which the class counts.
+    """Write one word per class, which has a bit for each group in which the class counts.
 
-    The first group has the highest bit. If classes are sorted by these words, classes that count in
-    rarely used groups are adjacent. This order fills more tiles completely than the reverse order
-    of bits.
+    The first group has the highest bit. After sorting by these words, classes that count in rarely
+    used groups are next to each other. With the first group in the highest bit, more tiles are
+    filled completely than with the reverse order of bits.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -470,9 +471,9 @@ def _gradient_filter_tile_kernel(
     vocab,
     TILE: tl.constexpr,
 ):
-    """Write one word for each tile of classes.
+    """Write one word per tile of classes.
 
-    The word has a bit for each group in which at least one class of the tile counts.
+    The word of a tile has a bit for each group in which at least one class of the tile counts.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
@@ -503,7 +504,7 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that count, in the order of either product; there is one program for each
+    """List the tiles that count, in the order of one of the two products; one program handles one
     group and pass.
 
     A pass covers consecutive tiles of classes, for all groups.
@@ -582,11 +583,11 @@ def _gradient_filter_fill_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the logits of this pass's tiles again, and store their gradients up to a factor per
+    """Compute the logits of this pass's tiles again, and store their gradients up to one factor per
     row.
 
-    Elements of classes that do not count in their group are zero, unless WHOLE keeps all elements
-    of a tile.
+    For classes that do not count in their group, the stored gradients are zero, unless WHOLE keeps
+    all elements of a tile.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
@@ -634,7 +635,7 @@ def _gradient_filter_fill_kernel(
 
 @triton.jit
 def _part(tile, index: tl.constexpr, C: tl.constexpr):
-    """Return one of PARTS equal shares of the columns of a tile."""
+    """Return one of PARTS equal shares of a tile's columns."""
     part = halves_of(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
     if C.PARTS == 4:
         part = halves_of(part, C.TILE, C.BN // 2)[index % 2]
@@ -666,12 +667,13 @@ def _gradient_filter_products_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Multiply packed tiles by gathered rows of the weight and sum these products, and add packed
-    tiles times rows to dC.
+    """Multiply packed tiles by gathered rows of the weight and sum these products for dE; also
+    multiply packed tiles by rows of hidden states and add them to dC.
 
-    The tiles of dE come first, because they take longest. The tiles of dE for neighbouring groups
-    run at the same time and use the same rows of the weight, which stay in the L2 cache. Each tile
-    is computed by one program, so the order in which programs take tiles changes no bit.
+    The tiles of dE are computed first, because they take longest. The tiles of dE of neighbouring
+    groups are computed at the same time and use the same rows of the weight, which therefore stay
+    in the L2 cache. One program computes all of a tile, so the order in which programs take tiles
+    does not change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0
@@ -761,8 +763,8 @@ def _gradient_filter_rows_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Add the partial sums of dE in a fixed order, times the row's scale, at the rows'
-    positions."""
+    """Add the partial sums of dE in a fixed order, multiply them by the row's scale, and write them
+    to the rows' positions."""
     place = tl.program_id(0)
     if place < count_rows(kept_ptr, first_row, piece_rows, C):
         scale = tl.load(scale_ptr + place)

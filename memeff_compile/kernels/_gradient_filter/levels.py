@@ -1,7 +1,7 @@
-"""Gradient filters: their levels, the calls in which they drop classes, and the bytes that they
+"""Gradient filters: their thresholds, the calls in which they drop classes, and the bytes that they
 need.
 
-The module `filtered` runs the filters.
+The module `filtered` computes gradients with these filters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROUNDING = 1.0 - 2.0**-8
 
 
 def filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
-    """Return why a filter's settings are not supported, or None."""
+    """Return the reason why a filter's settings are not supported, or None."""
     if gradient_filter not in GRADIENT_FILTERS:
         return (
             f"gradient_filter is {gradient_filter!r}; known filters are "
@@ -52,21 +52,21 @@ def filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
 
 
 def filter_level(gradient_filter: str, level: float) -> float:
-    """Return the eps or tau of a filter: `level`, or the default of the filter if `level` is 0."""
+    """Return the eps or tau of a filter: `level`, or the filter's default if `level` is 0."""
     if level > 0:
         return level
     return MASS_TAU if gradient_filter == "mass" else BLOCK_EPS
 
 
 def leaves_out(gradient_filter: str, depth: int) -> bool:
-    """Return whether a filter drops classes of a head of this width, in bf16 and contiguous."""
+    """Return whether a filter drops classes for a bf16, contiguous weight of this hidden size."""
     return gradient_filter != "exact" and depth >= LEAST_DEPTH and depth % 8 == 0
 
 
 def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) -> bool:
-    """Return whether a filter has to know each row's log-sum-exp before it chooses classes.
+    """Return whether a filter must know each row's log-sum-exp before it chooses classes.
 
-    The filter `published` needs the log-sum-exp, because it compares probabilities. A bias always
+    The filter `published` must know it, because it compares probabilities. A bias always
     gets an exact gradient.
     """
     is_filtered = leaves_out(gradient_filter, depth)
@@ -74,7 +74,8 @@ def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) 
 
 
 def filter_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
-    """Return an upper bound of the bytes of a filter: scores, packed tiles, sums of dE, orders."""
+    """Return an upper bound of the bytes that a filter needs: scores, packed tiles, sums of dE,
+    orders."""
     tile = 128
     height = sympy.Min(FILTER_GROUPS * tile, sympy.ceiling(rows / tile) * tile)
     groups = height / tile

@@ -1,4 +1,4 @@
-"""All sizes of walks under a gradient filter: of groups, of tiles, of launches."""
+"""All sizes of the loops under a gradient filter: groups, tiles and launches."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FILTER_ITEMS = 4
 
 
 class FilterShapes(NamedTuple):
-    """Tiles, warps and pipeline stages of a filter's kernels on one kind of GPU.
+    """Tiles, warps and pipeline stages of the filters' kernels on one kind of GPU.
 
-    A group has `rows` rows. Logits are computed in tiles of `columns` classes, and products in
+    A group contains `rows` rows. Logits are computed in tiles of `columns` classes, and products in
     tiles of `rows` x `product_columns`. `per_processor` programs that compute products share a
-    multiprocessor, so that one multiplies while the other reads and writes its dC.
+    multiprocessor, so that one multiplies while the other reads and writes dC.
     """
 
     rows: int
@@ -58,18 +58,21 @@ class FilterShapes(NamedTuple):
         }
 
     def scoring(self) -> dict[str, Any]:
-        """Return the constants and launch options of the kernel that scores classes."""
+        """Return the compile-time constants and launch options of the kernel that scores
+        classes."""
         return {
             **self._constants(self.columns, self.warps[0], self.stages[0]),
             "FLATTEN": self.flatten,
         }
 
     def filling(self) -> dict[str, Any]:
-        """Return the constants and launch options of the kernel that fills the tiles that count."""
+        """Return the compile-time constants and launch options of the kernel that fills the tiles
+        that count."""
         return self._constants(self.rows, self.warps[1], self.stages[1])
 
     def multiplying(self) -> dict[str, Any]:
-        """Return the constants and launch options of the kernel that multiplies these tiles."""
+        """Return the compile-time constants and launch options of the kernel that multiplies the
+        filled tiles."""
         parts = 4 if self.product_columns >= 256 else 2
         columns = self.product_columns
         return {**self._constants(columns, self.warps[1], self.stages[2]), "PARTS": parts}
@@ -77,31 +80,32 @@ class FilterShapes(NamedTuple):
 
 @lru_cache(maxsize=64)
 def filter_shapes_for(device: torch.device) -> FilterShapes:
-    """Return the shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
+    """Return the shapes for a GPU, or small shapes for Triton's interpreter without CUDA."""
     if device.type != "cuda":
         return FilterShapes(32, 64, 64, 16, (4, 4), (1, 1, 1), 2, 1, is_interpreted=True)
     return filter_shapes_of(processors(device), is_hopper=gpu(device).is_hopper)
 
 
 def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
-    """Return the shapes for a GPU of compute capability 9.0, or for any other one."""
+    """Return the shapes for GPUs of compute capability 9.0, or those for all other GPUs."""
     if is_hopper:
         return FilterShapes(128, 256, 128, 64, (8, 4), (3, 3, 5), programs, flatten=True)
     return FilterShapes(128, 128, 128, 32, (8, 4), (3, 3, 3), programs, 1)
 
 
 def filter_rows(rows: int, tile: int) -> int:
-    """Return the rows of a block under a filter: whole groups, in blocks of about equal height."""
+    """Return the number of rows of a block under a filter: whole groups, in blocks of about equal
+    height."""
     tiles = max(-(-rows // tile), 1)
     blocks = -(-tiles // FILTER_GROUPS)
     return -(-tiles // blocks) * tile
 
 
 def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
-    """Return the bytes of a walk under a filter, apart from its packed tiles.
+    """Return the bytes of a loop under a filter, without its packed tiles.
 
-    They are scores, words and their order, rows of hidden states twice, sums of dE, and sums of
-    each level.
+    The bytes are those of scores, words and their order, two copies of hidden-state rows, sums of
+    dE, and sums of each level.
     """
     return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
 
@@ -109,7 +113,7 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
 def filter_capacity(
     rows: int, depth: int, vocab: int, itemsize: int, workspace: int, splits: int, tile: int
 ) -> int:
-    """Return how many packed tiles exist at one time."""
+    """Return how many packed tiles are in memory at one time."""
     groups = rows // tile
     taken = filter_fixed_bytes(rows, groups, depth, vocab, 4 * splits * rows * depth)
     budget = max(workspace or FILTER_BYTES - taken, FILTER_LEAST_BYTES)
@@ -117,7 +121,7 @@ def filter_capacity(
 
 
 def filter_splits(rows: int, depth: int, groups: int, shapes: FilterShapes) -> int:
-    """Return how many programs share the sum of a tile of dE."""
+    """Return how many programs share the sum for one tile of dE."""
     items = groups * -(-depth // shapes.product_columns)
     fitting = FILTER_SUMS_BYTES // (4 * rows * depth)
     return max(1, min(-(-FILTER_ITEMS * shapes.programs // items), fitting))

@@ -1,8 +1,8 @@
-"""Shared parts of the ops that fuse an output projection (lm_head) and a loss.
+"""Modules shared by the ops that fuse an output projection (lm_head) with a loss.
 
-A loss op has its own folder next to this one. Its engines compute a call block by block (`walks`),
-and leave rows with an ignored target out (`rows`). `call` defines the request and its results, and
-`ranks` the exchange of statistics if the classes are split over ranks. An op whose forward pass
-also computes gradients multiplies them by the gradient of the loss later (`scaling`). `shapes` has
-every size of these steps.
+Each loss op has its own folder next to this one. An op's implementations compute a call block by
+block (`walks`), and leave out rows with an ignored target (`rows`). `call` defines the arguments
+and results of a call, and `ranks` the exchange of statistics if ranks split the classes. If an op's
+forward pass also computes gradients, the backward pass multiplies them by the gradient of the loss
+(`scaling`). `shapes` contains all sizes for these steps.
 """

@@ -1,8 +1,9 @@
-"""The request that every engine takes, and the results that every engine returns.
+"""The arguments that every implementation takes, and the results that every implementation returns.
 
 For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward`
-also takes `RowGradients` and `Saved`, and returns `Gradients`. For a loss that is one number, the
-request is a `ScalarLoss` and the result a `LossAndGradients`. Names of axes are those of `shapes`.
+also takes `RowGradients` and `Saved`, and returns `Gradients`. For a loss that is a single number,
+the arguments are a `ScalarLoss` and the result is a `LossAndGradients`. `shapes` explains the
+letters for axes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from .ranks import Ranks
 
 
 class Settings(NamedTuple):
-    """The settings of a call, as in the schema.
+    """The settings of a call, as in the op's schema.
 
-    A row with an ignored target is still computed if a statistic that does not depend on the target
-    is requested, as in eager PyTorch.
+    As in eager PyTorch, a row with an ignored target is still computed if the caller requests a
+    statistic that does not depend on the target.
     """
 
     ignore_index: int | None
@@ -41,20 +42,20 @@ class Settings(NamedTuple):
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """Return which of the results in `RowResults` are requested."""
+        """Return which of the results in `RowResults` the caller requests."""
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
-        """Return the settings, without the gradient filter if a requested result forbids it.
+        """Return the settings, without the gradient filter if a requested result does not allow it.
 
-        Label smoothing, for example, gives every class a gradient, so no class can be dropped.
+        With label smoothing, for example, every class has a gradient, so no class can be dropped.
         """
         is_exact = self.with_logit_sum or self.with_entropy or self.with_top
         return self._replace(gradient_filter="exact") if is_exact else self
 
     @property
     def keeps_ignored_rows(self) -> bool:
-        """Return whether the caller gets the log-sum-exp of ignored rows, which may then have a
+        """Return whether the caller gets the log-sum-exp of ignored rows, which can then have a
         gradient."""
         return self.with_lse or self.with_entropy
 
@@ -65,7 +66,8 @@ class Settings(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call of the op. An op takes any leading dimensions instead of N."""
+    """The tensor arguments of a call of the op. An op accepts any leading dimensions in place of
+    N."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -86,7 +88,7 @@ class Operands(NamedTuple):
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:
-        """Return the operands that may have a gradient, in the order of `Gradients`."""
+        """Return the operands that can have a gradient, in the order of `Gradients`."""
         return self.hidden, self.weight, self.bias, self.low, self.up
 
     def flags(self, settings: Settings) -> dict[str, bool]:
@@ -101,10 +103,10 @@ class Operands(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """The results of a forward pass: each has one element per row, or shape (0,) if it was not
-    requested.
+    """The results of a forward pass: each has one element per row, or shape (0,) if the caller did
+    not request it.
 
-    The result tensors share no memory.
+    These result tensors share no memory.
     """
 
     nll: Tensor  # fp32 or fp64; 0 in ignored rows
@@ -117,7 +119,7 @@ class RowResults(NamedTuple):
     def new(
         cls, like: Tensor, shape: Sequence[int], settings: Settings, *, of_zeros: bool = False
     ) -> RowResults:
-        """Allocate the results on the device of an input."""
+        """Allocate the result tensors on the device of an input."""
         new = like.new_zeros if of_zeros else like.new_empty
         asked = zip(settings.wanted, (*4 * [wide(like.dtype)], torch.int64), strict=True)
         return cls(*(new(shape if wanted else (0,), dtype=dtype) for wanted, dtype in asked))
@@ -126,7 +128,7 @@ class RowResults(NamedTuple):
 class RowGradients(NamedTuple):
     """The gradient of the loss with respect to each differentiable result, one number per row.
 
-    Gradients are fp32 or fp64; that of a result that was not requested has shape (0,).
+    Each gradient is fp32 or fp64; if its result was not requested, its shape is (0,).
     """
 
     nll: Tensor
@@ -136,14 +138,14 @@ class RowGradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results of a forward pass that its backward pass reads."""
+    """The results of a forward pass that the backward pass reads."""
 
     lse: Tensor  # (N,)
     entropy: Tensor  # (N,), or (0,) if it was not requested
 
 
 class Gradients(NamedTuple):
-    """The gradients of the operands; those that were not requested are None."""
+    """The gradients of the operands; a gradient that was not requested is None."""
 
     hidden: Tensor | None  # (N, D)
     weight: Tensor | None  # (V, D), laid out like the weight
@@ -153,7 +155,8 @@ class Gradients(NamedTuple):
 
 
 class ScalarLoss(NamedTuple):
-    """A request for one number: the weighted sum of all rows' losses, divided by a norm."""
+    """The arguments for a single number: the weighted sum of all rows' losses, divided by a
+    norm."""
 
     hidden: Tensor  # (N, D) of any floating dtype
     weight: Tensor  # (V, D), any strides
@@ -183,7 +186,7 @@ class ScalarLoss(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype in which the total is computed."""
+        """Return the dtype in which the total is summed."""
         return wide(self.hidden.dtype)
 
     @property
@@ -195,9 +198,9 @@ class ScalarLoss(NamedTuple):
         )
 
     def flat(self) -> ScalarLoss:
-        """Return the request with all leading dimensions of its tensors flattened into one.
+        """Return these arguments with all leading dimensions of their tensors flattened into one.
 
-        The flattened request's mask has no entry for operands that are None.
+        In the result, the mask has no entry for operands that are None.
         """
         operands, row_weight = self.operands.flat(), self.row_weight
         asked = zip(self.output_mask, operands.trained, strict=False)
@@ -212,7 +215,7 @@ class ScalarLoss(NamedTuple):
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return the factor of each row's loss in the total: its weight divided by the norm, or 0.
 
-        The factor of an ignored row is 0 for any norm, even for the norm 0, which occurs if all
+        For an ignored row, this factor is 0 for any norm, even for the norm 0, which occurs if all
         rows are ignored.
         """
         target, weight = self.target, self.row_weight
@@ -241,12 +244,13 @@ class LossAndGradients(NamedTuple):
 
 
 def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a vector over the vocabulary as kernels read it."""
+    """Return a vector over the vocabulary in the form that kernels read."""
     return None if values is None else values.to(dtype or values.dtype).contiguous()
 
 
 def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
-    """Raise an error for targets outside the vocabulary; on CUDA, by an assertion on the device."""
+    """Raise an error for targets outside of the vocabulary; on CUDA, a device assertion fails
+    instead."""
     is_valid = (target >= 0) & (target < vocab)
     if ignore_index is not None:
         is_valid |= target == ignore_index
@@ -278,8 +282,8 @@ def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
 
 
 def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
-    """Return gradients as an op returns them: in the operands' shapes, with an empty tensor in
-    place of None."""
+    """Return gradients in the form in which an op returns them: in the operands' shapes, with an
+    empty tensor in place of None."""
     found: list[Tensor] = []
     for part, of in zip(gradients, given.trained, strict=True):
         if part is None or of is None:

@@ -1,4 +1,4 @@
-"""Sentences about operands that a loss does not support."""
+"""Sentences that name the reason why a loss does not support its operands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .call import Operands
 
 
 def layout_fault(given: Operands) -> str | None:
-    """Return why the memory or the devices of operands are not supported, or None."""
+    """Return the reason why the memory or the devices of operands are not supported, or None."""
     for name, tensor in given._asdict().items():
         if tensor is None:
             continue
@@ -31,9 +31,9 @@ def layout_fault(given: Operands) -> str | None:
 
 
 def dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
-    """Return why the dtypes of operands are not supported, or None.
+    """Return the reason why the dtypes of operands are not supported, or None.
 
-    `dtype` is the one to which the caller will cast hidden, weight and bias, or None.
+    `dtype` is the dtype to which the caller will cast hidden, weight and bias, or None.
     """
     hidden, weight, bias, target, column_weight, low, up = given
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
@@ -70,7 +70,7 @@ def dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
 
 
 def shape_fault(given: Operands) -> str | None:
-    """Return why the shapes of operands do not fit together, or None."""
+    """Return the reason why the shapes of operands do not fit together, or None."""
     hidden, weight, bias, target, column_weight, low, up = given
     if hidden.dim() < 1 or weight.dim() != 2:
         return (
@@ -100,7 +100,7 @@ def shape_fault(given: Operands) -> str | None:
 
 
 def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
-    """Return the pairs of sizes that must agree, each with the sentence of the error."""
+    """Return the pairs of sizes that must be equal, each with the sentence of its error."""
     hidden, weight, bias, target, column_weight, low, up = given
     vocab, depth = weight.shape
     of_depth = (
@@ -130,6 +130,6 @@ def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
 
 
 def check_sizes(given: Operands) -> None:
-    """Raise an error if sizes, which may be symbols, do not agree."""
+    """Raise an error if sizes, which may be symbols, are not equal."""
     for seen, needed, sentence in _size_pairs(given):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device code of losses: a tile of products in parts, and as logits.
+"""Device functions for losses: they split a tile of products into parts, and turn it into logits.
 
-Logits are in base 2: z2 = z * log2(e). Rows are compact: ignored rows are left out, and kernels
-read the number of remaining rows on the GPU (`kept_ptr`); the host never reads it.
+Logits are in base 2: z2 = z * log2(e). The kernels process compact rows: ignored rows are left out,
+and kernels read the number of remaining rows from GPU memory (`kept_ptr`); the host never reads
+this number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FAR = tl.constexpr(64.0)
 def halves_of(tile, BM: tl.constexpr, BN: tl.constexpr):
     """Split the columns of a tile in two without moving them between threads.
 
-    An epilogue that processes one half at a time needs half the registers.
+    If an epilogue processes one half at a time, it needs half the registers.
     """
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
@@ -34,7 +35,7 @@ def quarter_of(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
-    """Return how many of these rows exist."""
+    """Return how many of the given rows exist."""
     if C.HAS_KEPT:
         return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
     return rows
@@ -42,10 +43,11 @@ def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
 
 @triton.jit
 def logits_of(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
-    """Return logits in base 2, and dz/ds, of one tile of products.
+    """Return the logits in base 2, and dz/ds, of one tile of products.
 
-    Columns after the last class get -inf: a number per column is added to the products. A condition
-    for each element would take four times as long. If there is no softcap, dz/ds is the scale.
+    Columns after the last class become -inf, because one number per column is added to the
+    products. A comparison for each element would take four times as long. Without a softcap, dz/ds
+    is the scale.
     """
     scale, softcap = cap
     edge = tl.where(columns < vocab, 0.0, float("-inf"))

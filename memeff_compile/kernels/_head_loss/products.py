@@ -1,4 +1,4 @@
-"""A product by cuBLAS, with its result in fp32."""
+"""A matrix product by cuBLAS that returns fp32."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 def product_into(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """Write left @ right into fp32 `out`, or add it to `out`, without rounding to 16 bits.
 
-    On other devices, products of 16-bit inputs have no fp32 output, so the inputs are widened
-    first, for tests under the interpreter.
+    On other devices, products of 16-bit inputs cannot return fp32, so the inputs are widened first;
+    this serves tests under the interpreter.
     """
     if left.dtype == torch.float32 or not left.is_cuda:
         left, right = left.float(), right.float()

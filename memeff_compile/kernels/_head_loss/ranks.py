@@ -1,6 +1,7 @@
-"""A head whose classes are split over ranks: which rank has which, and the exchange of statistics.
+"""An output projection whose classes are split over ranks: which rank has which classes, and how
+ranks exchange statistics.
 
-Rank r of P has the rows of the weight that `torch.chunk` gives it.
+Rank r of P ranks has the rows of the weight that `torch.chunk` assigns to it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NO_COLUMN = -100  # the target of an ignored row, in a loss per row over one ran
 
 
 class Shard(NamedTuple):
-    """The classes of a head that a rank has."""
+    """The range of an output projection's classes that one rank has."""
 
     rank: int
     ranks: int
@@ -30,7 +31,7 @@ class Shard(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Return how many classes each of the first ranks has; the last may have fewer."""
+        """Return how many classes each of the first ranks has; the last rank may have fewer."""
         return -(-self.classes // self.ranks)
 
     @property
@@ -45,11 +46,12 @@ class Shard(NamedTuple):
 
     @property
     def leaves_some_empty(self) -> bool:
-        """Return whether some rank has no class."""
+        """Return whether at least one rank has no class."""
         return self.chunk * (self.ranks - 1) >= self.classes
 
     def fault(self, rows: int) -> str | None:
-        """Return why a weight with this many rows is not this shard, or None if it is."""
+        """Return the reason why a weight with this many rows is not this shard, or None if it
+        is."""
         if 0 < rows == self.columns:
             return None
         return (
@@ -58,10 +60,11 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as columns of this rank, and two masks.
+        """Return targets as column indices of this rank, and two masks.
 
-        The masks say whether this rank, or another rank, has the target. A row whose target is on
-        another rank gets any column: the row counts, but the logit of that column is not used.
+        The first mask says whether this rank has the target, the second whether another rank has
+        it. If another rank has a row's target, the row gets an arbitrary column: the row counts,
+        but the logit of that column is not used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
         if ignore_index is None:
@@ -73,9 +76,10 @@ class Shard(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Describes how a head is split over ranks.
+    """The description of how an output projection is split over ranks.
 
-    It holds this rank's shard, the dimension of the mesh, and the group's name.
+    A `Split` contains this rank's shard, the dimension of the device mesh, and the name of the
+    process group.
     """
 
     shard: Shard
@@ -86,8 +90,8 @@ class Split(NamedTuple):
 def split_of(weight: Any) -> Split | str:
     """Return how a DTensor's rows are split over ranks.
 
-    If they are not split, return a description of the DTensor's layout. Except for the rank's part,
-    the answer is the same on every rank.
+    If the rows are not split, return a description of the DTensor's layout instead. Except for the
+    rank's own shard, the result is the same on every rank.
     """
     from torch.distributed.tensor import Shard as Rows
 
@@ -102,7 +106,7 @@ def split_of(weight: Any) -> Split | str:
 
 
 def layout(tensor: Any) -> str:
-    """Return the layout of a DTensor in words."""
+    """Return the layout of a DTensor as text."""
     return f"({', '.join(map(repr, tensor.placements))})"
 
 
@@ -117,11 +121,12 @@ def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
 
 
 class Ranks(NamedTuple):
-    """The ranks that hold parts of the classes, and exchange statistics once per block of rows.
+    """The ranks that split the classes, and exchange statistics once per block of rows.
 
-    For each row a rank has the log-sum-exp of its classes, and the target's loss if the target is
-    one of its classes, else 0. Ranks exchange no other data. The format does not depend on the
-    engine. Blocks follow the row order of `counted_first`, which is the same on all ranks.
+    For each row, a rank sends the log-sum-exp of its classes, and the target's loss if the target
+    is one of its classes, otherwise 0. Ranks exchange no other data. All implementations exchange
+    these numbers in the same format. Blocks contain rows in the order of `counted_first`, which is
+    the same on all ranks.
     """
 
     rank: int
@@ -131,7 +136,8 @@ class Ranks(NamedTuple):
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Exchange a block's statistics; return the whole head's log-sum-exps and losses."""
+        """Exchange the statistics of a block; return the log-sum-exps and losses over all
+        classes."""
         own = lse.new_zeros(2, rows)
         own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
         every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]
@@ -139,7 +145,7 @@ class Ranks(NamedTuple):
 
 
 def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the (P, ...) log-sum-exps and losses of all ranks into those of the whole head."""
+    """Merge the (P, ...) log-sum-exps and losses of all ranks into those over all classes."""
     whole = lse.logsumexp(0)
     own = lse.gather(0, owner.long().unsqueeze(0))[0]
     # Confident targets need no difference of two large numbers; a logit of -inf gives loss inf.
@@ -148,24 +154,25 @@ def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted_first(target: Tensor) -> Tensor:
-    """Return the order in which ranks process rows: first the rows that count, then ignored rows.
+    """Return the order in which ranks process rows: first the rows that count, then the ignored
+    rows.
 
-    Engines that leave ignored rows out use exactly this order.
+    Implementations that leave out ignored rows use exactly this order.
     """
     return (target == IGNORED).to(torch.int8).sort(stable=True).indices
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each counting row's target column, and two masks.
+    """Return the target column of each row that counts, and two masks.
 
-    The masks say whether this rank, or another rank, has the target.
+    The first mask says whether this rank has the target, the second whether another rank has it.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere
 
 
 def check_counts(counts: Tensor, rows: int) -> None:
-    """Raise an error on every rank if ranks have different numbers of rows."""
+    """Raise an error on every rank if the ranks have different numbers of rows."""
     same = (counts == rows).all()
     said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
     needed = "Every rank of a tensor-parallel group needs the same batch. Give them the same data."

@@ -1,4 +1,5 @@
-"""What walks over blocks of rows have in common: operands as kernels read them, and gradients."""
+"""Code shared by all loops over blocks of rows: it prepares operands for kernels, and adds up
+gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from .walks import Differentiating
 
 
 class RowWalk(Differentiating):
-    """A walk over blocks of rows that adds up the gradients of all blocks."""
+    """A loop over blocks of rows that adds up the gradients of all blocks."""
 
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], shapes: Tiles
@@ -45,20 +46,21 @@ class RowWalk(Differentiating):
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
 
     def of_rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new tensor of numbers per row; ignored rows, which no kernel writes, are 0."""
+        """Return a new tensor with one number per row, set to 0 for ignored rows, which no kernel
+        writes."""
         new = torch.zeros_like if self.is_compact else torch.empty_like
         return new(like, dtype=dtype)
 
     def floats(self, *sizes: int) -> Tensor:
-        """Return an uninitialised fp32 tensor of these sizes."""
+        """Return an uninitialized fp32 tensor of these sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.float32)
 
     def copy(self, source: Tensor, out: Tensor, order: Tensor | None, **how: Any) -> None:
-        """Copy rows that count, in an order and times a factor if there is one."""
+        """Copy the rows that count, optionally in another order and multiplied by a factor."""
         copy_rows(source, out, self.tiling, order, self.selection.kept, launch=self.launch, **how)
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = tiles_of) -> Any:
-        """Return a matrix's descriptor for tiles of this shape; it is cached for all blocks."""
+        """Return a matrix's descriptor for tiles of a shape; all blocks share this descriptor."""
         key = id(matrix), rows, columns, describe
         if key not in self.described:
             self.described[key] = describe(matrix, rows, columns)  # holds the matrix

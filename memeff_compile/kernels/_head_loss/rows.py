@@ -1,7 +1,8 @@
-"""The rows that count: their order, which the GPU builds, their copies, and their numbers.
+"""The rows that count in a loss: their order, which the GPU computes, their copies, and per-row
+numbers.
 
-Ignored rows are left out before any product. No call waits for the GPU or reads a value on the
-host.
+Ignored rows are left out before any matrix product. No function here waits for the GPU or reads a
+value on the host.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from .shapes import GATHERED, LISTED, Tiles, row_block
 
 
 class Selection(NamedTuple):
-    """The rows that count, in order, in the form that kernels read.
+    """The ordered rows that count, in the form that kernels read.
 
-    `order`, `place` and `kept` are None if every row counts.
+    If every row counts, `order`, `place` and `kept` are None.
     """
 
     target: Tensor  # (N,) int32, compact, -1 for a row without a target
@@ -32,7 +33,8 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) -> Selection:
-    """Return the rows that count: ignored ones only if a result other than the loss needs them."""
+    """Return the rows that count; these include ignored rows only if a result other than the loss
+    needs them."""
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
     if ignore_index is None or settings.keeps_ignored_rows:
@@ -63,7 +65,7 @@ def copy_rows(
     scale: Tensor | None = None,  # of each row
     launch: Any = run_kernel,
 ) -> None:
-    """Copy rows into `out`, in an order and times a factor if there is one."""
+    """Copy rows into `out`, optionally in another order and multiplied by a factor."""
     (height, depth), pad = out.shape, max(shapes.rows, shapes.step)
     rows = rows or height
     launch(
@@ -81,7 +83,8 @@ def copy_rows(
 def row_values(
     grads: RowGradients, saved: Saved, selection: Selection, settings: Settings
 ) -> Tensor:
-    """Return the five numbers from which a row of G is computed, for each row that counts.
+    """Return the five numbers from which kernels compute a row of G (the logits' gradient), for
+    each row that counts.
 
     The result is (5, N) fp32, in compact order.
     """
@@ -104,11 +107,11 @@ def row_values(
 
 
 def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
-    """Describe a matrix to the kernels as tiles of this shape."""
+    """Return a descriptor with which kernels load tiles of this shape from a matrix."""
     return None if matrix is None else described(matrix, (rows, columns))
 
 
 def aligned(hidden: Tensor) -> Tensor:
-    """Return hidden states that kernels can read tile by tile: a copy (N x D) if need be."""
+    """Return hidden states that kernels can read tile by tile, as an N x D copy if necessary."""
     hidden = hidden.contiguous()
     return hidden if is_aligned(hidden) else hidden.clone()

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `rows`: which rows count, their copies, and the numbers of their gradients."""
+"""The kernels of the module `rows`: they list the rows that count, copy them, and gather the
+numbers of their gradients."""
 
 from __future__ import annotations
 
@@ -49,10 +50,10 @@ def _head_loss_rows_copy_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Copy rows, in an order and times a factor if there is one.
+    """Copy rows, optionally in another order and multiplied by a factor.
 
-    Rows after the last one that counts, up to a multiple of PAD, become zero, and so does a row
-    that the order does not have.
+    Rows after the last one that counts, up to a multiple of PAD, become zero, and so does each row
+    that the order does not contain.
     """
     row = tl.program_id(0)
     here = count_rows(kept_ptr, first_row, rows, C)
@@ -94,7 +95,8 @@ def _head_loss_rows_cotangents_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gather the numbers from which a row of G is computed; rows after the last one get zeros."""
+    """Gather the numbers from which a row of G (the logits' gradient) is computed; rows after the
+    last one that counts get zeros."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = offs < rows
     is_row = in_range

@@ -1,8 +1,8 @@
-"""The gradients that a forward pass computed, times the gradient of the loss.
+"""Multiply gradients that a forward pass computed by the gradient of the loss.
 
-An op that returns a total and its gradients computes these gradients once, up to a factor. Its
-backward pass multiplies them by the gradient of the total, in place if no one can read them again,
-otherwise in a copy.
+An op that returns a total and the total's gradients computes these gradients once, up to a factor.
+The op's backward pass multiplies the gradients by the gradient of the total: in place if no other
+code can read them, otherwise in a copy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from .shapes import CHUNK, SCALED, SCALING_PROGRAMS
 
 
 def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function, library.Function]:
-    """Return `setup_context` and `backward` of an op that returns a total and its gradients.
+    """Return `setup_context` and `backward` for an op that returns a total and its gradients.
 
     Args:
-        trained: the indices of the operands of these gradients among the op's arguments.
-        refusal: the sentence of the error if a second derivative is requested.
+        trained: the positions, among the op's arguments, of the operands that these gradients
+            belong to.
+        refusal: the message of the error if a second derivative is requested.
     """
     count = len(trained)
 
@@ -73,7 +74,7 @@ def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function,
 
 
 def asked(ctx: Any, places: Sequence[int]) -> list[bool]:
-    """Return which arguments need a gradient.
+    """Return which arguments require a gradient.
 
     The dispatcher omits trailing arguments that are None.
     """
@@ -84,7 +85,7 @@ def asked(ctx: Any, places: Sequence[int]) -> list[bool]:
 def at_arguments(
     ctx: Any, places: Sequence[int], gradients: Sequence[Tensor], mask: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients as autograd expects them: one, or None, for each argument of the op."""
+    """Return gradients as autograd expects them: one gradient, or None, per argument of the op."""
     found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for place, gradient, wanted in zip(places, gradients, mask, strict=False):
         if wanted:
@@ -95,13 +96,13 @@ def at_arguments(
 def scaled_gradients(
     gradients: Sequence[Tensor], by: Tensor, mask: Sequence[bool], *, in_place: bool
 ) -> list[Tensor]:
-    """Return the gradients of a total times `by`, where `mask` asks for them.
+    """Return the gradients of a total multiplied by `by`, for the operands that `mask` selects.
 
     Args:
-        gradients: those that the forward pass computed.
+        gradients: the gradients that the forward pass computed.
         by: the gradient of the total.
-        mask: which of them are needed.
-        in_place: whether their memory may be overwritten.
+        mask: which of the gradients are needed.
+        in_place: whether the gradients' memory may be overwritten.
     """
     found = list(gradients) if in_place else [torch.empty_like(part) for part in gradients]
     for part, out, wanted in zip(gradients, found, mask, strict=True):
@@ -116,7 +117,7 @@ def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
 
 
 def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write `gradient * by` to `out`, which may be `gradient`; no full copy in fp32 is made."""
+    """Write `gradient * by` to `out`, which may be `gradient` itself, without a full fp32 copy."""
     if (
         gradient.is_cuda
         and has_kernel(gradient, by, out)
@@ -138,10 +139,11 @@ def has_kernel(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
 
 
 def run_scaling(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write gradient * by, in fp32 and rounded once, to `out`, which may be `gradient`.
+    """Write gradient * by, computed in fp32 and rounded once, to `out`, which may be `gradient`
+    itself.
 
-    A kernel reads the number on the GPU; all tensors are contiguous. In place, a factor of 1 costs
-    only the launch.
+    A kernel reads the number `by` from GPU memory; all tensors must be contiguous. In place, a
+    factor of 1 costs only the launch of the kernel.
     """
     from .scaling_kernels import _head_loss_scaling_scale_kernel
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `scaling`."""
+"""The kernel of the module `scaling`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def _head_loss_scaling_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply by one number in fp32, and round once; in place, return at once if it is 1."""
+    """Multiply by one number in fp32, and round once; in place, return immediately if the number is
+    1."""
     by = tl.load(by_ptr)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK

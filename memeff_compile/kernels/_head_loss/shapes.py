@@ -1,7 +1,7 @@
-"""The sizes of the steps that losses share: spans of blocks, and what one program reads at a time.
+"""Sizes that losses share: ranges of blocks, and how many elements one program reads at a time.
 
-Axis letters of losses: N rows (tokens), D depth (hidden size), V vocabulary (classes), R rows of a
-block, W classes of a block.
+The letters for axes are: N rows (tokens), D hidden size, V vocabulary (classes), R rows of a block,
+W classes of a block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 1 << 22
 
 
 def spans(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    """Cut [first, stop) into spans of `width`; the last one may be shorter."""
+    """Split [first, stop) into ranges of `width` elements; the last range may be shorter."""
     for start in range(first, stop, width):
         yield start, min(start + width, stop)
 
@@ -35,15 +35,15 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The sizes of an engine's tiles that copies of rows depend on."""
+    """The tile sizes of an implementation on which its copies of rows depend."""
 
     @property
     def rows(self) -> int:
-        """Return the rows of a tile."""
+        """Return the number of rows of a tile."""
 
     @property
     def step(self) -> int:
-        """Return the step along the summed axis."""
+        """Return how many terms of a sum one loop iteration adds."""
 
     @property
     def is_interpreted(self) -> bool:

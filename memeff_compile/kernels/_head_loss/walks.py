@@ -1,4 +1,4 @@
-"""Walks over the blocks of a call, in the order in which an engine computes them."""
+"""Loops over the blocks of a call, in the order in which an implementation computes them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Block(NamedTuple):
 
 
 class Walk(ABC):
-    """The blocks of a call, and an engine's work on each of them."""
+    """A loop over the blocks of a call, and the implementation's work on each block."""
 
     extent: int  # rows or classes of the call
     step: int  # of a block
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks in order."""
+        """Yield the blocks in the order of computation."""
         for number, (first, stop) in enumerate(spans(0, self.extent, self.step)):
             yield Block(number, first, stop)
 
@@ -34,17 +34,18 @@ class Walk(ABC):
 
 
 class Statistics(Walk):
-    """A walk that computes logits, and from them the statistics for the rows' losses."""
+    """A loop that computes logits, and from the logits the statistics for the rows' losses."""
 
     @abstractmethod
     def statistics(self, block: Block) -> None:
-        """Compute the logits of a block and merge them into the statistics of its rows."""
+        """Compute the logits of a block, and merge them into the statistics of the block's rows."""
 
 
 class Differentiating(Walk):
-    """A walk that computes gradients, from the logits of its own first step or from recomputed
+    """A loop that computes gradients, from the logits of its own first step or from recomputed
     logits."""
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
-        """Compute the gradients of a block's logits, and add their products to the results."""
+        """Compute the gradients of a block's logits, multiply them, and add the products to the
+        results."""

@@ -1,3 +1,3 @@
-"""Device code and properties of GPUs that several ops share. Importing a module of this package
+"""Device functions and GPU properties that several ops share. Importing a module of this package
 does not import triton.
 """

@@ -1,6 +1,6 @@
-"""Wrap Triton's private names, so that a new release of Triton needs changes in one file only.
+"""Wrap Triton's private names, so that a new Triton release needs changes in only one file.
 
-The functions import triton when they are called. The names of Gluon are in the module `gluon`.
+The functions import triton when they are called. The module `gluon` wraps the names of Gluon.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def is_watched(kernel: Any) -> bool:
 
 
 def takes(kernel: Any, name: str) -> bool:
-    """Return whether a kernel has an argument with this name."""
+    """Return whether a kernel has an argument with a given name."""
     return name in kernel.arg_names
 
 
 def constant(value: Any) -> Any:
-    """Return a value as a `tl.constexpr`, the form in which a compiled kernel reads it."""
+    """Return a value as a `tl.constexpr`, which is the form in which kernels read it."""
     import triton.language as tl
 
     return tl.constexpr(value)
 
 
 def is_compiled(kernel: Any) -> bool:
-    """Return whether a kernel is compiled for a GPU; otherwise the interpreter runs it."""
+    """Return whether a kernel is compiled for a GPU; if not, Triton's interpreter runs it."""
     return hasattr(kernel, "device_caches")
 
 
@@ -52,7 +52,8 @@ def launcher(
 ) -> Callable[[tuple[int, ...], int, Sequence[Any]], None]:
     """Return a function that launches a compiled kernel on a grid.
 
-    The caller of that function passes the first `count` arguments; `constants` has the others.
+    The returned function takes the kernel's first `count` arguments; `constants` contains the
+    others.
     """
     from triton.runtime import driver
 
@@ -68,7 +69,7 @@ def launcher(
 
 
 def compile_only(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
-    """Compile a kernel and its launch code for the current GPU, without running it."""
+    """Compile a kernel and its launch code for the current GPU, without running the kernel."""
     from triton.runtime import driver
 
     compiled = kernel.warmup(*arguments, grid=(1,), **constants)
@@ -79,7 +80,7 @@ def compile_only(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, 
 
 
 def described(tensor: Tensor, block: Sequence[int]) -> Any:
-    """Return a descriptor of a matrix, with which the GPU loads tiles of shape `block`."""
+    """Return a descriptor of a matrix, through which the GPU loads tiles of shape `block`."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     base = typed(tensor) if is_fake(tensor) else tensor
@@ -87,7 +88,7 @@ def described(tensor: Tensor, block: Sequence[int]) -> Any:
 
 
 def is_described(argument: Any) -> bool:
-    """Return whether an argument is a descriptor that `described` made."""
+    """Return whether an argument is a descriptor that `described` returned."""
     return hasattr(argument, "block_shape")
 
 
@@ -98,8 +99,8 @@ def tiles_in(descriptor: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1)
 def has_gluon() -> bool:
-    """Return whether this Triton has that version of the experimental Gluon API which the kernels
-    use."""
+    """Return whether this Triton release has the version of the experimental Gluon API that the
+    kernels use."""
     try:
         from . import gluon
     except (ImportError, AttributeError):

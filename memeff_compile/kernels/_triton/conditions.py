@@ -1,4 +1,5 @@
-"""The conditions under which a query attends to a key, in the form that attention engines take."""
+"""The conditions under which a query attends to a key, in the form that attention implementations
+take."""
 
 from __future__ import annotations
 
@@ -28,15 +29,17 @@ class Conditions:
 
     @property
     def is_bias(self) -> bool:
-        """Return whether the mask is added to the scores."""
+        """Return whether the mask is a bias that is added to the scores."""
         return self.mask is not None and self.mask.dtype.is_floating_point
 
     def has_tables(self) -> bool:
-        """Return whether a key mask or ids, in addition to positions, decide which keys count."""
+        """Return whether a key mask or sequence ids, in addition to positions, decide which keys
+        count."""
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether `ahead` and `behind` leave every query a key, as ahead=0 alone does."""
+        """Return whether `ahead` and `behind` leave at least one key for every query, as ahead=0
+        alone does."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead
@@ -44,11 +47,13 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Return whether some query may get the mean of all values, so that it reads every key."""
+        """Return whether a query without any key may get the mean of all values, so that its kernel
+        must read every key."""
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
-        """Return the range of keys that the queries from `first` to before `stop` need."""
+        """Return the range of keys that the queries from `first` up to, not including, `stop`
+        need."""
         if self.has_empty_means(queries, keys):
             return 0, keys
         low = 0 if self.behind is None else min(keys, max(0, first - self.behind))

@@ -1,5 +1,5 @@
-"""Import the names of Gluon from this version of Triton. Gluon is experimental, so importing this
-module may fail."""
+"""Import the Gluon names from the installed version of Triton. Gluon is experimental, so importing
+this module can fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: int = 128) -> Any:
-    """Return a descriptor of a matrix, with which the GPU loads tiles of one shape."""
+    """Return a descriptor of a matrix, through which the GPU loads tiles of one shape."""
     given: Any = typed(matrix) if is_fake(matrix) else matrix
     return TensorDescriptor.from_tensor(given, [rows, columns], _layout(swizzle, bits))
 

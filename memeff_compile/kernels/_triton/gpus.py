@@ -1,8 +1,8 @@
 """The table of GPUs: the features of each kind, and the ops that were measured on it.
 
 A kind of GPU is identified by its vendor together with its compute capability, because PyTorch
-gives AMD's GPUs numbers of the same form (9.4 for an MI300) with another meaning. To add a GPU, add
-a row; a GPU without a row is treated as the least capable one of its vendor.
+gives AMD's GPUs numbers of the same form (9.4 for an MI300) with another meaning. To add a kind of
+GPU, add a row; a GPU without a row is treated as the least capable one of its vendor.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ class Gpu(NamedTuple):
 
     @property
     def is_hopper(self) -> bool:
-        """Return whether warp groups multiply operands in shared memory, as on Hopper."""
+        """Return whether groups of four warps multiply operands in shared memory, as on Hopper
+        GPUs."""
         return self.kind == "hopper"
 
     @property
     def has_fp8(self) -> bool:
-        """Return whether tensor cores multiply numbers of the format E4M3 (8-bit floats)."""
+        """Return whether tensor cores can multiply E4M3 numbers (8-bit floats)."""
         return self.is_nvidia and self.capability >= (8, 9)
 
     @property
     def library_workspace(self) -> int:
-        """Return the bytes that PyTorch reserves for cuBLAS for each thread that calls it."""
+        """Return the bytes that PyTorch reserves for cuBLAS in each thread that calls it."""
         return 32 << 20 if self.capability >= (9, 0) else 2 * 4096 + 8 * 16 << 10
 
     @property

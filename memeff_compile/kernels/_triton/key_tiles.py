@@ -1,5 +1,5 @@
-"""Pass masking conditions to the kernels of all attention engines, and find the tiles that they
-visit."""
+"""Pass masking conditions to the kernels of all attention implementations, and find the tiles that
+they visit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .launch import start
 
 
 class Rows(NamedTuple):
-    """A (B, H, rows, D) tensor and its strides, as kernels take them.
+    """A (B, H, rows, D) tensor and its strides, in the form that kernels take.
 
-    The last dimension has stride 1.
+    The last dimension has a stride of 1.
     """
 
     ptr: Any
@@ -26,9 +26,11 @@ class Rows(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The mask of keys and the ids as kernels take them, each with its stride over the batch.
+    """The mask of keys and the sequence ids in the form that kernels take, each with its stride
+    between sequences.
 
-    The mask of keys is (B or 1, N) bytes; ids are (B or 1, M) for queries and (B or 1, N) for keys.
+    The mask of keys is (B or 1, N) bytes; the ids are (B or 1, M) for queries and (B or 1, N) for
+    keys.
     """
 
     key_mask: Any
@@ -40,7 +42,7 @@ class Tables(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """A (B, H, rows, D) tensor with any strides, as kernels take it."""
+    """A (B, H, rows, D) tensor with any strides, in the form that kernels take."""
 
     ptr: Any
     batch: Any
@@ -50,7 +52,7 @@ class Cells(NamedTuple):
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """Return a tensor and its strides, as kernels take them."""
+    """Return a tensor and its strides in the form that kernels take."""
     return Rows(tensor, *tensor.stride()[:3])
 
 
@@ -61,7 +63,8 @@ BOUNDS_WARPS = 8
 
 
 def depth_block(depth: int, least: int = 16) -> int:
-    """Return a head dimension rounded up to a power of two of at least `least`: 128 for 96."""
+    """Return a head dimension rounded up to a power of two of at least `least`, such as 128 for
+    96."""
     return max(least, 1 << (depth - 1).bit_length())
 
 
@@ -71,8 +74,8 @@ def tiles_of(length: int, size: int) -> int:
 
 
 def within(given: Conditions, queries: int, keys: int) -> Conditions:
-    """Simplify the conditions: remove bounds that hide no key, clamp the remaining bounds, and give
-    tables unit stride."""
+    """Simplify the conditions: remove bounds that hide no key, clamp the other bounds, and give key
+    masks and ids unit stride."""
 
     def bound(number: int | None, most: int, least: int) -> int | None:
         return None if number is None or number >= most - 1 else max(number, -least)
@@ -92,7 +95,7 @@ def _unit_stride(table: Tensor | None) -> Tensor | None:
 
 
 def flags_of(given: Conditions) -> dict[str, bool]:
-    """Return the compile-time flags that tell a kernel which conditions a call has."""
+    """Return the compile-time flags that tell a kernel which masking conditions a call has."""
     return {
         "HAS_AHEAD": given.ahead is not None,
         "HAS_BEHIND": given.behind is not None,
@@ -102,19 +105,20 @@ def flags_of(given: Conditions) -> dict[str, bool]:
 
 
 def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
-    """Return the mask of keys as bytes, and its stride over the batch; without a mask, return
+    """Return the mask of keys as bytes, and its stride between sequences; without a mask, return
     `like`."""
     mask = _unit_stride(given.key_mask)
     return (like, 0) if mask is None else (mask.view(torch.uint8), _over_batch(mask))
 
 
 def cells_of(tensor: Tensor) -> Cells:
-    """Return a tensor of any strides, as kernels take it."""
+    """Return a tensor with any strides in the form that kernels take."""
     return Cells(tensor, *tensor.stride())
 
 
 def tables_of(given: Conditions, like: Tensor) -> Tables:
-    """Return the key mask and the ids, as kernels take them; `like` replaces a missing one."""
+    """Return the key mask and the ids in the form that kernels take; `like` replaces a missing
+    one."""
     found: list[Any] = [*mask_and_stride(given, like)]
     for table in map(_unit_stride, (given.query_ids, given.key_ids)):
         found += [like, 0] if table is None else [table, _over_batch(table)]
@@ -126,7 +130,7 @@ def _over_batch(table: Tensor) -> int:
 
 
 def positions_of(given: Conditions) -> tuple[int, int]:
-    """Return the numbers `ahead` and `behind`; 0 stands for no bound."""
+    """Return the bounds `ahead` and `behind` as numbers; 0 stands for no bound."""
     return given.ahead or 0, given.behind or 0
 
 
@@ -140,7 +144,7 @@ def find_bounds(
     mean: bool = False,  # a query may have no key and get the mean of all
     lse: Tensor | None = None,  # (B, H, M) fp32: minus infinity tells such queries
 ) -> Tensor:
-    """Return the range of tiles that each program's tile visits, (B, tiles, 4) int32.
+    """Return the range of tiles that each program visits, (B, tiles, 4) int32.
 
     If positions alone decide which keys count, the result is `like`, and kernels do not read it.
     """

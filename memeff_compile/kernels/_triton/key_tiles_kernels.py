@@ -1,14 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device code that decides which pairs of a query tile and a key tile are computed, and which keys
-count.
+"""Device functions that decide which pairs of a query tile and a key tile are computed, and which
+keys count in them.
 
-For a program's tile, four numbers name the tiles that it visits: first and stop of all of them, and
-first and stop of the complete ones among these. A visited tile is complete if every key counts for
-every query. If positions alone decide which keys count, a kernel computes these numbers itself; if
-there are masks or ids, a small kernel that runs before it writes them to a table.
+For each program, four numbers name the tiles that it visits: the first and the end of all of them,
+and the first and the end of the complete ones among these. A visited tile is complete if, in it,
+every key counts for every query. If positions alone decide which keys count, a kernel computes
+these numbers itself; if there are masks or ids, a small kernel computes them first and writes them
+to a table.
 
-In names, `rows` and `ours` belong to a program's tile of queries or keys, and `keys` and `others`
-to the tiles that the program visits.
+In variable names, `rows` and `ours` belong to the program's own tile, and `keys` and `others` to
+the tiles that the program visits.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def keys_shown(mask_ptr, key, is_inside):
-    """Return which keys are inside the tensor and not hidden by the mask of keys."""
+    """Return which keys are inside the tensor and visible under the mask of keys."""
     return is_inside & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
 
 
 @triton.jit
 def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
-    """Return the ids at these positions, or the positions themselves if there are no ids."""
+    """Return the sequence ids at these positions, or the positions themselves if there are no
+    ids."""
     found = place
     if C.HAS_IDS:
         found = tl.load(ids_ptr + place, mask=is_inside, other=0)
@@ -56,12 +58,12 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 
 @triton.jit
 def _visited(tile, lengths, span, SIZES, IS_BOUND):
-    """Return the tiles that a program's tile visits, if positions alone decide.
+    """Return the tiles that a program visits, for masks that depend on positions alone.
 
-    A position p of the program's tile is combined with the other positions from p - down to p + up.
-    In each pair of lengths and of tile sizes, the first element is that of the program's tile;
-    `span` and `IS_BOUND` are pairs (up, down). The result is four numbers: the first tile, the
-    first complete one, the stop of the complete ones, and the stop.
+    Position p of the program's tile is combined with the other positions from p - down to p + up.
+    In each pair of lengths and of tile sizes, the first element belongs to the program's tile;
+    `span` and `IS_BOUND` are pairs (up, down). The four results are the first tile, the first
+    complete tile, the end of the complete tiles, and the end of all tiles.
     """
     ours, others = lengths
     up, down = span
@@ -84,16 +86,16 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
 
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
-    """Return the incomplete tile with this `index`, counted first along the lower edge, then along
-    the upper."""
+    """Return the incomplete tile number `index`, counted first along the lower edge, then along the
+    upper edge."""
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)
 
 
 @triton.jit
 def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Return, for each tile, whether some and all of its positions count, and the range of their
-    ids."""
+    """Return, for each tile, whether at least one and whether all of its positions count, and the
+    range of their ids."""
     shown = place < length
     inside = tl.minimum(place, length - 1)
     if HAS_MASK:
@@ -216,8 +218,7 @@ def _attention_key_tiles_bounds_kernel(
 
 @triton.jit
 def bounds_of(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return the range of tiles that a program's tile visits, from the table or computed by
-    `_visited`."""
+    """Return the range of tiles that a program visits, from a table or computed by `_visited`."""
     if C.HAS_BOUNDS:
         found_ptr = bounds_ptr + (batch * tiles + tile) * 4
         first = tl.load(found_ptr)

@@ -1,14 +1,14 @@
-"""Launch Triton kernels with little host time: constants are one argument, compiled kernels are
-looked up.
+"""Launch Triton kernels with little host time: constants are a single argument, and compiled
+kernels are found by a short key.
 
-A kernel with many constants takes them as one argument, C, and device functions pass C on. Names of
-constants are in capitals for the caller and in the kernel: `start(kernel, grid, x, ROWS=64)` is
-C.ROWS == 64 in the kernel.
+A kernel with many constants takes them as one argument, C, and passes C on to device functions.
+Names of constants are capitalised, for the caller and in the kernel: `start(kernel, grid, x,
+ROWS=64)` is C.ROWS == 64 in the kernel.
 
-At each launch, Triton binds arguments by name, computes the specialisation of each, and builds a
-key from all of this. For a kernel with thirty arguments this takes longer than many kernels run, so
-a training step with small kernels waits for the CPU. In this module, the key has only the few
-properties on which a specialisation depends, and the compiled kernel is called directly.
+At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
+a key from all of them. For a kernel with thirty arguments this takes longer than many kernels run,
+so a training step with small kernels waits for the CPU. In this module, the key contains only the
+few properties on which a specialisation depends, and the compiled kernel is called directly.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
 
 
 def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments in which the capitalised ones are packed as C, if the kernel has an
-    argument C."""
+    """Return keyword arguments in which the capitalised ones are packed into C, if the kernel has
+    an argument C."""
     if not compat.takes(kernel, "C"):
         return dict(given)
     constants = tuple(item for item in given.items() if item[0].isupper())
@@ -67,7 +67,7 @@ class Launch(NamedTuple):
     constants: Mapping[str, Any]
 
     def key(self) -> Hashable:
-        """Return a key that is equal only for launches of the same compiled kernel."""
+        """Return a key that is equal for two launches only if they use the same compiled kernel."""
         constants = tuple(f"{name}={value}" for name, value in self.constants.items())
         return (id(self.kernel), constants, *map(_kind, self.arguments))
 
@@ -82,7 +82,7 @@ _notes: ContextVar[list[Launch] | None] = ContextVar("launches to note", default
 
 @contextmanager
 def noted(launches: list[Launch]) -> Iterator[None]:
-    """Record the launches of this thread in a list instead of running them."""
+    """Record the kernel launches of this thread in a list instead of running them."""
     token = _notes.set(launches)
     try:
         yield
@@ -100,8 +100,8 @@ def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> 
 
 
 def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return arguments with stand-ins, which have the properties that Triton reads, in place of
-    tensors."""
+    """Return the arguments with each tensor replaced by a stand-in that has the properties which
+    Triton reads."""
     return tuple(
         typed(each)
         if isinstance(each, Tensor)
@@ -113,7 +113,8 @@ def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return the properties of a recorded argument on which the compiler specialises."""
+    """Return the properties of a recorded argument on which the compiler's specialisation
+    depends."""
     if isinstance(argument, tuple):
         return tuple(map(_kind, argument))
     if isinstance(argument, int) and not isinstance(argument, bool):
@@ -156,13 +157,12 @@ def launch(
 
 
 class Launches:
-    """Runs the launches of a call in order, with the kernels of an earlier call that had equal
-    `sizes`. An earlier compiled kernel is used for a launch if kernel, constants, numbers and
-    dtypes are the same, and if all memory is aligned to 16 bytes. All tensors of a launch must be
-    on the current GPU.
+    """Runner of a call's launches in order, with the compiled kernels of an earlier call that had
+    equal `sizes`. A launch uses an earlier compiled kernel if kernel, constants, numbers and dtypes
+    are the same, and if all memory is aligned to 16 bytes. All tensors of a launch must be on the
+    current GPU.
 
-    Such a launch takes a quarter of the host time of `run_kernel`, for which small calls would
-    wait.
+    Such a launch takes a quarter of the host time of `run_kernel`, which matters for small calls.
     """
 
     def __init__(self, *sizes: Hashable) -> None:
@@ -208,10 +208,10 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the properties that tell arguments apart, the arguments as a GPU takes them, and
-    address bits.
+    """Return the properties that tell arguments apart, the arguments as a GPU takes them, and the
+    combined address bits.
 
-    The address bits are those that are set in any address.
+    An address bit is set in the result if it is set in at least one address.
     """
     seen: list[Any] = []
     given: list[Any] = []
@@ -233,7 +233,7 @@ def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a kernel like `start`, and look it up by all of its constants."""
+    """Run a kernel like `start`, but look the compiled kernel up by all of its constants."""
     launch(kernel, grid, arguments, constants, tuple(constants.items()))
 
 
@@ -273,7 +273,7 @@ def launch_aligned(
     constants: Mapping[str, Any],
     name: Hashable,  # as for `launch_plain`
 ) -> None:
-    """Run a kernel like `launch_plain`, for tensors that are known to be aligned."""
+    """Run a kernel like `launch_plain`, for tensors whose alignment is already known."""
     runs_compiled = compat.is_compiled(kernel) and _notes.get() is None
     if runs_compiled:
         device = current_gpu()
@@ -298,7 +298,7 @@ def _compile(
     constants: Mapping[str, Any],
     key: tuple[Hashable, ...],
 ) -> None:
-    """Run a kernel through Triton's own launch, and store the compiled kernel for `key`."""
+    """Run a kernel through Triton's own launch, and store the compiled kernel under `key`."""
     constants = packed(kernel, constants)
     compiled = kernel[grid](*arguments, **constants)
     if len(_compiled) >= _MOST:
@@ -309,12 +309,13 @@ def _compile(
 def _read(
     arguments: Sequence[Argument], device: int, key: list[Any], numbers: list[int]
 ) -> list[Any]:
-    """Return arguments as a GPU takes them.
+    """Return the arguments as a GPU takes them.
 
-    Add the properties on which the compiler specialises to `key` and `numbers`.
+    The function also appends the properties on which the compiler's specialisation depends to `key`
+    and `numbers`.
 
-    Tensors on the GPU become addresses; for other tensors, Triton checks whether a kernel can read
-    them.
+    Tensors on the GPU become addresses; for other tensors, Triton itself checks whether a kernel
+    can read them.
     """
     given: list[Any] = []
     for argument in arguments:
@@ -339,5 +340,5 @@ def _read(
 
 @lru_cache(maxsize=1 << 14)
 def _kinds(numbers: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the properties of numbers on which the compiler may have specialised."""
+    """Return the properties of numbers on which the compiler's specialisation may depend."""
     return tuple((n % 16 == 0, n == 1, -(1 << 31) <= n < 1 << 31) for n in numbers)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device code that several ops use: products of tiles, and loads of the rows of a head.
+"""Device functions that several ops use: products of tiles, and loads of one attention head's rows.
 
-With UPCAST, operands are widened to fp32, because the interpreter cannot multiply bf16.
+With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def of_head(x, batch, head):
-    """Return the pointer to the rows that one head has in a `key_tiles.Rows`."""
+    """Return the pointer to the rows of one attention head in a `key_tiles.Rows`."""
     return x.ptr + batch * x.batch + head * x.head
 
 
 @triton.jit
 def load_rows(ptrs, is_row, depth, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load (rows, DEPTH_BLOCK), with zeros in columns beyond DEPTH and, if MASKED, in rows where
-    is_row is false."""
+    """Load rows as (rows, DEPTH_BLOCK), with zeros in columns beyond DEPTH and, if MASKED, in rows
+    where is_row is false."""
     if MASKED:
         mask = is_row[:, None]
         if C.DEPTH != C.DEPTH_BLOCK:

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Two products of one matrix X, written in Gluon: one warp loads, and eight multiply.
+"""A kernel in Gluon for the two products of one matrix X: one warp loads, and eight warps multiply.
 
 A tile of dC is a sum over few rows, so loading and writing the tile takes as long as computing it.
-The loading warp runs whole pipeline stages ahead, into the next tile, and loads the old dC during
-the sum; the new dC is written from the same shared memory.
+The loading warp is whole pipeline stages ahead, even into the next tile, and loads the old dC
+during the sum; the new dC is written from the same shared memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _halves(tile):
 
 @gluon.jit
 def _part(tile, index: gl.constexpr, PARTS: gl.constexpr):
-    """Return the columns of a tile in two or four parts."""
+    """Return the columns of a tile, split into two or four blocks."""
     halves = _halves(tile)
     if PARTS == 2:  # noqa: SIM108  (both have other types, and the compiler knows which)
         part = halves[index]
@@ -56,7 +56,7 @@ def _part(tile, index: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
-    """Load the old values of a tile of dC as soon as the previous tile has left its shared
+    """Load the old values of a tile of dC as soon as the previous tile no longer uses the shared
     memory."""
     _, _, held_full, held_empty, _, _ = bars
     mbarrier.wait(held_empty, (kept & 1) ^ 1)
@@ -68,8 +68,8 @@ def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
 
 @gluon.jit
 def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
-    """Take tiles one by one, tell the other warps which tile is next, and load the operands of its
-    sum."""
+    """Take tiles one by one, tell the other warps which tile is next, and load the operands of the
+    tile's sum."""
     x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
     full, empty, _, _, slot_full, slot_empty = bars
     left, right, held, slots = buffers
@@ -139,9 +139,10 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return the sum for a tile.
+    """Return the sum of products for a tile.
 
-    Meanwhile release the shared memory from which the previous tile was written.
+    During the sum, the function releases the shared memory from which the previous tile was
+    written.
     """
     x_by_column_desc, left, right = operands
     full, empty, _, held_empty, _, _ = bars
@@ -179,7 +180,8 @@ def _sum(
 def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
     """Store some columns of a tile of dE as a partial sum, which the last program completes.
 
-    The last program adds up all partial sums, multiplies them by the scale and writes the result.
+    The last program adds up all partial sums, multiplies the total by the scale and writes the
+    result.
     """
     grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs
     block, first = at
@@ -208,8 +210,8 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return pointers to the scales of a tile's slice, one per class, and a mask of the classes
-    that exist.
+    """Return pointers to the scales of a tile's slice, one per class, and which of the classes
+    exist.
 
     `column` is the first column of the slice.
     """
@@ -242,12 +244,12 @@ def _old_scales(scales, block, column, C: gl.constexpr):
 
 @gluon.jit
 def _add_to(part, held, old, scales, at, C: gl.constexpr):
-    """Write a part of dC to shared memory, added to the old values there.
+    """Write some columns of dC to shared memory, added to the old values there.
 
     While dC is summed over several blocks of rows, dC is stored in fp16. Each class and slice of
-    columns has a power of two as its scale, by which the slice's largest number is just in the
-    range of fp16. Numbers below 2^-28 of the largest one keep fewer than the eleven significant
-    bits of fp16; this error is smaller than the rounding error of the largest number.
+    columns has a power of two as its scale, by which the slice's largest number just fits into the
+    range of fp16. Numbers below 2^-28 of the largest number keep fewer than the eleven significant
+    bits of fp16; their error is smaller than the rounding error of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:
@@ -361,10 +363,10 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
 ):
     """Write dE for a block of rows, and add the block's contribution to dC, in one launch.
 
-    The few tiles of dE, which are sums over the vocabulary, come first; the many tiles of dC, which
-    are sums over the rows, fill the multiprocessors that dE leaves idle, during and after it. A
-    program takes another tile when it has finished one. Each tile is computed by one program, so
-    the order in which programs take tiles changes no bit.
+    The few tiles of dE, which are sums over the vocabulary, are computed first; the many tiles of
+    dC, which are sums over the rows, keep the other multiprocessors busy during and after that. A
+    program that has finished a tile takes the next one that no program has taken. One program
+    computes all of a tile, so the order in which programs take tiles does not change the results.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:

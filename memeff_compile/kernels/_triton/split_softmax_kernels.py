@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Softmax over keys that a kernel reads tile by tile, or that several programs share.
 
-Scores are in base 2: they are exponents of 2 instead of e. The largest score of a row is minus
-infinity until one of its keys has been read.
+Scores are in base 2: they are exponents of 2 instead of e. A row's largest score is minus infinity
+until one of its keys has been read.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def step(score, largest, AXIS: tl.constexpr):
-    """Return the softmax weights of a tile, the factor by which earlier sums shrink, and the new
-    largest score.
+    """Return the softmax weights of a tile, the factor by which earlier sums are reduced, and the
+    new largest score.
     """
     higher = tl.maximum(largest, tl.max(score, axis=AXIS))
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -25,8 +25,8 @@ def step(score, largest, AXIS: tl.constexpr):
 
 @triton.jit
 def of_shares(largest, total, share):
-    """Combine the results (splits, D) of several programs, each with its largest score and sum of
-    weights."""
+    """Combine the results (splits, D) of several programs, each with its largest score and its sum
+    of softmax weights."""
     base = tl.max(largest, axis=0)
     base = tl.where(base == float("-inf"), 0.0, base)
     weight = tl.exp2(largest - base)

@@ -1,4 +1,5 @@
-"""Stand-ins for tensors without memory: Triton compiles kernels for them but cannot run these."""
+"""Stand-ins for tensors, without memory: Triton can compile kernels for them but cannot run the
+kernels."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ class _Typed:
 
 
 def typed(tensor: Tensor) -> Any:
-    """Return a stand-in for a tensor without memory, for which Triton can compile a kernel.
+    """Return a stand-in without memory for a tensor, for which Triton can compile a kernel.
 
-    The kernel cannot run on the stand-in. Triton treats its memory as starting at a multiple of 16
+    The kernel cannot run on the stand-in. Triton treats the stand-in's memory as aligned to 16
     bytes.
     """
     return _Typed(tensor)

@@ -1,9 +1,9 @@
-"""Classify the tiles of a mask that is a tensor, and list the tiles that a kernel visits.
+"""Classify the tiles of a mask tensor, and list the tiles that a kernel visits.
 
-A tile of `TILE` x `TILE` elements is `EMPTY` if no key counts for any query, `FULL` if every key
-counts for every query and the mask adds 0, else `PARTIAL`. The codes are computed once per mask;
-before each launch they are turned into lists of tiles, in the tile sizes of that kernel. The CPU
-never waits for the GPU in this module.
+A tile of `TILE` x `TILE` elements is `EMPTY` if every key is hidden from every query, `FULL` if
+every key counts for every query and the mask adds 0, and `PARTIAL` otherwise. These codes are
+computed once per mask; before each launch, they become lists of tiles in the tile sizes of that
+kernel. The CPU never waits for the GPU in this module.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 
 
 class Dense(NamedTuple):
-    """A mask in the form that kernels read: its strides, and a list of tiles for each program.
+    """A mask tensor in the form that kernels read: its strides, and a list of tiles for each
+    program.
 
-    The stride along a broadcast axis is 0. A list names the full and the partial tiles of the mask
-    that a program visits. Each list has 3 + others int32 numbers, where others is the number of
-    tiles that could be visited: first the number of full tiles, then the number of partial tiles.
-    After these, the full tiles fill the list from the front, and the partial tiles from the back.
-    The last number is padding, because a kernel reads one tile ahead.
+    A broadcast axis has a stride of 0. A program's list names the full and the partial tiles of the
+    mask that the program visits. Each list has 3 + others int32 numbers, where others is the number
+    of tiles that could be visited: first the number of full tiles, then the number of partial
+    tiles. After these two numbers, the full tiles fill the list from the front, and the partial
+    tiles from the back. The last number of a list is padding, because a kernel reads one tile
+    ahead.
     """
 
     ptr: Any
@@ -54,7 +56,8 @@ class Dense(NamedTuple):
 
 
 def table_shape(mask: Tensor) -> tuple[Any, ...]:
-    """Return the shape of a mask's codes, a byte per tile: (4, 1, 2, 1) for (4, 1, 100, 1)."""
+    """Return the shape of a mask's codes, one byte per tile: (4, 1, 2, 1) for a mask of shape (4,
+    1, 100, 1)."""
     batch, heads, rows, keys = mask.shape
     return batch, heads, tiles_of(rows, TILE), tiles_of(keys, TILE)
 
@@ -62,9 +65,9 @@ def table_shape(mask: Tensor) -> tuple[Any, ...]:
 def classify(
     mask: Tensor,  # bool, true where a key counts, or floating, added to scores; any size may be 1
 ) -> Tensor:
-    """Return, for each tile of a mask, whether it is empty, full or partial.
+    """Return the code of each tile of a mask: empty, full or partial.
 
-    The result is the codes, (B or 1, H or 1, tiles, tiles) uint8.
+    The result is a tensor (B or 1, H or 1, tiles, tiles) uint8.
     """
     if not (mask.is_cuda and mask.numel() and kernels_serve(mask.device, torch.bfloat16)):
         return _classify_plainly(mask)
@@ -72,7 +75,7 @@ def classify(
 
 
 def classify_in_kernel(mask: Tensor) -> Tensor:
-    """Return the codes of a mask like `classify`, computed by a Triton kernel."""
+    """Return the same codes as `classify`, computed by a Triton kernel."""
     from . import mask_tiles_kernels as kernels
 
     shape = table_shape(mask)
@@ -109,7 +112,7 @@ def _classify_plainly(mask: Tensor) -> Tensor:
 
 
 def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
-    """Return the mask as bool (batch, heads, tiles, tiles, elements of a tile), padded at the
+    """Return the mask as bool (batch, heads, tiles, tiles, elements of a tile), with padding at the
     ends."""
     rows, keys = truth.shape[2:]
     padded = F.pad(truth, (0, -keys % TILE, 0, -rows % TILE), value=fill)
@@ -125,7 +128,8 @@ def dense_of(
     *,
     ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
 ) -> Dense:
-    """Return a mask as kernels take it, with the lists of tiles that each program visits."""
+    """Return a mask in the form that kernels take, with the list of tiles that each program
+    visits."""
     from . import mask_tiles_kernels as kernels
 
     if codes is None:
@@ -150,7 +154,7 @@ def dense_of(
 
 
 def none_of(like: Tensor) -> Dense:
-    """Return the mask arguments of kernels for a call without a mask."""
+    """Return the mask arguments of a kernel for a call without a mask."""
     return Dense(like, 0, 0, 0, 0, like, 0, 0)
 
 
@@ -159,7 +163,7 @@ def _as_bytes(mask: Tensor) -> Tensor:
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of four axes, 0 along axes of size one."""
+    """Return the strides of four axes, with 0 for axes of size one."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     batch, heads, rows, keys = (stride if size > 1 else 0 for stride, size in pairs)
     return batch, heads, rows, keys

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels that classify the tiles of a mask, and list the tiles that other kernels visit.
+"""Kernels that classify the tiles of a mask, and list the tiles that other kernels visit.
 
-Codes are those of `mask_tiles`: 0 empty, 1 partial, 2 full. A tile that contains only very low
-numbers has code 3 until it is known whether each of its queries has a key elsewhere.
+The codes are those of `mask_tiles`: 0 for empty, 1 for partial, 2 for full. A tile that contains
+only very low numbers has code 3 until it is known whether each of its queries has a visible key
+elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ NOWHERE = tl.constexpr(4)  # beyond the mask: neither keeps a tile from being fu
 
 @triton.jit
 def _all(truth):
-    """Return, for each tile of a bool (TILE, tiles, TILE), whether all its elements are true."""
+    """Return, for each tile of a bool tensor (TILE, tiles, TILE), whether all its elements are
+    true."""
     return tl.min(tl.min(truth.to(tl.int32), axis=2), axis=0)
 
 
@@ -116,7 +118,7 @@ def _attention_mask_tiles_lists_kernel(
 
 @triton.jit
 def list_of(dense, batch, head, tile, others):
-    """Return the list of tiles for a program, with its numbers of full and of partial tiles."""
+    """Return the list of tiles of a program, with its numbers of full and partial tiles."""
     list_ptr = dense.lists_ptr + batch * dense.lists_batch + head * dense.lists_head
     list_ptr += (batch * 0 + tile) * (3 + others)
     return list_ptr, tl.load(list_ptr), tl.load(list_ptr + 1)
@@ -124,8 +126,8 @@ def list_of(dense, batch, head, tile, others):
 
 @triton.jit
 def listed(index, list_ptr, others, MASKED: tl.constexpr):
-    """Return the full tile with this `index` in a list; if MASKED, the partial tile with this
-    index."""
+    """Return the full tile number `index` of a list or, if MASKED, the partial tile number
+    `index`."""
     place = 2 + index
     if MASKED:
         place = 1 + others - index
@@ -134,7 +136,7 @@ def listed(index, list_ptr, others, MASKED: tl.constexpr):
 
 @triton.jit
 def firsts_of(list_ptr, others):
-    """Return the first full tile and the first partial one of a list, if there are any."""
+    """Return the first full tile and the first partial tile of a list, if it has any."""
     return listed(0, list_ptr, others, False), listed(0, list_ptr, others, True)
 
 
@@ -146,5 +148,6 @@ def corner_of(dense, batch, head, query, key):
 
 @triton.jit
 def places_in(dense, query, key):
-    """Return offsets in a tile of the mask, from positions of queries and keys that broadcast."""
+    """Return offsets within a tile of the mask, from broadcastable positions of queries and
+    keys."""
     return query * dense.row + key * dense.key

@@ -1,8 +1,8 @@
-"""Return bytes before and after the rewrite, as formulas in B (sequences), H (query heads), M, N
-and D.
+"""The bytes before and after the rewrite, as formulas in B (sequences), H (query heads), M, N and
+D.
 
-M is the number of queries, N that of keys, D the head dimension, as symbols or numbers. The
-formulas leave out q, k, v, the output and the gradients.
+M is the number of queries, N the number of keys, D the head dimension; each may be a symbol or a
+number. The formulas do not count q, k, v, the output and the gradients.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from ..sizes import Size
 def bytes_before(
     batch: Size, heads: Size, queries: Size, keys: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of one buffer of scores or weights; attention without this op builds several
-    of them."""
+    """Return the bytes of one buffer of scores or softmax weights; attention without this op builds
+    several such buffers."""
     return dtype.itemsize * sympy.sympify(batch) * heads * queries * keys
 
 
 def mask_bytes(batch: Size, queries: Size, keys: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of a dense mask for each sequence: 32 MiB for 8 times 2048 x 2048
+    """Return the bytes of a dense mask of all sequences, such as 32 MiB for 8 times 2048 x 2048
     booleans."""
     return dtype.itemsize * sympy.sympify(batch) * queries * keys
 
 
 def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
-    """Return the bytes that the forward pass keeps for the backward pass besides its output: the
-    log-sum-exp in fp32.
+    """Return the bytes that the forward pass saves for the backward pass in addition to its output:
+    the log-sum-exp in fp32.
     """
     return 4 * sympy.sympify(batch) * heads * queries
 
 
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
-    """Return the bytes that the backward pass allocates besides the gradients: two fp32 numbers per
-    query."""
+    """Return the bytes that the backward pass allocates in addition to the gradients: two fp32
+    numbers per query."""
     return 8 * sympy.sympify(batch) * heads * queries

@@ -1,8 +1,9 @@
-"""memeff::attention and its backward: schemas, validation, engines, fakes, autograd.
+"""memeff::attention and its backward op: schemas, validation, choice of implementation, fake
+tensors, autograd.
 
-Both ops of this folder are opaque to compilers and functional. The forward pass keeps q, k, v, its
-output and one number per query; the backward pass computes the scores again. The second result
-`lse`, which only the backward pass reads, has no gradient.
+Compilers treat both ops as opaque, and neither op changes its inputs. The forward pass saves q, k,
+v, its output and one number per query; the backward pass computes the scores again. The second
+result, `lse`, has no gradient; only the backward pass reads it.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ def _conditions(name: str, given: _Call) -> Conditions:
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
-    """Return why the engine `tiles` does not support q, k and v, as a sentence, or "" if it
-    does."""
+    """Return a sentence that says why the implementation `tiles` does not support q, k and v, or ""
+    if it does."""
     if where_it_runs(device).type != "cuda":
         return f"the tile kernels run on CUDA and the tensors are on {device.type}"
     if dtype not in HALF:
@@ -204,7 +205,7 @@ def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, depth: int = MAX_DEPTH) -> str:
-    """Return the name of the engine for tensors of this kind, which is a key of `ENGINES`."""
+    """Return the name of the implementation, a key of `ENGINES`, for tensors of this kind."""
     return "reference" if served(device, dtype, depth) else "tiles"
 
 

@@ -1,8 +1,8 @@
-"""The reference engine: the formula in plain PyTorch, for one block of queries at a time, on any
-device.
+"""The reference implementation: the formula in plain PyTorch, one block of queries at a time, on
+any device.
 
 The scores of a block are computed in fp32 (fp64 for fp64 inputs) and freed after its results, so
-the scores of all queries never exist at once. Keys that `ahead` and `behind` exclude for a whole
+the scores of all queries never exist at once. Keys that `ahead` and `behind` hide from a whole
 block are not read.
 """
 
@@ -25,7 +25,7 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class _Operands:
-    """q, k and v in the dtype of the sums, with query heads grouped by the key head that they
+    """q, k and v in the dtype of the sums; query heads are grouped by the key-value head that they
     share."""
 
     q: Tensor  # (B, G, R, M, D) with R query heads to a key head
@@ -34,17 +34,17 @@ class _Operands:
     given: Conditions  # the conditions
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Return the first query of each block, and the end of the block."""
+        """Return the first query and the end of each block of queries."""
         batch, groups, repeat, queries, _ = self.q.shape
         size = block_of(batch * groups * repeat, queries, self.k.shape[2])
         return ((first, min(first + size, queries)) for first in range(0, queries, size))
 
     def scores(self, first: int, stop: int) -> tuple[Tensor, Tensor, slice]:
-        """Return a block's scores after the softcap, a mask of the scores that count, and the slice
-        of its keys.
+        """Return a block's scores after the softcap, which of the scores count, and the range of
+        the block's keys.
 
-        The scores and the mask are (B, G, R, stop - first, keys), or broadcast to that shape.
-        Scores that do not count are still in the result.
+        The scores and the mask have the shape (B, G, R, stop - first, keys), or broadcast to it.
+        Scores that do not count are still in the result, unmasked.
         """
         low, high = self.given.keys_of(first, stop, self.q.shape[3], self.k.shape[2])
         keys = slice(low, high)
@@ -73,20 +73,21 @@ class _Operands:
 
 
 def block_of(heads: int, queries: int, keys: int) -> int:  # heads of all sequences
-    """Return the number of queries in a block: as many as `BLOCK_SCORES` allows, but at least
+    """Return the number of queries of a block: as many as `BLOCK_SCORES` allows, but at least
     16."""
     return max(1, min(queries, max(16, BLOCK_SCORES // max(1, heads * keys))))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply (B, G, R, m, X) by (B, G, X, Y), which the R heads of a group share."""
+    """Multiply (B, G, R, m, X) by (B, G, X, Y), which the R query heads of a group share."""
     batch, groups, repeat, rows, inner = a.shape
     found = torch.matmul(a.reshape(batch, groups, repeat * rows, inner), b)
     return found.view(batch, groups, repeat, rows, b.shape[3])
 
 
 def _product_over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Sum a^T b of (B, G, R, m, X) and (B, G, R, m, Y) over the queries and heads of a group."""
+    """Sum a^T b of (B, G, R, m, X) and (B, G, R, m, Y) over the queries and the query heads of a
+    group."""
     left, right = (each.flatten(2, 3) for each in (a, b))
     return torch.matmul(left.transpose(2, 3), right)
 
@@ -106,10 +107,10 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
     """Return attention over the keys that count, and the log-sum-exp of each query's scores.
 
-    The first result is (B, H, M, D), laid out in memory as (B, M, H, D); the second is (B, H, M) in
-    fp32 or fp64, with minus infinity for a query that attends to no key. If the mask is added to
-    the scores, the second result is (2, B, H, M): the largest score, and the logarithm relative to
-    that score.
+    The first result is (B, H, M, D), with its memory in the order (B, M, H, D); the second is (B,
+    H, M) in fp32 or fp64, with minus infinity for a query that attends to no key. If the mask is a
+    bias, the second result is (2, B, H, M): the largest score, and the logarithm relative to that
+    score.
     """
     batch, heads, queries, depth = q.shape
     every = _operands(q, k, v, given)
@@ -137,16 +138,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return the weight of each key for a query that attends to no key."""
+    """Return the softmax weight of each key for a query that attends to no key."""
     return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
 
 
 def gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, given: Conditions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, in the memory layout (batch, rows, heads, depth).
+    """Return the gradients of q, k and v, with their memory in the order (batch, rows, heads,
+    depth).
 
-    `grad_out` is the gradient of the output; out and lse are the results of `attend`.
+    `grad_out` is the gradient of the output; `out` and `lse` are the results of `attend`.
     """
     every = _operands(q, k, v, given)
     grad = grad_out.to(every.q.dtype).reshape(every.q.shape)

@@ -1,8 +1,7 @@
-"""Choose how the engine `tiles` divides the work: tile sizes, warps and pipeline stages of each
-kernel.
+"""Choose how the implementation `tiles` divides the work: tile sizes, warps and pipeline stages of
+each kernel.
 
-All these sizes depend on the head dimension and the kind of GPU, never on the values of masks or
-ids.
+All these sizes depend on the head dimension and the kind of GPU, never on values of masks or ids.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ KERNELS = ("forward", "query_gradient", "key_gradient")
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes for which a kernel is compiled."""
+    """The compile-time sizes of a kernel."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile
@@ -32,7 +31,7 @@ class Shape:
 
 
 def _row(*shapes: tuple[Any, ...]) -> dict[int, Shape]:
-    """Return shapes of kernels as a dictionary, by padded head dimension."""
+    """Return a dictionary of kernel shapes by padded head dimension."""
     return {depth: Shape(*shape) for depth, shape in zip((64, 128, 256), shapes, strict=True)}
 
 
@@ -104,10 +103,10 @@ _SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
 def shape_for(
     kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False, has_mask: bool = False
 ) -> Shape:
-    """Return the tile shape for a kernel.
+    """Return the tile shape of a kernel for a head dimension and GPU.
 
-    The shape depends on whether only positions restrict keys, or also a key mask, ids or a mask
-    tensor.
+    The tile shape depends on whether only positions restrict keys, or also a key mask, ids or a
+    mask tensor.
     """
     kind, block = gpu.kind, max(64, depth_block(depth))
     found = _SHAPES[kind][kernel][block]

@@ -1,13 +1,13 @@
-"""The engine `tiles` of attention: it combines tiles of queries with tiles of keys. The engine
-needs CUDA, sm_80 or later, and bf16 or fp16.
+"""The implementation `tiles` of attention: its kernels combine tiles of queries with tiles of keys.
+This implementation needs a CUDA GPU of sm_80 or later, and bf16 or fp16.
 
-The CPU never waits for the GPU or reads a value from it, and the grids follow from static sizes, so
-calls can be captured in CUDA graphs. Kernels use no atomic operations, so the same inputs give the
-same bits.
+The CPU never waits for the GPU or reads a value from it, and the launch grids depend only on static
+sizes, so a CUDA graph can capture the calls. The kernels use no atomic operations, so the same
+inputs give the same bits.
 
-The shortest possible time is that of the arithmetic: in each head, the forward pass needs 4 D
-floating-point operations for each pair of a query and a key that counts, and the backward pass,
-which computes the scores twice, needs 10 D.
+The lower bound of the time is the arithmetic: in each attention head, the forward pass needs 4 D
+floating-point operations per visible pair of query and key, and the backward pass, which computes
+the scores twice, needs 10 D.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Plan:
 def plan_for(
     depth: int, device: torch.device, *, has_tables: bool = False, has_mask: bool = False
 ) -> Plan:
-    """Return the tile shapes for a head dimension; for a device without CUDA, those of an H200."""
+    """Return the tile shapes for a head dimension; without CUDA, return those for an H200."""
     told = {"has_tables": has_tables, "has_mask": has_mask}
     return Plan(*(shape_for(name, depth, gpu(device), **told) for name in KERNELS))
 
@@ -62,8 +62,8 @@ class _Call:
     sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def has_bounds(self) -> bool:
-        """Return whether a table contains the bounds, because positions alone do not decide which
-        keys count."""
+        """Return whether a table contains the ranges of tiles to visit, because positions alone do
+        not decide which keys count."""
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:
@@ -98,8 +98,8 @@ class _Call:
         """Return two scales: one turns raw scores into exponents of 2, the other is applied inside
         the softcap.
 
-        If the mask is added to the scores, the second scale turns products into scores, and the
-        first only converts scores to base 2.
+        If the mask is a bias, the second scale turns products into scores, and the first only
+        converts scores to base 2.
         """
         size = abs(self.given.scale)
         if self.given.is_bias:
@@ -111,7 +111,7 @@ class _Call:
     def bounds(
         self, shape: Shape, lse: Tensor | None, *, ours_are_queries: bool = True
     ) -> tuple[Tensor, int]:
-        """Return which tiles each program visits, and the number of programs."""
+        """Return the tiles that each program visits, and the number of programs."""
         _, heads, _, queries, keys, _ = self.sizes
         sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
         ours = (queries, shape.rows) if ours_are_queries else (keys, shape.keys)
@@ -120,7 +120,8 @@ class _Call:
         return found, tiles_of(*ours)
 
     def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
-        """Return the mask tensor as kernels take it, with the tiles that each program visits."""
+        """Return the mask tensor in the form that kernels take, with the list of tiles that each
+        program visits."""
         if self.given.mask is None:
             return none_of(self.q)
         return dense_of(
@@ -142,7 +143,7 @@ class _Call:
         ours_are_queries: bool = True,
         parts: Sequence[Mapping[str, bool]] = ({},),  # further constants of each launch
     ) -> None:
-        """Run a kernel in which each program processes a tile of queries, or a tile of keys."""
+        """Run a kernel in which each program processes one tile of queries, or one tile of keys."""
         batch, heads, groups, queries, keys, _ = self.sizes
         bounds, tiles = self.bounds(shape, lse, ours_are_queries=ours_are_queries)
         ours = heads if ours_are_queries else groups
@@ -170,8 +171,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last axis has unit stride, and whose row stride a kernel can
-    address."""
+    """Return a tensor whose last axis has unit stride and whose row stride a kernel can address;
+    copy if necessary."""
     is_plain = tensor.stride(3) == 1 and tensor.stride(2) <= MAX_ROW_STRIDE
     return tensor if is_plain else tensor.contiguous()
 
@@ -179,7 +180,8 @@ def _rows(tensor: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, in bf16 or fp16, like `reference.attend`."""
+    """Return attention over the keys that count, in bf16 or fp16, with the results of
+    `reference.attend`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
@@ -205,7 +207,7 @@ def gradients(
     *,
     plan: Plan | None = None,  # likewise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, like `reference.gradients`."""
+    """Return the gradients of q, k and v, with the results of `reference.gradients`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)

@@ -1,27 +1,28 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of attention's engine `tiles`: one for the forward pass, and two for the backward
-pass.
+"""The Triton kernels of the attention implementation named `tiles`: one for the forward pass, two
+for the backward pass.
 
-Each program of these kernels combines a tile of queries with tiles of keys, or the reverse. A
-program does not visit pairs of tiles in which no key counts. Nor does a program check the
-conditions in pairs of tiles in which every key counts. For each program, four numbers name the
-tiles that it visits: first and stop of all of them, and first and stop of the complete ones among
-these. If positions alone decide which keys count, a kernel computes these numbers itself; if there
-are masks or ids, a small kernel that runs before it writes them to a table.
+Each kernel program combines one tile of queries with several tiles of keys, or one tile of keys
+with several tiles of queries. A program skips each pair of tiles in which the mask hides every key.
+A program does not check the mask in pairs of tiles in which every key is visible. For each program,
+four numbers name the tiles that it visits: the first and the end of all of them, and the first and
+the end of the fully visible ones among these. If the mask depends on positions alone, a kernel
+computes these numbers itself; if there are mask tensors or sequence ids, a small kernel computes
+them first and writes them to a table.
 
-The softmax uses powers of 2, on differences of raw numbers (products, or tanh of them), which are
-scaled afterwards: so no exponent is above 0, however large the numbers are.
+The softmax uses powers of 2. A kernel subtracts the largest raw score before scaling, so no
+exponent is above 0, however large the scores are.
 
-With HAS_MASK, only a mask tensor decides which keys count, tile by tile (`mask_tiles`): a kernel
-does not visit empty tiles, and does not read the mask of full tiles. If the mask is added to the
-scores (IS_BIAS), the raw numbers are the scores, and lse has two planes: the largest score, and the
-logarithm of the weights relative to that score. A single sum of the two would lose the logarithm if
-the mask holds the lowest number of a dtype.
+With HAS_MASK, only a mask tensor decides which keys are visible (`mask_tiles`): a kernel skips
+tiles that the mask hides, and does not read the mask in tiles where it hides no key. If the mask is
+a bias that is added to the scores (IS_BIAS), lse has two planes: the largest score, and the
+logarithm of the sum of weights relative to that score. One number for both would lose the logarithm
+when the mask contains the lowest number of a dtype.
 
-With UPCAST, operands are widened to fp32, because the interpreter cannot multiply bf16.
+With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 
-Names of axes: rows are queries, keys are keys; "ours" is the tile of a program, "others" the tiles
-that it visits.
+In variable names, "ours" is the tile of the program, and "others" are the tiles that the program
+visits.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
-    """Return the number that the softmax scales: the product, or its tanh with an error below
-    2e-7."""
+    """Return the raw score that the softmax scales: the product of query and key, or its tanh with
+    an error below 2e-7."""
     if C.IS_BIAS:
         product = product * inner
     elif C.SIGN != 1:
@@ -53,14 +54,16 @@ def _raw(product, inner, C: tl.constexpr):
 
 @triton.jit
 def _weights(raw, sums, scale):
-    """Return the softmax weights from raw scores, for the backward pass; no weight exceeds 1."""
+    """Return the softmax weights from raw scores, for the backward pass; each weight is at most
+    1."""
     exponent = raw * scale - sums
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def _mask_tile(mask, start, is_ours, is_other, C: tl.constexpr):
-    """Load a tile of the mask, (elements of the program's tile, elements of the visited tile)."""
+    """Load a tile of the mask, of shape (elements of the program's tile, elements of the visited
+    tile)."""
     corner, places, stride = mask
     inside = is_ours[:, None] & is_other[None, :]
     return tl.load(corner + start * stride + places, mask=inside, other=0)
@@ -68,7 +71,7 @@ def _mask_tile(mask, start, is_ours, is_other, C: tl.constexpr):
 
 @triton.jit
 def _masked(raw, found, is_other, C: tl.constexpr):
-    """Return raw numbers with the bias added, or with minus infinity for hidden keys."""
+    """Return raw scores with the bias added, or with minus infinity for hidden keys."""
     if C.IS_BIAS:
         raw = tl.where(is_other[None, :], raw + found.to(tl.float32), float("-inf"))
     else:
@@ -78,11 +81,11 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return the complete tile with this `index`, or, if MASKED, the incomplete one with this
-    index.
+    """Return the fully visible tile number `index`, or, if MASKED, the partly visible tile number
+    `index`.
 
-    If the tiles come from a list, the caller loaded this tile's number one step earlier; this call
-    loads that of tile `following` and returns it as the second result.
+    If the tiles come from a list, the caller loaded the number of this tile one iteration earlier;
+    this call loads the number of tile `following` and returns it as the second result.
     """
     first, full_first, full_stop, list_ptr, others, ahead = visits
     other = index
@@ -96,16 +99,18 @@ def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _tiles_of(x, batch, head, offs, depth):
-    """Return the pointer to a head's rows, the offsets in a tile, and the stride between rows."""
+    """Return the pointer to the rows of one attention head, the offsets in a tile, and the stride
+    between rows."""
     return of_head(x, batch, head), offs[:, None] * x.row + depth[None, :], x.row
 
 
 @triton.jit
 def _program(rows, tiles, C: tl.constexpr):
-    """Return a program's tile, counted from the first position, and its row (sequence and head).
+    """Return a program's tile, counted from the first position, and the index of its sequence and
+    attention head.
 
-    Programs that run at the same time use the same head's keys and values, or its queries and their
-    gradients.
+    Programs that run at the same time share an attention head's keys and values, or its queries and
+    their gradients.
     """
     if C.BY_HEAD:
         tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -116,10 +121,11 @@ def _program(rows, tiles, C: tl.constexpr):
 
 @triton.jit
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return which tiles a program visits; if HAS_MASK, also their list and its maximum length.
+    """Return the tiles that a program visits; if HAS_MASK, also return their list and the list's
+    maximum length.
 
     `tile` contains the batch index, the first head, the tile's number and the number of tiles. In
-    each pair of lengths, bounds and sizes, the number for the program's tile comes first.
+    each pair of lengths, bounds and sizes, the first number belongs to the program's tile.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(
@@ -137,10 +143,10 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 @triton.jit
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
     """Load a tile of keys; return raw scores before and after the mask tensor, three vectors about
-    the keys, k and v.
+    the keys, the keys and the values.
 
-    The three vectors are the keys' positions, a mask of keys inside the tensor, and a mask of keys
-    that are not hidden.
+    The three vectors are the keys' positions, whether each key lies inside the tensor, and whether
+    each key is visible.
     """
     wide_zero, k, v, mask, scales, keys = seen
     start = wide_zero + tile * C.KEYS

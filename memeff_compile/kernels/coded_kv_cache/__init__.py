@@ -1,8 +1,8 @@
-"""Attend to low-bit KV caches: kernels read the codes and never decode the full cache.
+"""Attention over low-bit KV caches: kernels read the codes and never decode the whole cache.
 
-Old tokens are stored as codes of 8, 4, 3 or 2 bits, in groups; the latest tokens and the first few
-stay exact. Attention multiplies the codes directly, with their scales applied to queries and
-weights instead.
+Old tokens are stored as codes of 8, 4, 3 or 2 bits, in groups of tokens; the latest tokens and the
+first few are stored exactly. Attention multiplies the codes directly: it applies the scales of the
+keys to the queries, and the scales of the values to the softmax weights.
 
     coded_kv_cache_append     writes new tokens in place, and encodes the groups that are old enough
     coded_kv_cache_view       returns keys and values as a static cache would have them

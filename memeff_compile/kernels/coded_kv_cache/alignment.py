@@ -1,12 +1,13 @@
-"""Fit and apply maps that make the rows of two adjacent layers similar.
+"""Fit and apply linear maps that make the keys and values of two adjacent layers similar.
 
-The keys and values of adjacent layers differ mostly by a mean and a rotation per head. The maps of
-a pair are: the mean of each layer's rows; for each head of the upper layer, the matching head of
-the lower layer; and an orthogonal matrix per head, which rotates the upper layer's rows towards
-those of the lower layer. An aligned row is `row - mean` in the lower layer, and `(row - mean) @
-turn` in the upper; the lower layer's head is its *slot* in the shared tensors.
+Per attention head, the keys and values of adjacent layers differ mostly by a mean and a rotation.
+The maps of a pair of layers are: the mean of each layer's rows; for each head of the upper layer,
+the matching head of the lower layer; and an orthogonal matrix per head, which rotates the upper
+layer's rows towards those of the lower layer. An aligned row is `row - mean` in the lower layer,
+and `(row - mean) @ turn` in the upper layer; the number of the lower layer's head is its *slot* in
+the shared tensors.
 
-The functions read no value on the CPU, and need only matrix products.
+These functions read no value on the CPU, and use only matrix products.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PRODUCTS = 1 << 24
 
 
 def identity(maps: Sequence[Tensor]) -> None:
-    """Set maps that change no row, for caches with too few first tokens to fit maps."""
+    """Set identity maps, which change no row, for caches with too few first tokens to fit maps."""
     lower_means, upper_means, turns, slots = maps
     lower_means.zero_()
     upper_means.zero_()
@@ -49,7 +50,8 @@ def identity(maps: Sequence[Tensor]) -> None:
 
 
 class Sums(NamedTuple):
-    """The sums over rows from which maps are fitted, computed in plain PyTorch or by kernels."""
+    """Sums over rows of keys and values from which the maps are fitted, computed in plain PyTorch
+    or by kernels."""
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows that count
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -68,13 +70,13 @@ def fit(
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
     span: int = 0,  # positions after the rows' that later keys will have
 ) -> None:
-    """Write the maps that bring the rows of two layers nearest to each other.
+    """Write the maps that bring the rows of two layers closest to each other.
 
-    With `angles`, each key counts as if it appeared again at all later positions.
+    With `angles`, each key counts as if it were repeated at all later positions.
 
-    Rotations that are not the identity were fitted to other rows before. These rotations and their
-    slots are kept if the given rows are not enough to fit better ones: keys of few tokens, after
-    their rotary embedding, do not show how keys at later positions are rotated.
+    If the given rotations are not the identity, they were fitted to other rows before. `fit` keeps
+    these rotations and their slots if the new rows are too few to fit better ones: the keys of a
+    few tokens, after rotary embedding, do not show how keys at later positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
     kinds, depth = maps.turns.shape[2], maps.turns.shape[-1]
@@ -96,7 +98,7 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace the means and products of keys by their averages over all positions of a span."""
+    """Replace means and products of keys by their averages over all positions of a span."""
     kind = products.dtype
     lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
     count = count.to(kind)[:, None, None, None]
@@ -112,12 +114,12 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return one slot per head of the upper layer, (H), the same for all sequences, and sums of
-    products.
+    """Return the slot of each head of the upper layer, (H), which is the same for all sequences,
+    and the sums of products.
 
-    The products are summed over all sequences, (H, 2, D, D); the orthogonal matrices nearest to
-    these sums are the rotations. `rows` and `counted` have the meaning that they have in `fit`.
-    `slots` are the slots fitted to other rows before, if there are any.
+    The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
+    these sums are the rotations. `rows` and `counted` have the same meaning as in `fit`. `slots`
+    are the slots that were fitted to other rows before, or None.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)
@@ -156,7 +158,7 @@ def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor
 
 
 def _exact(x: Tensor) -> torch.autocast:
-    """Return a context in which autocast does not round products."""
+    """Return a context in which autocast does not round matrix products."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -167,13 +169,14 @@ def centred(rows: Tensor, means: Tensor) -> Tensor:
 
 
 def in_order(x: Tensor, heads: Tensor) -> Tensor:
-    """Return `x`, (B, H, ...), with its second dimension in the order given by the heads (B, H)."""
+    """Return `x`, (B, H, ...), with its second dimension reordered as the head indices (B, H)
+    say."""
     index = heads.long().view(*heads.shape, *(1 for _ in x.shape[2:])).expand_as(x)
     return x.gather(1, index)
 
 
 def upper_heads(maps: Maps) -> Tensor:
-    """Return the head of the upper layer for each slot, (B, H)."""
+    """Return the index of the upper layer's head for each slot, (B, H)."""
     heads: Tensor = maps.slots.argsort(1)
     return heads
 
@@ -208,7 +211,7 @@ def restored(
     # of the layer, as the ops take them: means (B, H, D), turns (B, H, D, D), slots (B, H)
     maps: Sequence[Tensor | None],
 ) -> Tensor:
-    """Invert `aligned`: return the rows of a layer in the order of the layer's heads."""
+    """Invert `aligned`: return the rows of a layer, ordered by the layer's own heads."""
     means, turns, slots = maps
     kind = rows.dtype
     rows = rows if slots is None else in_order(rows, slots)
@@ -220,7 +223,7 @@ def restored(
 
 
 def _only(counted: Tensor, x: Tensor) -> Tensor:
-    """Return x, (B, H, N, D), with zeros in the rows that do not count, even if these contain
+    """Return x, (B, H, N, D), with zeros in the rows that do not count, even if these rows contain
     nan."""
     return x.masked_fill(~counted[:, None, :, None], 0.0)
 
@@ -231,12 +234,12 @@ def _spans(x: Tensor) -> list[slice]:
 
 
 def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
-    """Return (B, H, H): how much of each head of the upper layer each head of the lower layer can
-    explain.
+    """Return a similarity (B, H, H) between each head of the upper layer and each head of the lower
+    layer.
 
-    The measure is the norm of the product of both heads' rows, divided by the norm of each head's
-    rows. An orthogonal map of one head's rows does not change the norm. `rows` and their `means`,
-    (B, H, 2, D), belong to the two layers. On a GPU, rows of 16 bits are multiplied in 16 bits.
+    The similarity is the norm of the product of both heads' rows, divided by the norms of their
+    rows. An orthogonal map of one head's rows does not change this similarity. `rows` and their
+    `means`, (B, H, 2, D), belong to both layers. On a GPU, 16-bit rows are multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]
@@ -257,11 +260,12 @@ def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
 
 
 def matched(likeness: Tensor) -> Tensor:
-    """Return (B, H): a different column for each row of (B, H, H), such that the chosen elements
-    have a large sum.
+    """Return (B, H): a different column for each row of the (B, H, H) similarities, such that the
+    sum of the chosen similarities is large.
 
-    The largest element is chosen first, then the largest of the other rows and columns, and so on;
-    then a few pairs of rows exchange their columns if that increases the sum.
+    The function first chooses the largest similarity, then the largest in the remaining rows and
+    columns, and so on; at the end a few pairs of rows exchange their columns if that increases the
+    sum.
     """
     batch, heads, _ = likeness.shape
     left = likeness.clone()
@@ -286,10 +290,10 @@ def matched(likeness: Tensor) -> Tensor:
 def polar(x: Tensor, more: Tensor | None = None) -> Tensor:
     """Return the orthogonal matrices nearest to x, (..., D, D), computed with matrix products only.
 
-    The matrix `more` is added to x, scaled to a share of x's norm times the root of D; by default,
-    `more` is a little of the identity. The method is the iteration of Newton and Schulz, scaled for
-    the smallest singular value that is still possible, so that small ones grow by 2.6 in each of
-    the first steps.
+    The function first adds the matrix `more`, scaled to a share of x's norm times the root of D; by
+    default, `more` is a small multiple of the identity. The method is the Newton-Schulz iteration,
+    scaled for the smallest singular value that is still possible, so that each of the first steps
+    multiplies small singular values by 2.6.
     """
     depth = x.shape[-1]
     size = x.norm(dim=(-2, -1), keepdim=True)

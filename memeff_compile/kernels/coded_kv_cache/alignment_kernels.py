@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that fit the maps between two layers' rows, and align a prompt's rows by them.
+"""Kernels that fit the alignment maps between two layers' rows, and apply them to a prompt's rows.
 
-The maps follow from two sums over tokens: of the rows, and of the products of two layers' rows. A
-program sums over some tokens of one sequence and head and writes a partial sum; the partial sums
-are added in a fixed order. So the kernels read rows in the model's tensors, without a copy in fp32.
-The aligned rows of a few groups are written to a temporary buffer in fp32.
+The maps follow from two sums over tokens: the sum of the rows, and the sum of the products of two
+layers' rows. Each program sums over some tokens of one sequence and head and writes a partial sum;
+another step adds the partial sums in a fixed order. The kernels read rows directly in the model's
+tensors, without an fp32 copy. The kernels write the aligned rows of a few groups to a temporary
+fp32 buffer.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from .append_codes_kernels import _load_rows
 
 @triton.jit
 def _tile(x, sequence, head, place, is_token, column):
-    """Load some columns of some tokens of one head from a `key_tiles.Cells`, with zeros for missing
-    tokens."""
+    """Load some columns of some tokens of one head, described by `key_tiles.Cells`; missing tokens
+    become zeros."""
     x_ptr, stride_batch, stride_head, stride_token, stride_depth = x
     base = x_ptr + sequence * stride_batch + head * stride_head
     offs = place.to(tl.int64)[:, None] * stride_token + column[None, :] * stride_depth
@@ -105,7 +106,7 @@ def _coded_kv_cache_alignment_multiply_rows_kernel(
 
 @triton.jit
 def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Subtract the mean from a group of rows, and write the result, (tokens, D) fp32."""
+    """Subtract the mean from a group of rows, and write the result as (tokens, D) in fp32."""
     token = tl.arange(0, C.GROUP)
     for part in tl.static_range(C.DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
@@ -116,10 +117,12 @@ def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexp
 
 @triton.jit
 def _centre_and_turn(rows, slot, row, map_of, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Subtract the mean from a group of rows, multiply by a matrix, and write (tokens, D) fp32.
+    """Subtract the mean from a group of rows, multiply the rows by a matrix, and write (tokens, D)
+    in fp32.
 
-    A number in fp32 is represented by the sum of two 16-bit numbers, so that tensor cores multiply
-    it unrounded. Rows of 256 channels are rounded, because there are too few registers.
+    The kernel represents each fp32 number by the sum of two 16-bit numbers, so that tensor cores
+    multiply it without rounding. Rows of 256 channels are rounded to 16 bits, because registers are
+    too few for both numbers.
     """
     mean_ptr, turn_ptr = map_of
     kind: tl.constexpr = turn_ptr.dtype.element_ty

@@ -1,5 +1,5 @@
-"""Launch the kernels that append to a coded cache. The kernels need CUDA, sm_80 or later; the CPU
-does not wait for the GPU."""
+"""Launch the kernels that append tokens to a low-bit KV cache. The kernels need a CUDA GPU of sm_80
+or later; the CPU does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ PROGRAMS = 8192
 
 
 def cut(bits: int, depth: int) -> tuple[int, int]:
-    """Return how many programs encode one group when one token is appended, and their number of
-    warps.
+    """Return how many programs encode one group when one token is appended, and how many warps each
+    program has.
 
-    The numbers were measured on an H200: more programs encode a group faster, but cost more time in
-    steps that encode no group. Rows wider than 128 do not fit the registers of one warp.
+    The numbers were measured on an H200: more programs encode a group faster, but slow down the
+    decoding steps in which no group is encoded. Rows wider than 128 do not fit the registers of one
+    warp.
     """
     return (1, 4) if bits >= 4 else (4, 1 if depth <= 128 else 2)
 
@@ -48,9 +49,10 @@ def append(
     programs: int = PROGRAMS,
     codes_values: bool = True,  # False if another launch encodes values
 ) -> None:
-    """Write new tokens and encode the groups that are complete; the op has checked the shapes.
+    """Write new tokens and encode the groups that are complete; the op has already checked the
+    shapes.
 
-    Beyond `limit` no token is written, and attention returns nan until a reset.
+    A token beyond `limit` is not written, and attention then returns nan until the cache is reset.
     """
     from . import append_codes_kernels as kernels
 

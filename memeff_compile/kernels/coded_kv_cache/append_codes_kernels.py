@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append to a coded cache: they write the window and the kept tokens, and encode
-groups.
+"""Kernels that append to a low-bit KV cache: they write the window of latest tokens and the exact
+first tokens, and encode groups.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
-tokens in order. Whenever the window is full they encode the oldest group. If several tokens are
-appended, as for a prompt, groups of only new tokens are not written to the window: another launch
-encodes them directly, with more programs. Programs read the number of tokens in GPU memory. The
-last program to finish writes the new number, when all programs have read the old one.
+tokens in order. When the window is full, a program encodes the oldest group. If several tokens are
+appended, as for a prompt, groups that contain only new tokens skip the window: another launch
+encodes them directly, with more programs. Programs read the cache's number of tokens from GPU
+memory. The last program to finish writes the new number of tokens, after all programs have read the
+old one.
 
-The codes equal those of the reference: divisions are rounded to nearest, and halves up.
+The codes equal those of the reference implementation: divisions are rounded to nearest, and halves
+up.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import triton.language as tl
 
 @triton.constexpr_function
 def parts_of(BITS, SHARES):
-    """Return the number of parts into which a row of codes is split.
+    """Return the number of column blocks into which a row of codes is split.
 
-    A byte has one code of each part, and all codes of a part share a scale.
+    A byte has one code of each column block, and all codes of a column block share a scale.
     """
     return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
 
@@ -34,8 +36,7 @@ def bits_of(C, IS_VALUE):
 
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
-    """Return x / step, rounded to nearest; with IS_FAST, fused products are used instead of
-    branches."""
+    """Return x / step, rounded to nearest; with IS_FAST, fused multiply-adds replace branches."""
     if IS_FAST:
         # Scaling by powers of two keeps the following numbers away from the limits of fp32.
         by = tl.where(step < 2.0**-40, 2.0**64, tl.where(step > 2.0**40, 2.0**-64, 1.0))
@@ -56,7 +57,7 @@ def _over(x, step, IS_FAST: tl.constexpr):
 def _codes(
     x, step, zero, BITS: tl.constexpr, IS_PER_HEAD: tl.constexpr, IS_FAST: tl.constexpr = False
 ):
-    """Return the codes of x as int32; `zero` is not used with IS_PER_HEAD."""
+    """Return the codes of x as int32; with IS_PER_HEAD, `zero` is not used."""
     if IS_PER_HEAD:
         TOP: tl.constexpr = 1 << (BITS - 1)
         number = tl.floor(_over(x, step, IS_FAST) + 0.5)
@@ -69,14 +70,14 @@ def _codes(
 
 @triton.jit
 def _stored(step, ptr):
-    """Return a scale step rounded to the type of `ptr`, or 1 if the rounded step is 0."""
+    """Return a scale step rounded to the dtype of `ptr`, or 1 if the rounded step is 0."""
     step = step.to(ptr.dtype.element_ty)
     return tl.where(step.to(tl.float32) == 0.0, 1.0, step.to(tl.float32))
 
 
 @triton.jit
 def _between(x, is_left_out):
-    """Return the smallest and the largest number of each column, or 0 if no row counts."""
+    """Return the smallest and the largest number of each column, or 0 for both if no row counts."""
     low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
     high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
     is_empty = low > high
@@ -124,8 +125,8 @@ def _put(
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Add the codes of a part to the bytes and the high bits, and return both; store 8-bit codes at
-    once.
+    """Add the codes of one column block to the bytes and the high bits, and return both; 8-bit
+    codes are stored immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -148,10 +149,11 @@ def _put(
 def _store_bytes(
     made, codes_base, at, C: tl.constexpr, SHARE: tl.constexpr, IS_VALUE: tl.constexpr
 ):
-    """Store the bytes with the codes of all parts, for some tokens and some columns of each part.
+    """Store the bytes with the codes of all column blocks, for some tokens and some columns of each
+    block.
 
-    For 3 bits, the high bits of two tokens share a byte: neighbouring tokens for keys, tokens in
-    the two halves of `token` for values.
+    With 3-bit codes, the high bits of two tokens share a byte: for keys the two tokens are
+    neighbours, for values they come from the two halves of `token`.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -181,7 +183,7 @@ def _store_bytes(
 
 @triton.jit
 def _loaded(rows, token, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return the columns of some tokens, split into the parts of a row."""
+    """Return the columns of some tokens, split into the column blocks of a row."""
     base, start, row, step = rows
     slot = (start + token) % C.WINDOW
     COUNT: tl.constexpr = parts_of(bits_of(C, IS_VALUE), C.DEPTH // C.CHANNELS)
@@ -234,7 +236,8 @@ def _code_keys(
     piece,
     C: tl.constexpr,
 ):
-    """Encode a group of keys with one scale per channel, or only some columns of each part."""
+    """Encode a group of keys with one scale per channel; a program may encode only some columns of
+    each column block."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SOME: tl.constexpr = SHARE // C.PIECES
@@ -298,7 +301,7 @@ def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE
 def _code_group(
     rows, room, pair, coded, first, piece, groups, C: tl.constexpr, IS_VALUE: tl.constexpr
 ):
-    """Encode the group of tokens that starts at `coded`, or one program's part of the group."""
+    """Encode the group of tokens that starts at `coded`, or this program's share of that group."""
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS if IS_VALUE else 1
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * bits_of(C, IS_VALUE) // 8
     SCALES: tl.constexpr = (
@@ -314,8 +317,8 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Copy tokens that stay exact from the given rows to the memory for kept tokens of this
-    sequence and head."""
+    """Copy the tokens that stay exact from the new rows to this sequence and head's memory for
+    exact tokens."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]
@@ -330,13 +333,14 @@ def _base(source, pair, kv_heads):
 
 @triton.jit
 def _behind(length, coded, new, C: tl.constexpr):
-    """Return how many tokens will be in codes once the new ones are appended."""
+    """Return how many tokens will be stored as codes after the new ones are appended."""
     return coded + tl.maximum(length + new - coded - (C.WINDOW - C.GROUP), 0) // C.GROUP * C.GROUP
 
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or values, of one sequence and head; return the new numbers of tokens."""
+    """Write the new keys, or the new values, of one sequence and head; return the new numbers of
+    tokens."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -384,7 +388,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or values, and copy kept tokens among them."""
+    """Encode some groups of new keys, or of new values, and copy the exact tokens among them."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -408,8 +412,8 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
 
 @triton.jit
 def _begin(pool, C: tl.constexpr):
-    """Return the number of tokens in the cache, the number in codes, and this sequence's first
-    token."""
+    """Return the number of tokens in the cache, the number of them stored as codes, and this
+    sequence's first token."""
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)
     first = length * 0

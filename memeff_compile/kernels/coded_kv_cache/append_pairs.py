@@ -1,5 +1,5 @@
-"""Launch the kernels that append to pairs of layers. The kernels need CUDA, sm_80 or later; the CPU
-does not wait for the GPU."""
+"""Launch the kernels that append tokens to two adjacent layers that share a cache. The kernels need
+a CUDA GPU of sm_80 or later; the CPU does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from .pair_reference import Merging, keep, keep_rows, spans_of
 def append_lower(
     k_window: Tensor, v_window: Tensor, counts: Tensor, k: Tensor, v: Tensor, limit: int
 ) -> None:
-    """Write tokens of the lower layer into its window; beyond `limit`, write nan.
+    """Write tokens of the lower layer into its window of latest tokens; beyond `limit`, write nan.
 
-    The tokens may have any strides; the layer's tensors are those of `pair_reference.append_lower`.
+    The tokens may have any strides; the layer's tensors are the same as for
+    `pair_reference.append_lower`.
     """
     from . import append_pairs_kernels as kernels
 
@@ -49,10 +50,11 @@ def append_pair(
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Write tokens of both layers, or of the upper one, and merge the groups that are complete.
+    """Write tokens of both layers, or of the upper layer only, and merge the groups that are
+    complete.
 
     Beyond `limit`, or if the two layers have different lengths, no token is written, and attention
-    returns nan until a reset.
+    then returns nan until the cache is reset.
     """
     from . import append_pairs_kernels as kernels
 
@@ -86,7 +88,8 @@ def append_pair(
 
 
 def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels that encode shared directions."""
+    """Return the compile-time constants of the kernels that encode directions shared by two
+    layers."""
     return {
         "DEPTH": depth,
         "BITS": bits,
@@ -103,13 +106,15 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge the first tokens of an empty cache by kernels, like `pair_reference.merge`."""
+    """Merge the first tokens of an empty cache with kernels; the result is that of
+    `pair_reference.merge`."""
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
     spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
 
     def halves(span: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the keys of both layers, and the values of both, aligned if there are maps."""
+        """Return the keys of both layers and the values of both layers, aligned if there are
+        alignment maps."""
         some = [x[:, :, span] for x in rows]
         keys, values = _alike(some[0], some[2]), _alike(some[1], some[3])
         if maps is None or heads is None:
@@ -144,7 +149,7 @@ def align_prompt(
     heads: Tensor,  # (B, H) int32, the upper layer's head of each slot
     group: int,  # tokens per program
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return aligned rows like `alignment.aligned`, in the order of the slots, in fp32."""
+    """Return the same aligned rows as `alignment.aligned`, ordered by slot, in fp32."""
     from . import alignment_kernels as kernels
 
     batch, kv_heads, count, depth = keys[0].shape
@@ -191,8 +196,8 @@ def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor
     """Return sums of products of two layers' rows, for keys and for values, (B, H, 2, D, D), or for
     values alone.
 
-    Each product multiplies a row of the upper layer by the row of the slot's head in the lower
-    layer. The means are subtracted from both rows.
+    Each product multiplies a row of the upper layer by the row of the matching head in the lower
+    layer. The mean is subtracted from each row first.
     """
     from . import alignment_kernels as kernels
 
@@ -229,8 +234,8 @@ _TILE = 64
 
 
 def _shares(count: int, programs: int, like: Tensor) -> tuple[int, int]:
-    """Return among how many programs the tokens of a head are divided, and the number of tokens for
-    each."""
+    """Return the number of programs that share the tokens of one head, and the number of tokens for
+    each program."""
     wanted = max(1, 4 * processors(like.device) // programs)
     share = -(-max(1, count) // wanted)
     share = max(_LEAST, -(-share // _TILE) * _TILE)
@@ -247,8 +252,8 @@ def measure_prompt(
     values: tuple[Tensor, Tensor],  # likewise
     group: int,  # tokens per program
 ) -> Tensor:
-    """Return the larger of the distances between two layers' keys and between their values, (B, H,
-    n)."""
+    """Return the larger of two distances, (B, H, n): between the two layers' keys and between their
+    values."""
     from . import append_pairs_kernels as kernels
 
     batch, heads, count, depth = keys[0].shape
@@ -275,7 +280,8 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """Store the shared directions of a prompt's keys or values, and the lengths for both layers."""
+    """Store the shared directions of a prompt's keys, or values, and the lengths for both
+    layers."""
     from . import append_pairs_kernels as kernels
 
     shared, lower, upper, _ = pair
@@ -295,9 +301,9 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors with the same strides, copied if necessary.
+    """Return both tensors with equal strides; a tensor is copied if necessary.
 
-    The stride between tokens is a multiple of the row size.
+    The stride between tokens must be a multiple of the row size.
     """
     _, _, step, unit = lower.stride()
     is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()
@@ -305,6 +311,6 @@ def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides of sequences and heads, and the number of rows from one token to the
-    next."""
+    """Return the strides between sequences and between heads, and the number of rows from one token
+    to the next."""
     return x.stride(0), x.stride(1), x.stride(2) // x.shape[3]

@@ -1,16 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append to two layers with shared directions: they write the windows and merge
-groups.
+"""Kernels that append to two layers that share directions: they write the windows of latest tokens
+and merge groups.
 
 One program per sequence and key-value head processes the keys and values of both layers, because
-all four tensors decide which rows are kept unmerged. A shared direction is a weighted sum of the
-two rows. The weights of this sum follow from three sums over channels, so rows are read a few
-channels at a time, and read again to be encoded. Programs read the number of tokens in GPU memory;
-the last program writes the new number.
+all four tensors together decide which rows stay unmerged. A shared direction is a weighted sum of a
+row of the lower layer and a row of the upper layer. The two weights of that sum follow from three
+sums over channels, so a program reads the rows twice, a few channels at a time: once for the sums,
+once to encode them. Programs read the cache's number of tokens from GPU memory; the last program
+writes the new number.
 
-Separate kernels merge the groups of a prompt. The first of them measures the distances between
-rows. The second runs when the rows to keep are known, and encodes keys or values. Both of these
-kernels read the tensors that the model passes.
+Separate kernels merge the groups of a prompt. The first of these measures the distances between the
+rows of both layers. The second runs after the rows that stay unmerged are chosen, and encodes keys
+or values. Both kernels read the key and value tensors that the model passes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP
 
 @triton.jit
 def _factors(cosine, m, n, t, RULE: tl.constexpr):
-    """Return the weights that the lower and the upper layer's row have in the shared direction."""
+    """Return the weights of the lower and the upper layer's row in the shared direction."""
     per_m = 1.0 / tl.maximum(m, 1e-12)
     per_n = 1.0 / tl.maximum(n, 1e-12)
     if RULE == 2:
@@ -106,7 +107,8 @@ def _factors(cosine, m, n, t, RULE: tl.constexpr):
 
 @triton.jit
 def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return some columns of the shared direction, (tokens, columns), transposed for values."""
+    """Return some columns of the shared direction, (tokens, columns); for values the result is
+    transposed."""
     x = _load_rows(lower, slot, column, DEPTH, 1, IS_VALUE)
     y = _load_rows(upper, slot, column, DEPTH, 1, IS_VALUE)
     return x * a[None, :] + y * b[None, :] if IS_VALUE else x * a[:, None] + y * b[:, None]
@@ -126,7 +128,8 @@ def _code_directions(
     C: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Encode the shared directions of one group of keys, or values, and store both lengths."""
+    """Encode the shared directions of one group of keys, or of values, and store the lengths for
+    both layers."""
     lower, upper = pair
     codes_base, scales_base = made
     lower_norms, upper_norms = norms
@@ -221,7 +224,7 @@ def _code_directions(
 
 @triton.jit
 def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
-    """Copy the rows to keep from a window to the memory for kept rows."""
+    """Copy the rows that stay unmerged from a window to the memory for unmerged rows."""
     for part in tl.static_range(DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
         x = tl.load(window + slot[:, None] * DEPTH + column[None, :])
@@ -231,7 +234,7 @@ def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.
 
 @triton.jit
 def _write(x, window, at, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Write tokens of one sequence and head to its window."""
+    """Write tokens of one sequence and head to the window of latest tokens."""
     x_ptr, stride_batch, stride_head, stride_token, stride_depth = x
     pair, kv_heads, done, position, is_token = at
     base = x_ptr + (pair // kv_heads) * stride_batch + (pair % kv_heads) * stride_head
@@ -248,7 +251,7 @@ def _write(x, window, at, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Write nan for the last token, so that the user notices the overflow."""
+    """Write nan for the last token, so that the user notices that the cache overflowed."""
     depth = tl.arange(0, DEPTH)
     nothing = tl.full((DEPTH,), float("nan"), tl.float32)
     last = (length + WINDOW - 1) % WINDOW

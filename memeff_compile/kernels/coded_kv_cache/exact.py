@@ -1,7 +1,8 @@
-"""Tell which layers of a low-bit cache stay exact, for reports.
+"""Tell reports which layers of a low-bit cache are stored exactly.
 
-A compiled graph contains the cache's tensors, but not its settings. So caches register in this
-module, and a pass asks whether an input of its graph belongs to an exact layer.
+A compiled graph contains the cache's tensors but not its settings, so it does not show which layers
+are exact. Therefore each cache registers in this module, and a pass asks this module whether an
+input of its graph belongs to an exact layer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 class Keeper(Protocol):
-    """A cache of which some or all layers stay exact."""
+    """A cache that stores some or all layers exactly."""
 
     kept_exact: str
     """The layers that stay exact, in words."""
@@ -22,7 +23,7 @@ class Keeper(Protocol):
     """Whether any layer is stored as codes."""
 
     def exact_tensors(self) -> Iterable[Tensor]:
-        """Return the tensors of the layers that stay exact."""
+        """Return the tensors of the layers that the cache stores exactly."""
         ...
 
 
@@ -30,11 +31,11 @@ _KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def announce_exact(keeper: Keeper) -> None:
-    """Register a cache, so that reports of graphs that read it name the layers that stay exact."""
+    """Register a cache, so that reports of graphs that read the cache name its exact layers."""
     _KEEPERS.add(keeper)
 
 
 def keepers_of(tensors: Iterable[Any]) -> list[Keeper]:
-    """Return the caches whose exact layers are among some tensors."""
+    """Return the registered caches that own at least one of the given tensors."""
     asked = {id(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     return [k for k in list(_KEEPERS) if any(id(t) in asked for t in k.exact_tensors())]

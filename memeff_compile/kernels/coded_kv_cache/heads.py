@@ -1,10 +1,9 @@
-"""Quantise the heads of queries, keys and values to few bits, for models that train with such
-heads.
+"""Quantise query, key and value heads to few bits, for models that train with such heads.
 
-Each token and head has one scale, and codes are symmetric around zero, as in `KVCache` with
-"per_head". The backward pass treats the rounding as the identity. The settings of BitNet a4.8,
-table 3, are: 4-bit keys and values; 4-bit queries too; or 4-bit queries with 3-bit keys and values,
-where the first token keeps 4 bits.
+Each token and head has one scale, and codes are symmetric around zero, as in a `KVCache` with
+scheme "per_head". The backward pass treats the rounding as the identity (straight-through
+gradient). Table 3 of BitNet a4.8 has three settings: 4-bit keys and values; 4-bit queries too; or
+4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .layout import BITS
 
 
 def require_bits(name: str, bits: int) -> int:
-    """Return a supported number of bits, or raise an error."""
+    """Return the number of bits if it is supported, otherwise raise an error."""
     if bits not in BITS:
         raise UnsupportedInputError(
             f"{name} is {bits!r}; one of {', '.join(map(str, BITS))} is needed."
@@ -33,7 +32,7 @@ def quantized_heads(
     first: int = 0,  # the tokens before this position get `first_bits` instead
     first_bits: int = 4,  # as bits
 ) -> Tensor:
-    """Return heads encoded and decoded again; the gradient is that of the identity."""
+    """Return heads that were encoded and decoded again; the gradient is that of the identity."""
     require_bits("bits", bits)
     values = x.to(wide(x.dtype))
     found = _rounded(values.detach(), bits, x.dtype)
@@ -47,7 +46,7 @@ def quantized_heads(
 
 
 def _rounded(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return code * step, with the step rounded to the dtype in which a cache stores it."""
+    """Return code * step, after rounding the step to the dtype in which a cache stores steps."""
     top = 2 ** (bits - 1) - 1
     step = (values.abs().amax(-1, keepdim=True) / values.new_full((1,), top)).to(dtype)
     step = step.masked_fill(step == 0, 1.0).to(values.dtype)

@@ -1,14 +1,14 @@
-"""Describe the memory of a coded cache: the sizes of its tensors, and how codes are packed into
-bytes.
+"""Describe the memory of a low-bit KV cache: the sizes of its tensors, and how codes are packed
+into bytes.
 
-Tokens are coded in groups. The codes of a group are one contiguous block of bytes: keys token by
-token, values channel by channel, so that tensor cores read both without reordering. Within a row of
-D channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of
-2 bits put four channels, D/4 apart, into one byte. Codes of 3 bits are stored in two planes: the
-low two bits, like codes of 2 bits, and then the high bits, two tokens to a byte. For keys these two
-tokens are 2t and 2t + 1, for values t and t + group/2. The first token's high bit for the p-th of
-four channels is bit 2p + 2 of the byte (bit 0 for the last channel); the second token's is the bit
-after it.
+Tokens are encoded in groups. The codes of a group are one contiguous block of bytes, so that tensor
+cores read them without reordering: keys token by token, values channel by channel. In a row of D
+channels, 4-bit codes put channel j and channel j + D/2 into the low and high half of one byte;
+2-bit codes put four channels, D/4 apart, into one byte. 3-bit codes are stored in two planes: first
+the low two bits, packed like 2-bit codes, then the high bits, with two tokens in a byte. For keys
+these two tokens are 2t and 2t + 1; for values they are t and t + group/2. For the p-th of the four
+channels in a byte, the first token's high bit is bit 2p + 2 of the byte (bit 0 for the last
+channel), and the second token's high bit is the next bit.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ launch."""
 
 
 class Pool(NamedTuple):
-    """The tensors of a cache, in the order in which ops and kernels take them.
+    """The tensors of one layer's cache, in the order in which ops and kernels take them.
 
-    `Layout.shapes` has their shapes. Codes are bytes, positions int32, counts int64.
+    `Layout.shapes` returns the shapes of these tensors. Codes have dtype uint8, positions int32,
+    and counts int64.
     """
 
     k_codes: Any
@@ -56,7 +57,7 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The tensors that the two layers of a pair share."""
+    """The tensors that both layers of a pair share."""
 
     # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; PLAIN rows are numbers
     k_codes: Any
@@ -71,10 +72,10 @@ class Shared(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The tensors that each layer of a pair has for itself, as in `Pool`.
+    """The tensors that each layer of a pair has for itself, named as in `Pool`.
 
-    `norms`, (B, H, groups * group, 2), contains the norms of each token's key and value; a negative
-    norm of a key marks a kept token.
+    `norms`, (B, H, groups * group, 2), contains the norm of each token's key and value; a negative
+    norm of a key marks a token that is stored unmerged.
     """
 
     k_window: Any
@@ -119,7 +120,7 @@ class Maps(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The tensors of two layers that share directions."""
+    """All cache tensors of two layers that share directions."""
 
     shared: Shared
     lower: Own
@@ -145,7 +146,7 @@ def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of a coded cache."""
+    """The parameters of a low-bit cache layout: bits, group size, scheme and sizes."""
 
     depth: int  # channels per head
     bits: int  # of a code
@@ -157,7 +158,7 @@ class Layout:
 
     @property
     def window(self) -> int:
-        """Return the largest number of tokens that are not yet in codes."""
+        """Return the largest number of latest tokens that are not yet encoded."""
         return self.recent + self.group
 
     @property
@@ -167,15 +168,15 @@ class Layout:
 
     @property
     def channel_group(self) -> int:
-        """Return how many channels of a value share a scale."""
+        """Return how many channels of a value vector share a scale."""
         return channel_group(self.depth, self.scheme)
 
     def groups(self, tokens: int) -> int:
-        """Return how many groups fit into a cache for so many tokens, at least one."""
+        """Return how many groups a cache for this number of tokens contains, at least one."""
         return max(1, (tokens - self.recent) // self.group)
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor of a cache for so many tokens, by its name."""
+        """Return the shape of every tensor of a cache for this number of tokens, by tensor name."""
         front, groups = (batch, heads), self.groups(tokens)
         k_codes, v_codes = (
             (*front, groups, self.group * self.depth * min(bits, 8) // 8)
@@ -191,8 +192,8 @@ class Layout:
 
 
 def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
-    """Return the dtype of a tensor in a cache, or in a pair of layers, given its name, the model's
-    dtype and the bits."""
+    """Return the dtype of one tensor of a cache, or of a pair of layers, given the tensor's name,
+    the model's dtype and the bits."""
     if name in ("places", "starts", "kept_count", "left_over", "slots"):
         return torch.int32
     if name in ("bound", "counts"):
@@ -205,7 +206,7 @@ def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
 
 
 def scale_shapes(depth: int, bits: int, group: int, scheme: str) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the scales of a group of keys, and of a group of values."""
+    """Return the shapes of the scale tensors for a group of keys and for a group of values."""
     if bits == PLAIN:
         return (0, 2), (0, 2)
     if scheme == "per_head":
@@ -214,13 +215,13 @@ def scale_shapes(depth: int, bits: int, group: int, scheme: str) -> tuple[tuple[
 
 
 def channel_group(depth: int, scheme: str) -> int:
-    """Return how many channels of a value share a scale."""
+    """Return how many channels of a value vector share a scale."""
     return depth // 2 if scheme == "kivi" and depth > 64 else depth
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return how many tokens a block of codes contains, from its bytes, such as 64 for (4096, 128,
-    4)."""
+    """Return how many tokens a block of codes contains, given its bytes, row size and bits, such as
+    64 for (4096, 128, 4)."""
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 
@@ -230,7 +231,7 @@ def value_bits_of(k_block: int, v_block: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 8, 4 or 2 bits, (..., D) uint8, into (..., D * bits / 8) bytes."""
+    """Pack 8-, 4- or 2-bit codes, (..., D) uint8, into (..., D * bits / 8) bytes."""
     count = 8 // bits
     parts = torch.chunk(codes, count, -1)
     packed = parts[0].clone()
@@ -240,7 +241,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack bytes that `pack` has packed."""
+    """Unpack bytes that `pack` has packed into codes."""
     places = range(0, 8, bits)
     return torch.cat([(packed >> place) & ((1 << bits) - 1) for place in places], -1)
 
@@ -252,7 +253,7 @@ _HIGH_PLACES = (2, 4, 6, 0)
 def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
     """Pack the high bits of a group of codes, (..., group, D) uint8, into (..., group / 2, D / 4).
 
-    Two tokens share a byte: for values, tokens half a group apart; for keys, neighbours.
+    Two tokens share a byte: for keys they are neighbours, for values they are half a group apart.
     """
     tokens = bits.unflatten(-2, (2, -1) if is_value else (-1, 2))
     first, second = tokens.unbind(-3 if is_value else -2)
@@ -275,10 +276,10 @@ def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
 
 
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
-    """Return groups of codes as bytes in the cache's layout.
+    """Return groups of codes as bytes in the memory order of the cache.
 
-    Codes of 8, 4, 3 or 2 bits, (..., group, D) uint8, become (..., group * D * bits / 8), for
-    values channels first.
+    8-, 4-, 3- or 2-bit codes, (..., group, D) uint8, become (..., group * D * bits / 8) bytes; for
+    values, channels come first.
     """
     parts = [pack(codes & 3, 2) if bits == 3 else pack(codes, bits)]
     if bits == 3:
@@ -288,7 +289,8 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 
 
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Return the codes of a block that `block_of` returned; a row has D = `depth` channels."""
+    """Return the codes of a block of bytes that `block_of` returned; a row has D = `depth`
+    channels."""
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]
     if bits != 3:

@@ -1,8 +1,9 @@
-"""Return the bytes of a coded cache, as formulas in B (sequences), H (key-value heads), N (tokens)
-and D.
+"""The byte counts of a low-bit cache, as formulas in B (sequences), H (key-value heads), N (tokens)
+and D (head dimension).
 
-`bytes_per_token` is the size of a token in codes. `fixed_bytes` is the size of a layer's window and
-kept tokens, which does not depend on the cache's length.
+`bytes_per_token` is the size of a token that is stored as codes. `fixed_bytes` is the size of a
+layer's window of latest tokens and of its exact first tokens, which does not depend on the cache's
+length.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def bytes_per_token(
 def fixed_bytes(
     batch: Size, heads: Size, depth: Size, *, window: Size, kept: Size, itemsize: int = 2
 ) -> sympy.Expr:
-    """Return the bytes of the window and the kept tokens of one layer."""
+    """Return the bytes of one layer's window of latest tokens and of its exact first tokens."""
     tokens = sympy.sympify(window) + kept
     return sympy.sympify(batch) * heads * (2 * tokens * depth * itemsize + 4 * kept)
 
 
 def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
-    """Return the bytes of one token as codes of a layout, or in the model's dtype if there are no
-    codes."""
+    """Return the bytes of one token in a layout's codes, or in the model's dtype if the layout has
+    no codes."""
     if layout.bits == PLAIN:
         return 2 * heads * layout.depth * itemsize
     told: dict[str, Any] = {
@@ -58,7 +59,8 @@ def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
 
 
 def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of a layer's cache for `tokens` tokens, with its window and kept tokens."""
+    """Return the bytes of a layer's cache that contains `tokens` tokens, including window and exact
+    first tokens."""
     each = bytes_of_token(layout, heads, itemsize)
     fixed = fixed_bytes(
         batch, heads, layout.depth, window=layout.window, kept=layout.kept, itemsize=itemsize
@@ -96,11 +98,12 @@ def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
 
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of two layers that share directions, for `tokens` tokens, without maps.
+    """Return the bytes of two layers that share directions, for `tokens` tokens, without their
+    alignment maps.
 
-    `kept` of the layout is the number of kept rows for which there is memory, first tokens
-    included. Codes, scales and positions of kept rows are stored once per pair; norms of keys and
-    values, windows and kept rows are stored twice. In caches of 16 bits, norms are float16.
+    The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
+    first tokens. A pair of layers stores codes, scales and positions of unmerged rows once; it
+    stores norms, windows and unmerged rows once per layer. In 16-bit caches, norms are float16.
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads

@@ -1,8 +1,8 @@
-"""Merge the keys, or values, of two adjacent layers into one shared direction and two lengths.
+"""Merge the keys, or the values, of two adjacent layers into one shared direction and two lengths.
 
-Rows are vectors of one head and token. A pair of rows becomes one shared direction and a length for
-each row; rows that point too far apart are kept unchanged. The rotary embedding does not matter for
-merging, because it rotates both rows of a pair alike.
+A row is the key or value vector of one head and token. A row of each layer, as a pair, becomes one
+shared direction and two lengths; if the two rows point too far apart, both stay unmerged. The
+rotary embedding does not matter for merging, because it rotates both rows of a pair alike.
 
 Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
 """
@@ -31,7 +31,7 @@ _NEARLY_PARALLEL = 1e-4
 def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows normalised to length one, and their original lengths, in fp32 or fp64.
 
-    A row of zeros has length 0 and no direction.
+    For a row of zeros, both the direction and the length are zero.
     """
     x = x.to(wide(x.dtype))
     length = x.norm(dim=-1, keepdim=True)
@@ -39,9 +39,11 @@ def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distance(lower: Tensor, upper: Tensor) -> Tensor:
-    """Return the angle between rows of length one, divided by pi, which is between 0 and 1.
+    """Return the angle between rows of length one, divided by pi, so the result lies between 0 and
+    1.
 
-    Rows must be fp32 or fp64: with the rounding of bf16, a row would not be parallel to itself.
+    Rows must be fp32 or fp64, because bf16 rounding would give a nonzero distance between a row and
+    itself.
     """
     cosine: Tensor = (lower * upper).sum(-1).clamp(-1.0, 1.0)
     return cosine.acos() / torch.pi
@@ -56,7 +58,7 @@ def shared_direction(
     rule: str = "slerp",
     t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
-    """Return the direction that replaces both rows, (..., D) of length one, in fp32 or fp64."""
+    """Return the direction that replaces both rows: (..., D), of length one, in fp32 or fp64."""
     (u, m), (v, n) = direction_and_length(lower), direction_and_length(upper)
     if rule == "max_norm":
         return torch.where((m >= n).unsqueeze(-1), u, v)
@@ -71,11 +73,12 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance above which a row is kept unchanged (for ``similar``: below), (B, H).
+    """Return the distance, (B, H), above which a row stays unmerged; for ``similar``, below which
+    it stays unmerged.
 
-    Only those of the distances (B, H, N) are used for which `counted` is true; if there are none,
-    the result is nan. `gamma` is the share of the range of distances in which rows are kept. A
-    larger share keeps more rows, and 1 keeps all.
+    The function uses only the distances (B, H, N) for which `counted` is true; if none are, it
+    returns nan. `gamma` is the fraction of the range of distances in which rows stay unmerged. A
+    larger fraction keeps more rows unmerged, and 1 keeps all of them.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
@@ -93,13 +96,13 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the rows to keep: those beyond the threshold, the most extreme first, at most `room`
-    of them.
+    """Choose the rows that stay unmerged: those beyond the threshold, the most extreme first, at
+    most `room` of them.
 
     Returns:
-        chosen: bool (B, H, N), whether a row is kept.
-        rank: int64 (B, H, N), the rank of a row among those beyond the threshold; 0 is the most
-            extreme.
+        chosen: bool (B, H, N), whether a row stays unmerged.
+        rank: int64 (B, H, N), the rank of a row among those beyond the threshold; rank 0 is the
+            most extreme.
         left_over: (B, H) int64, the number of rows beyond the threshold that exceed `room`.
     """
     is_beyond = (
@@ -114,10 +117,10 @@ def kept_rows(
 
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
-    """Return the factor by which a decoded direction (..., D) is multiplied to get a row.
+    """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
-    ``norm`` keeps the row's length; ``projection`` makes the error smallest. The result is (...) in
-    fp32 or fp64, and 0 where the decoded direction is zero.
+    ``norm`` preserves the row's length; ``projection`` minimises the error. The factor has shape
+    (...) in fp32 or fp64; it is 0 where the decoded direction is zero.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":

@@ -1,9 +1,10 @@
-"""memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
+"""The ops memeff::coded_kv_cache_append, _view and _attention: schemas, validation, choice of
+implementation, fake tensors.
 
 A cache consists of ten tensors, the *pool*, which every op takes in the same order;
-`layout.Layout.shapes` has their shapes. `coded_kv_cache_append` writes to all of these tensors
-except `places` and has no result; the other ops only read them. The ops have no backward pass,
-because they are for generation: requesting a gradient raises an error.
+`layout.Layout.shapes` returns their shapes. `coded_kv_cache_append` writes to all of these tensors
+except `places` and returns no tensor; the other ops only read the pool. The ops have no backward
+pass, because they are meant for generation; if a gradient is requested, they raise an error.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ _WRITTEN = ", ".join(
 def supports(
     q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
 ) -> str | None:
-    """Return a sentence that says why attention to a pool is not supported, or None."""
+    """Return a sentence that says why attention does not support a pool, or None if it does."""
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 
 def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
-    """Return a sentence that says why no op supports these tensors of a cache, or None."""
+    """Return a sentence that says why no op supports these cache tensors, or None if the ops
+    support them."""
     if bits not in (PLAIN, *BITS):
         return f"bits is {bits}; one of {', '.join(map(str, BITS))} is needed."
     named = dict(zip(POOL, pool, strict=True))
@@ -135,7 +137,7 @@ def _unlike_mask(q: Tensor, mask: Tensor | None) -> str | None:
 
 
 def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> str | None:
-    """Return a sentence that says why an append is not supported with these inputs, or None."""
+    """Return a sentence that says why these inputs cannot be appended, or None if they can."""
     sentence = supports_pool(pool, bits)
     if sentence is not None:
         return sentence
@@ -157,8 +159,8 @@ def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> 
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: int = 4) -> str:
-    """Return the name of the engine for a dtype and group size on a device, which is a key of
-    `ENGINES`."""
+    """Return the name of the implementation, a key of `ENGINES`, for a dtype and group size on a
+    device."""
     is_served = dtype in (torch.bfloat16, torch.float16) and group in (32, 64, 128)
     if not is_served or not kernels_serve(device, dtype):
         return "reference"
@@ -166,10 +168,10 @@ def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: 
 
 
 def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
-    """Return why a GPU should read the dense view instead, as a sentence, or None if attention
+    """Return a sentence that says why a GPU should decode the cache first, or None if attention
     should read the codes.
 
-    The op works on any GPU: this function advises passes on whether to use it.
+    The op works on any GPU; this function only advises passes whether to use it.
     """
     if where_it_runs(q.device).type != "cuda":
         return None
@@ -203,7 +205,7 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether kernels append to this cache, so that the CPU reads no value and need not wait
+    """Return whether kernels append to this cache, so that the CPU reads no value and does not wait
     for the GPU."""
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
@@ -235,13 +237,14 @@ def _fake_append(*args: Any) -> None:
 
 
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the means, rotations and slots of a call, or empty ones if the call has no maps."""
+    """Return the means, rotations and slots passed to a call, or empty tensors if the call has
+    none."""
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots
 
 
 def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
-    """Return a sentence that says why maps do not fit a cache, or None if they do."""
+    """Return a sentence that says why alignment maps do not fit a cache, or None if they do."""
     batch, heads, _, depth = window.shape
     means, turns, slots = maps
     if (turns is None) != (slots is None) or (turns is not None and means is None):

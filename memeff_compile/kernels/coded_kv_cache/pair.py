@@ -1,10 +1,11 @@
-"""The ops memeff::coded_kv_cache_append_lower and _append_pair, for two layers that share
+"""The ops memeff::coded_kv_cache_append_lower and _append_pair, for two layers whose caches share
 directions.
 
 The two layers of a pair share the tensors named in `SHARED`; each layer also has its own tensors,
-named in `OWN`. Together, these tensors contain the pool and the norms of a layer, which the view
-and attention read. In a step, the lower layer writes its token before the upper layer's token
-exists. So the upper layer's append merges groups; before it, each layer's tokens are in its window.
+named in `OWN`. Together, these tensors contain the pool and the norms of each layer, which the ops
+for view and attention read. In a decoding step, the lower layer writes its token before the upper
+layer's token is computed. So the upper layer's append merges groups; until then, each layer's
+tokens are in its window of latest tokens.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def shapes_of_pair(
     """Return the shapes of the tensors that a pair shares, and of those that each layer has for
     itself.
 
-    `kept` of the layout is the number of kept rows for which there is memory, first tokens
-    included.
+    The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
+    first tokens.
     """
     every = layout.shapes(batch, heads, tokens)
     front = (batch, heads)
@@ -72,7 +73,7 @@ def shapes_of_pair(
 
 
 def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-    """Return the ten tensors that the view and attention of one layer take."""
+    """Return the ten tensors that the ops for view and attention take for one layer."""
     return [*shared[:4], *own[:4], shared[4], own[4]]
 
 
@@ -89,7 +90,7 @@ def _split(args: Sequence[Any]) -> tuple[Pair, Sequence[Any]]:
 
 
 def _angles(args: Sequence[Any]) -> Tensor | None:
-    """Return the angles of the keys' rotary embedding, taken from the arguments of an append."""
+    """Return the angles of the keys' rotary embedding, from the arguments of an append."""
     more = args[_COUNT + _SETTINGS + len(MAPS) :]
     return more[0] if more else None
 

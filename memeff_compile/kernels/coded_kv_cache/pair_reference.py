@@ -1,6 +1,7 @@
-"""Append to the caches of two layers that share directions, in plain PyTorch.
+"""Append to the caches of two layers that share directions, in plain PyTorch (the reference
+implementation).
 
-The functions are correct on any device and in any floating dtype. `merge` gets the position in the
+The functions are correct on any device and in any floating dtype. `merge` takes the position in the
 cache as an argument and does not wait for the device; `append` reads the number of tokens on the
 CPU.
 
@@ -35,7 +36,7 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Merging:
-    """The settings for merging rows of two layers."""
+    """The settings with which rows of two layers are merged."""
 
     rule: str = "slerp"  # one of `merging.RULES`
     t: float = 0.5  # position on the arc: 0 is the lower layer's row, 1 the upper layer's
@@ -46,10 +47,11 @@ class Merging:
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
-    """Write tokens of the lower layer, (B, H, T, D), into its window, for the upper layer's append.
+    """Write tokens of the lower layer, (B, H, T, D), into its window, where the upper layer's
+    append finds them.
 
     `own` contains the windows of keys and of values, and the counts; `limit` is the number of
-    tokens that fit.
+    tokens that fit into the cache.
     """
     k_window, v_window, counts = own
     length, new = int(counts[LENGTH]), k.shape[2]
@@ -74,8 +76,8 @@ def append(
     sums: alignment.Sums | None = None,  # by which maps are fitted, if not by plain PyTorch
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, if it is known
 ) -> None:
-    """Write the upper layer's tokens, and the lower layer's if they are given; merge the groups
-    that are complete."""
+    """Write the upper layer's tokens, and the lower layer's tokens if given; merge the groups that
+    are complete."""
     _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
@@ -131,7 +133,7 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the tokens from position `coded` on, without reading a value on the CPU."""
+    """Merge all tokens from position `coded` on, without reading a value on the CPU."""
     shared, lower, upper, maps = pair
     count = rows[0].shape[2]
     spans = spans_of(rows[0], group)
@@ -159,22 +161,22 @@ def merge(
 
 
 def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
-    """Return the ranges of rows (B, H, n * group, D) that are merged in one step."""
+    """Return the ranges of rows (B, H, n * group, D) that are merged in one call."""
     batch, heads, count, depth = x.shape
     at_once = max(1, elements // max(1, batch * heads * group * depth)) * group
     return [slice(at, min(at + at_once, count)) for at in range(0, count, at_once)]
 
 
 def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tensor]:
-    """Return rows as they are compared and merged: in the order of the slots, and aligned if there
-    are maps."""
+    """Return rows in the form in which they are compared and merged: ordered by slot, and aligned
+    if there are alignment maps."""
     some = [x[:, :, span] for x in rows]
     return some if maps is None else alignment.aligned(some, maps)
 
 
 def _apart(rows: Sequence[Tensor]) -> Tensor:
-    """Return the larger of the distances between two layers' keys and between their values, (B, H,
-    n)."""
+    """Return the larger of two distances, (B, H, n): between the two layers' keys and between their
+    values."""
     directions = [direction_and_length(x)[0] for x in rows]
     return torch.maximum(
         distance(directions[0], directions[2]), distance(directions[1], directions[3])
@@ -182,7 +184,7 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the rows that `keep` chose into the memory for kept rows; the given rows start at
+    """Copy the rows that `keep` chose into the memory for unmerged rows; the first given row has
     position `coded`."""
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
@@ -196,10 +198,10 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
 
 
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
-    """Choose the rows to keep unmerged, bool (B, H, n), and record their positions.
+    """Choose the rows that stay unmerged, bool (B, H, n), and record their positions.
 
-    `apart` is the distance between the layers; `behind` is how many positions a token comes after
-    the beginning of its sequence, negative for padding; both are (B, H, n).
+    `apart` (B, H, n) is the distance between the layers; `behind` (B, H, n) is a token's position
+    in its sequence, negative for padding.
     """
     _, _, _, _, places, starts, bound, kept_count, left_over = shared
     is_pinned = (behind >= 0) & (behind < settings.keep_first)

@@ -1,8 +1,8 @@
-"""Compute means of keys, and of products of keys, over positions that the keys might have had.
+"""Average keys, and products of keys, over the positions that the keys might have had.
 
 A rotary embedding rotates the channels i and i + D / 2 of a key, as a point of a plane, by an angle
-in proportion to the position. So a key that appears again `s` positions later is the same key,
-rotated by `s` times the angles; the mean over `s` from 0 to a span has a closed form.
+in proportion to the position. So a key that appears again `s` positions later is the same key
+rotated by `s` times the angles, and the mean over `s` from 0 to a span has a closed form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def mean_key(
     angles: Tensor,  # (D / 2,), per position
     span: int,  # positions
 ) -> Tensor:
-    """Return the mean of keys over all positions from their own to `span` positions after it."""
+    """Return the mean of keys over all positions from their own to `span` positions later."""
     real, imaginary = _factor(angles.to(x.dtype), span)
     a, b = x.chunk(2, -1)
     return torch.cat([a * real - b * imaginary, b * real + a * imaginary], -1)
@@ -27,7 +27,8 @@ def mean_product(
     angles: Tensor,  # as `mean_key` takes them
     span: int,
 ) -> Tensor:
-    """Return the mean of products of two keys that move to the same positions, as in `mean_key`."""
+    """Return the mean of the product of two keys that both move through the positions, as in
+    `mean_key`."""
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))
     # A 2 x 2 block is a part that turns by the difference of both angles, and one by their sum.
@@ -44,7 +45,8 @@ def _turned(real: Tensor, imaginary: Tensor, angles: Tensor, span: int) -> tuple
 
 
 def _factor(angles: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """Return the mean of exp(i s angle) over s from 0 to `span`, as real and imaginary part."""
+    """Return the mean of exp(i s angle) over s from 0 to `span`, as its real and imaginary
+    parts."""
     half = angles * (span / 2)
     size = torch.sinc(half / torch.pi)
     return size * half.cos(), size * half.sin()

@@ -1,9 +1,9 @@
-"""The reference engine: encoding, appending, the dense view and attention in plain PyTorch.
+"""The reference implementation: encode, append, decode and attend in plain PyTorch.
 
-This engine is correct on any device and in any floating dtype. The CPU reads the number of tokens:
-for tensors on a CPU this is free, for other devices it means waiting. Arithmetic runs in float32,
-or in float64 for float64 caches. Scales are stored in the cache's dtype, and codes are computed
-with the stored scales.
+This implementation is correct on any device and in any floating dtype. The CPU reads the number of
+tokens, which makes it wait if the cache is on a GPU. Arithmetic runs in float32, or in float64 for
+float64 caches. Scales are stored in the cache's dtype, and codes are computed with these stored
+scales.
 
 Papers: KIVI (per-channel keys, per-token values), BitNet a4.8 (one scale per head).
 """
@@ -23,8 +23,8 @@ from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of, val
 
 
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
-    """Return the scale step and zero point that map the extremes of x along `dim` to the first and
-    last code, (2, ...)."""
+    """Return the scale step and zero point, (2, ...), that map the extremes of x along `dim` to the
+    first and last code."""
     low = high = x
     if left_out is not None:
         low = x.masked_fill(left_out, torch.inf)
@@ -58,10 +58,11 @@ def encode(
     left_out: Tensor | None = None,
     dtype: torch.dtype | None = None,  # of the scales, by default that of x
 ) -> tuple[Tensor, Tensor]:
-    """Encode groups of keys or values; return (B, H, n, G * D * bits / 8) uint8 codes, and scales.
+    """Encode groups of keys or values; return (B, H, n, G * D * bits / 8) uint8 codes, and the
+    scales.
 
-    The scales are in the layout of the cache. If bits is PLAIN, the result has (B, H, n, G * D)
-    numbers in place of codes.
+    The returned scales have the memory order of the cache. If bits is PLAIN, the result contains
+    numbers (B, H, n, G * D) instead of codes.
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:
@@ -90,9 +91,9 @@ def encode(
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Return the decoded numbers, (B, H, n * G, D) float32, or float64 for float64 scales.
+    """Decode codes to numbers, (B, H, n * G, D) in float32, or in float64 for float64 scales.
 
-    Codes and scales are those that `encode` returns.
+    Codes and scales are as `encode` returns them.
     """
     kind = wide(scales.dtype)
     if bits == PLAIN:
@@ -114,17 +115,17 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
 
 
 def is_per_head(k_or_v_scales: Tensor) -> bool:
-    """Return whether there is one scale per token and head."""
+    """Return whether these scales have one number per token and head."""
     return k_or_v_scales.shape[-1] == 1
 
 
 def scheme_of(k_or_v_scales: Tensor) -> str:
-    """Return the scheme of a cache with these scales."""
+    """Return the quantization scheme of a cache that has these scales."""
     return "per_head" if is_per_head(k_or_v_scales) else "kivi"
 
 
 def require_room(length: int, new: int, limit: int) -> None:
-    """Raise an error if `new` more tokens do not fit into a cache."""
+    """Raise an error if a cache has no space for `new` more tokens."""
     if length + new > limit:
         raise IndexError(
             f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
@@ -133,7 +134,7 @@ def require_room(length: int, new: int, limit: int) -> None:
 
 
 def groups_due(waiting: int, window: int, group: int) -> int:
-    """Return how many groups must be encoded, of the tokens in the window."""
+    """Return how many groups of the window's tokens must be encoded."""
     return max(0, (waiting - window) // group + 1) if waiting >= window else 0  # (192, 192, 64): 1
 
 
@@ -142,7 +143,7 @@ def append(
 ) -> None:
     """Append tokens, (B, H, T, D), and encode groups of tokens that are old enough.
 
-    The last `recent` tokens are never encoded; the cache can contain at most `limit` tokens.
+    The latest `recent` tokens are never encoded; the cache can contain at most `limit` tokens.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     window, new = k_window.shape[2], k.shape[2]
@@ -178,7 +179,7 @@ def append(
 
 
 def kept_until(places: Tensor, positions: Tensor) -> Tensor:
-    """Return which positions are kept tokens or lie before the first of them, (B, H or 1, n)."""
+    """Return which positions, (B, H or 1, n), are exact first tokens or padding before them."""
     if places.shape[2] == 0:
         return torch.zeros(1, 1, positions.numel(), dtype=torch.bool, device=positions.device)
     return positions < places[:, :, :1] + places.shape[2]
@@ -204,7 +205,7 @@ def view(
     # are None in the lower layer, and there is one kind of each if only values are merged
     maps: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values as a static cache would have them, with zeros in empty positions.
+    """Return keys and values as a static cache would contain them, with zeros in empty positions.
 
     Keys and values are (B, H, N, D) in the dtype of the window.
     """
@@ -252,10 +253,10 @@ def attend(
     bits: int,  # likewise
     maps: Sequence[Tensor | None] = (None, None, None),  # likewise
 ) -> Tensor:
-    """Return attention of one query per sequence to all tokens of the cache that `mask` does not
-    hide.
+    """Return the attention of one query per sequence over all tokens of the cache that `mask` does
+    not hide.
 
-    A query that may attend to no key gets zeros.
+    If a mask hides all keys from a query, the result for it is zero.
     """
     batch, heads, _, depth = q.shape
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])

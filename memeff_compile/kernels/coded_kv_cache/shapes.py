@@ -1,7 +1,8 @@
-"""Choose how the engine `codes` divides the work: programs per sequence and head, warps and stages.
+"""Choose how the implementation `codes` divides the work: programs per sequence and head, warps and
+pipeline stages.
 
-These sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
-valid as the cache fills up.
+The chosen sizes depend on static sizes, not on the number of cached tokens, so a launch in a CUDA
+graph stays valid as the cache fills up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes for which a launch of the attention kernel is compiled."""
+    """The compile-time sizes of the attention kernel."""
 
     warps: int  # warps per program
     stages: int  # turns in flight
@@ -27,11 +28,12 @@ class Shapes:
 
 
 def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shapes:
-    """Return the sizes of a launch for a head dimension, bits, and query heads per key-value head.
+    """Return the sizes of a launch, given the head dimension, the bits, and the number of query
+    heads per key-value head.
 
     A launch has one or two warps, or few rows, so that Triton uses the tensor-core instructions for
-    single warps. Triton's instructions for four warps gave wrong results on 16 rows. The sizes were
-    chosen by `benchmarks/ops/coded_kv.py --part sweep` on an H200.
+    a single warp. For 16 rows, Triton's tensor-core instructions for four warps gave wrong results.
+    These sizes were the fastest in `benchmarks/ops/coded_kv.py --part sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
@@ -43,40 +45,43 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
 
 def rows_for(repeat: int) -> int:
-    """Return the number of rows in a tile for `repeat` query heads per key-value head: 8 for 4
+    """Return the number of rows of a tile for `repeat` query heads per key-value head: 8 for 4
     heads, 16 for 12."""
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 
 def halves_for(repeat: int, bits: int) -> int:
-    """Return how many groups share the columns of a tile: two if the heads fill at most half of it.
+    """Return how many groups of tokens share the columns of a tile: two if the query heads fill at
+    most half of it.
 
-    With codes of 8 bits, tiles take more shared memory, and one group at a time was faster.
+    With 8-bit codes, tiles take more shared memory, and one group at a time was faster.
     """
     return 2 if 2 * repeat <= rows_for(repeat) and bits != 8 else 1
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:
-    """Return how many channels one product covers: those whose codes share bytes, or a scale."""
+    """Return how many channels one product covers: those whose codes share bytes or share a
+    scale."""
     if bits == 8:
         return channels
     return depth // 4 if bits == 3 else depth * bits // 8
 
 
 def splits_for(pairs: int, groups: int, slots: int) -> int:
-    """Return the number of programs that share the groups of one sequence and key-value head.
+    """Return the number of programs among which the groups of one sequence and key-value head are
+    divided.
 
-    The arguments are the number of `pairs` of sequence and head, the number of groups that fit into
-    the cache, and the number of programs that run at once. The result is 64 for (8, 510, 528) and 3
-    for (1024, 510, 528).
+    The arguments are the number of `pairs` (sequence and head), the number of groups that fit into
+    the cache, and the number of programs that the GPU runs at once. For example, the result is 64
+    for (8, 510, 528) and 3 for (1024, 510, 528).
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))
 
 
 def _cost(pairs: int, groups: int, splits: int, slots: int) -> float:
-    """Return the relative time of a launch, in units of one group. Programs beyond `slots` wait for
-    others to end."""
+    """Return the relative time of a launch, in multiples of the time for one group. The GPU runs
+    `slots` programs at once; further programs wait until others end."""
     waves = -(-pairs * splits // slots)
     filling = pairs * splits / slots
     rounds = waves if waves < 4 else filling + 0.5

@@ -1,11 +1,11 @@
-"""The engine `codes` of attention over a coded cache: several programs share the codes. The engine
-needs CUDA, sm_80 or later.
+"""The attention implementation `codes`: several programs share the codes of a low-bit cache. This
+implementation needs a CUDA GPU of sm_80 or later.
 
-The CPU never waits for the GPU or reads a value from it, and the grid follows from static sizes, so
-calls can be captured in CUDA graphs and replayed while the cache fills up. Kernels use no atomic
-operations, so the same inputs give the same bits.
+The CPU never waits for the GPU or reads a value from it, and the launch grid depends only on static
+sizes, so a CUDA graph can capture the calls and replay them while the cache fills up. The kernels
+use no atomic operations, so the same inputs give the same bits.
 
-No launch can be faster than reading the codes and their scales once.
+The lower bound of a launch's time is reading the codes and their scales once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of a launch: warps, stages, and programs per sequence and key-value head."""
+    """The parameters of a launch: warps, pipeline stages, and programs per sequence and key-value
+    head."""
 
     shapes: Shapes
     splits: int
@@ -38,15 +39,15 @@ class Plan:
 def plan_for(
     pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
 ) -> Plan:
-    """Return the launch parameters for `pairs` of sequence and key-value head; without a GPU, those
-    for an H200."""
+    """Return the launch parameters for a number of `pairs` (sequence and key-value head); without a
+    GPU, return those for an H200."""
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
 
 def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the norms of keys and values, (B, H, N) or None, in one tensor, copied only if
-    necessary."""
+    """Return the norms of keys and values, each (B, H, N) or None, in one tensor, which is a copy
+    only if necessary."""
     first, second = norms
     if first is None or second is None:
         return None
@@ -59,15 +60,16 @@ def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
-    """Return a mask, bool (B or 1, 1, 1, N) or None, as kernels take it: bytes and strides."""
+    """Return a mask, bool (B or 1, 1, 1, N) or None, as the kernels' arguments: bytes and
+    strides."""
     if mask is None:
         return like, 0, 0
     return mask.view(torch.uint8), 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3)
 
 
 def turned(q: Tensor, turns: Tensor) -> Tensor:
-    """Rotate queries (B, Hq, 1, D) as the maps (B, H, 2, D, D) have rotated keys; return (B, Hq, D)
-    fp32.
+    """Rotate queries (B, Hq, 1, D) in the same way as the maps (B, H, 2, D, D) have rotated keys;
+    return (B, Hq, D) in fp32.
     """
     from . import split_codes_kernels as kernels
 
@@ -92,9 +94,10 @@ CHUNK = 32
 
 
 def heads_at_once(q: Tensor, turns: Tensor) -> int:
-    """Return how many query heads (of B, Hq, ...) one program turns by a map of (B, H, ...).
+    """Return how many of the query heads (B, Hq, ...) one program rotates by a map (B, H, ...).
 
-    All heads of a map, so that it is read once, or one if the GPU would have too little to do.
+    The result is all query heads that share a map, so that the map is read once, or 1 if the GPU
+    would otherwise have too few programs.
     """
     batch, kv_heads, _, depth = turns.shape[:4]
     programs = batch * kv_heads * (depth // min(CHUNK, depth))
@@ -102,10 +105,10 @@ def heads_at_once(q: Tensor, turns: Tensor) -> int:
 
 
 def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the results, (B, 1, Hq, D), and the programs' fp32 partial results with their
-    statistics.
+    """Allocate the results, (B, 1, Hq, D), and fp32 buffers for the programs' partial results and
+    their softmax statistics.
 
-    If only one program works on each head, its partial result uses the memory of the results.
+    If one program computes all of a head, its partial result uses the memory of the results.
     """
     batch, heads, _, depth = q.shape
     out = q.new_empty((batch, 1, heads, depth))
@@ -124,7 +127,7 @@ def combine(
     maps: Sequence[Tensor | None] = (None, None, None),  # as of `reference.view`
     exact: int = 0,  # the last shares, of tokens that are not merged, if there are turns
 ) -> None:
-    """Combine the partial results of several programs into the result."""
+    """Combine the partial results of several programs into the final result."""
     from . import split_codes_kernels as kernels
 
     batch, _, heads, depth = out.shape
@@ -165,7 +168,7 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return attention of one query per sequence; the op has checked the shapes."""
+    """Return attention of one query per sequence; the op has already checked the shapes."""
     from . import split_codes_kernels as kernels
 
     k_codes, v_codes, k_scales, _, k_window, _, k_kept, _, _, counts = pool

@@ -1,26 +1,27 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""The two kernels of the engine `codes`: attention over a part of the cache, and the combination of
+"""The two kernels of the implementation `codes`: one attends to a share of the cache, one combines
 the partial results.
 
-Program i of n processes the steps i, i + n, i + 2n and so on, where a step is a few groups of
-codes. After the codes, the program processes tiles of the window and of the kept tokens in the same
-way. Scores have tokens as rows and query heads as columns: so keys and values are the left operand
-of their product, which is read as bytes and unpacked in registers, and eight query heads fill a
-tile. If the heads fill at most half of a tile, two groups share it (HALVES): first the columns of
-one group's queries, then those of the next group's. In each product only the columns of the
-product's own group count. After the products, each half is a separate partial result. Codes remain
-whole numbers: a key's scales multiply the query, a value's scales multiply the softmax weight, and
-zero points are added once per step. Softmax weights are summed token by token in registers and
-across tokens at the end, so a step has two reductions: the zero points of keys, and the largest
-score. The sums run in a fixed order.
+Program i of n processes steps i, i + n, i + 2n and so on, where a step is a few groups of codes.
+After the codes, the program processes tiles of the window and of the exact first tokens in the same
+order. Scores have tokens as rows and query heads as columns, so that keys and values are the left
+operand of their product: the kernel reads this operand as bytes and unpacks it in registers, and
+eight query heads fill a tile. If the query heads fill at most half of a tile, two groups of tokens
+share it (HALVES): the first half of the columns has the queries for one group, the second half
+those for the next group. In each product, only the columns for that product's group are used. At
+the end, the two halves are two separate partial results. Codes stay integers: the query is
+multiplied by the keys' scales, the softmax weight by the values' scales, and zero points are added
+once per step. Softmax weights are summed per token in registers, and across tokens only at the end,
+so a step has just two reductions: the zero points of keys, and the largest score. The sums run in a
+fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
-exact and very small; so in bf16, queries and weights are multiplied by 2 ** 64, and products by 2
-** 69. The interpreter cannot run these instructions, nor multiply bf16: there PACKED is off, and
-UPCAST widens operands to fp32.
+exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and
+products by 2 ** 69. Triton's interpreter cannot run these instructions or multiply bf16, so under
+the interpreter PACKED is off, and UPCAST widens operands to fp32.
 
-Names of axes: tokens run over one group, rows are the query heads of one key-value head, a part is
-the channels that one product covers.
+In variable names, tokens are those of one group, rows are the query heads of one key-value head,
+and a part is the block of channels that one product covers.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def _moved(name, source, right):
 
 @triton.constexpr_function
 def _take_two(BITS, PART, BYTE):
-    """Return assembly code that converts the codes of a part in either byte of two 16-bit words to
-    numbers. For 3-bit codes, the third bit comes from a second operand, and the last part is stored
-    separately.
+    """Return assembly code that converts the codes of one channel block, in either byte of two
+    16-bit words, to numbers. For 3-bit codes, the third bit comes from a second operand, and the
+    last channel block is stored separately.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS
@@ -78,7 +79,7 @@ def _two_high(raw, high, ASM: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _code_of(raw, high, PLACE: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
-    """Return the codes at one bit position of 16-bit words, as numbers of a given type."""
+    """Return the codes at one bit position of 16-bit words, converted to a given dtype."""
     if BITS == 3:
         HIGH_PLACE: tl.constexpr = PLACE // 8 * 8 + (PLACE + 2) % 8
         code = ((raw >> PLACE) & 3) | (((high >> HIGH_PLACE) & 1) << 2)
@@ -98,10 +99,10 @@ def _numbers(
     COLUMNS: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """Return the codes of a part as numbers, (ROWS, COLUMNS): first those of even bytes, then those
-    of odd ones.
+    """Return the codes of one channel block as numbers, (ROWS, COLUMNS): first those of even bytes,
+    then those of odd bytes.
 
-    With PACKED, the numbers are very small, scaled as `_take_two` says.
+    With PACKED, the numbers are scaled down as `_take_two` describes.
     """
     if not C.PACKED:
         even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
@@ -119,7 +120,8 @@ def _numbers(
 def _all_numbers(
     raw, high, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, kind: tl.constexpr
 ):
-    """Return the codes of all parts of keys, one part after the other, (ROWS, COLUMNS)."""
+    """Return the codes of all channel blocks of keys as numbers, (ROWS, COLUMNS), one block after
+    another."""
     PARTS: tl.constexpr = 8 // C.BITS if C.BITS != 3 else 4
     WIDTH: tl.constexpr = COLUMNS // PARTS
     first = _numbers(raw, high, 0, C, C.BITS, ROWS, WIDTH, kind)
@@ -154,7 +156,7 @@ _NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
 @triton.jit
 def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
-    """Return x converted to a type; with PACKED, two numbers are converted at a time."""
+    """Return x converted to a dtype; with PACKED, two numbers are converted at a time."""
     if not PACKED:
         found = x.to(kind)
     elif kind == tl.bfloat16:
@@ -170,9 +172,9 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _pair_of(base, place):
-    """Return two neighbouring numbers in fp32; if they have 16 bits, one load reads both.
+    """Return two neighbouring numbers in fp32; 16-bit numbers are read with one load.
 
-    Triton does not prefetch loads of less than four bytes, and waiting for them would take longer
+    Triton does not prefetch loads of less than four bytes, and waiting for such a load takes longer
     than the rest of a loop iteration.
     """
     kind: tl.constexpr = base.dtype.element_ty
@@ -192,7 +194,7 @@ def _pair_of(base, place):
 
 @triton.jit
 def _seen(mask, batch, position, is_seen, mask_count):
-    """Return which positions the mask does not hide."""
+    """Return which positions the attention mask leaves visible."""
     mask_ptr, stride_batch, stride_key = mask
     found = tl.load(
         mask_ptr + batch * stride_batch + position.to(tl.int64) * stride_key,
@@ -212,7 +214,8 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """Return one vector for each half of the columns, as (tokens, columns) or (tokens, 1)."""
+    """Return one vector per half of the columns, as (tokens, columns), or as (tokens, 1) without
+    halves."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:
@@ -222,7 +225,8 @@ def _choose(vectors, half, HALVES: tl.constexpr):
 
 @triton.jit
 def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
-    """Return the high bits of the first tokens of all pairs, then those of the second tokens."""
+    """Return the high bits of the first token of every pair, followed by those of the second token
+    of every pair."""
     if PACKED:
         second = tl.inline_asm_elementwise(
             _SECOND, "=r,r", [high], dtype=tl.uint16, is_pure=True, pack=2
@@ -247,7 +251,7 @@ def _attend_exact(
     sums,
     C: tl.constexpr,
 ):
-    """Add a tile of tokens that are not in codes to the partial result."""
+    """Add a tile of tokens that are stored exactly to the partial result."""
     PARTS: tl.constexpr = C.DEPTH // C.WIDTH
     LANES: tl.constexpr = C.ROWS // C.HALVES
     k_base, v_base = bases
@@ -642,7 +646,7 @@ def _coded_kv_cache_split_codes_attention_kernel(
 
 @triton.jit
 def _store_share(state, share_ptr, stat_ptr, place, is_row, stat_count, C: tl.constexpr):
-    """Store a program's sums, its largest score and its sum of weights."""
+    """Store a program's weighted sums, its largest score and its sum of softmax weights."""
     largest, total, accs = state
     width = tl.arange(0, C.WIDTH)
     is_there = is_row & (largest != float("-inf"))
@@ -696,8 +700,8 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     AT_ONCE: tl.constexpr,  # rows that one program turns by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
-    """Combine partial results, and rotate the merged tokens' part of the result back to the layer's
-    own axes."""
+    """Combine partial results, and rotate the part of the result that comes from merged tokens back
+    to the layer's own axes."""
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)

@@ -1,8 +1,8 @@
-"""The engine `rows` of attention: it reads directions that two layers share, without codes. The
-engine needs CUDA, sm_80 or later.
+"""The attention implementation `rows`: it reads directions that two layers share, stored without
+codes. This implementation needs a CUDA GPU of sm_80 or later.
 
-This engine works like `codes`, with numbers instead of codes: the CPU never waits for the GPU, the
-grid follows from static sizes, and kernels use no atomic operations.
+The implementation `rows` works like `codes`, on numbers instead of codes: the CPU never waits for
+the GPU, the launch grid depends only on static sizes, and kernels use no atomic operations.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Plan:
 def plan_for(repeat: int) -> Plan:
     """Return the launch parameters for `repeat` query heads per key-value head.
 
-    These parameters were the fastest of those measured on an H200 with 16 sequences of 32,768
-    tokens. Larger tiles and more stages were at least 0.3 % slower.
+    The returned parameters were the fastest on an H200 with 16 sequences of 32,768 tokens. In that
+    measurement, larger tiles and more pipeline stages were at least 0.3 % slower.
     """
     return Plan(64, 4 if rows_for(repeat) == MIN_ROWS else 2, 2, 3)
 
@@ -52,7 +52,7 @@ def attend(
     splits: int | None = None,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return attention of one query per sequence; the op has checked the shapes."""
+    """Return attention of one query per sequence; the op has already checked the shapes."""
     from . import split_rows_kernels
 
     rows = Pool(*pool)._replace(k_scales=None, v_scales=None)

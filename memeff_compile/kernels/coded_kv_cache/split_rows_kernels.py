@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels of the engine `rows`: attention over directions that are not in codes, each with a
-length.
+"""Kernels of the implementation `rows`: attention over shared directions that are not encoded, each
+with a length.
 
-Program i of n processes the tiles i, i + n and so on of the directions, then those of the window
-and of the kept rows, all in one softmax. A key's length multiplies its score; a value's length
+Program i of n processes tiles i, i + n and so on of the directions, then those of the window and of
+the unmerged rows, all in one softmax. A key's length multiplies its score; a value's length
 multiplies its softmax weight. Scores have tokens as rows and query heads as columns, as in
 `split_codes_kernels`, whose second kernel combines the partial results.
 """
@@ -157,7 +157,7 @@ def _coded_kv_cache_split_rows_attention_kernel(
 
 @triton.jit
 def _store_share(sums, share_ptr, stat_ptr, place, is_row, stat_count, C: tl.constexpr):
-    """Store a program's sums, its largest score and its sum of weights."""
+    """Store a program's weighted sums, its largest score and its sum of softmax weights."""
     largest, total, acc = sums
     tl.store(
         share_ptr + place[None, :] * C.DEPTH + tl.arange(0, C.DEPTH)[:, None],

@@ -1,8 +1,7 @@
 """Compress bf16 weights without loss by coding their exponents (NeuZip, arXiv 2410.20650).
 
-In a bf16 weight, sign and mantissa are close to noise, and the 8 bits of the exponent carry 2.5 to
-2.9 bits of information. Each of three codecs stores the exponent in fewer bits and restores it bit
-for bit:
+In a bf16 weight, the sign and mantissa bits are almost random, and the 8 exponent bits carry 2.5 to
+2.9 bits of information. Three codecs store the exponent in fewer bits and restore it exactly:
 
     win4   4 bits in a window of 15 exponents: fastest, about 12.0 bits per weight
     tier   2, 4 or 8 bits; fewer for frequent exponents: about 10.7 to 11.1 bits

@@ -1,10 +1,10 @@
-"""The engine `triton` of coded weights: launches of the codecs' kernels. The engine needs CUDA,
-sm_80 or later.
+"""The GPU implementation `triton` of compressed weights: it launches the kernels of all codecs.
+This implementation needs a CUDA GPU of sm_80 or later.
 
-When a weight is encoded, the CPU reads the lengths of its lists from the GPU. If the lists exist
-already, the CPU reads the lengths later (`Outcome`), and so does not wait for the GPU. For decoding
-and products the CPU reads no value, so they can be captured in CUDA graphs. Kernels use no atomic
-operations for sums, so the same inputs give the same bits.
+When a weight is encoded, the CPU reads the lengths of the weight's lists from the GPU. If memory
+for these lists is already allocated, the CPU reads the lengths later (`Outcome`), and does not wait
+for the GPU. Decoding and products read no value on the CPU, so a CUDA graph can capture them. The
+kernels sum without atomic operations, so the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from .reference import STREAM_TAIL, as_patterns, move, rans_table
 
 @dataclass(frozen=True)
 class Room:
-    """Spare memory for later encodings, in the lists whose length depends on the weight's
-    values."""
+    """Spare memory for later encodings of a weight, in the lists whose length depends on the
+    weight's values."""
 
     share: float = 0.0  # more than is needed now, as a share of it
     least: int = 0  # more than is needed now, in elements
 
     def length(self, needed: int) -> int:
-        """Return how many elements to allocate if `needed` of them are used."""
+        """Return how many elements to allocate for a list if `needed` of them are used."""
         return needed + max(math.ceil(needed * self.share), self.least)
 
 
@@ -64,7 +64,8 @@ def kernel_of(module: str, name: str) -> Any:
 
 @cache
 def _settings(*given: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Return the number of warps and the constants as `launch_plain` takes them, and their name."""
+    """Return the number of warps, the constants in the form that `launch_plain` takes, and the name
+    of these settings."""
     warps, *constants = given
     return {**dict(constants), "num_warps": warps}, given
 
@@ -91,14 +92,15 @@ def _run_often(
     warps: int,
     *constants: tuple[str, Any],
 ) -> None:
-    """Run a kernel like `_run`, with less host time: a training step calls this 1,000 times."""
+    """Run a kernel like `_run`, but with less host time, because a training step calls this 1,000
+    times."""
     settings, name = _settings(warps, *constants)
     with on_device(tensors[0]):
         launch_plain(kernel_of(module, kernel), (grid,), tensors, numbers, settings, name)
 
 
 class Step(NamedTuple):
-    """The numbers of one step of `torch.optim.SGD` without momentum."""
+    """The numbers of one step of `torch.optim.SGD` without momentum, such as the learning rate."""
 
     rate: float  # learning rate
     decay: float = 0.0  # weight decay
@@ -109,14 +111,14 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return how many 16-bit numbers the spill buffer for so many weights needs."""
+    """Return how many 16-bit numbers the spill buffer for a weight of this size needs."""
     return HEADING + padded(count)
 
 
 class Outcome:
-    """Whether the codes of a weight fitted into the existing lists.
+    """The result of encoding into existing lists: whether the codes fitted.
 
-    The CPU knows this once the GPU has run the kernels.
+    The CPU knows the result only after the GPU has run the kernels.
     """
 
     def __init__(
@@ -125,16 +127,16 @@ class Outcome:
         rooms: Sequence[int],  # those they have
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
-        """Store the needed and the available lengths of the lists, and the spill buffer."""
+        """Store the needed and the available list lengths, and the spill buffer."""
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Launch a copy of the new value to the spill buffer in case its codes do not fit; then the
-        value may be freed.
+        """Launch a copy of the new value to the spill buffer, which is used if its codes do not
+        fit; afterwards the value may be freed.
 
-        The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory; in
-        addition to the value, it has space for a header.
+        The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory; it has
+        space for a header in addition to the value.
         """
         rooms = (*self._rooms, 0, 0)[:3]
         tensors = (value.view(-1).view(torch.int16), self._needed, refuge)
@@ -146,7 +148,7 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Start to copy the lengths to the CPU, without waiting for the copy."""
+        """Start to copy the needed lengths to the CPU, without waiting for the copy."""
         with on_device(self._needed):
             if self._needed.is_cuda:
                 self._event = torch.cuda.Event()
@@ -168,10 +170,10 @@ class Outcome:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return a spill buffer: CPU memory for ``count`` weights to which kernels on a GPU can write.
+    """Return a spill buffer: CPU memory for ``count`` weights that GPU kernels can write to.
 
-    The buffer is int16 and pinned. Return None if no pinned memory is available, or if a trial
-    shows that the GPU does not write to it.
+    The spill buffer has dtype int16 and is pinned. Return None if no pinned memory is available, or
+    if a trial shows that the GPU does not write to it.
     """
     try:
         refuge = torch.zeros(count, dtype=torch.int16, pin_memory=True)
@@ -191,7 +193,8 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int32, in every `every`-th run."""
+    """Return how often each of the 256 exponents occurs, as int32; only every `every`-th run of
+    weights is counted."""
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (
         -(-patterns.numel() // (RUN * every)),
@@ -205,10 +208,11 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
 
 
 def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
-    """Return the parts of a code for a bf16 weight that is not empty, in the order of a lossless
+    """Return the tensors that encode a nonempty bf16 weight, in the order of a lossless
     `form.parts`.
 
-    If the parts have spare memory, `encode_soon` can encode later values of the weight into them.
+    If these tensors have spare memory, `encode_soon` can encode later values of the weight into
+    them.
     """
     patterns = as_patterns(weight)
     if form.codec == "win4":
@@ -230,11 +234,11 @@ def encode_soon(
     refuge: Tensor | None = None,  # spill buffer for `Outcome.shelter`
     counts: Tensor | None = None,  # the result of `step`, if that made the weight
 ) -> Outcome | bool:
-    """Encode a new value of a weight into the existing parts, with the existing windows.
+    """Encode a new value of a weight into its existing tensors, with the existing exponent windows.
 
-    Return whether the codes fitted, or an `Outcome` if the codec does not wait for the GPU. If the
-    codes did not fit, the parts are invalid, and only the spill buffer, if there is one, has the
-    weight.
+    Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
+    GPU. If the codes did not fit, the tensors are invalid, and only the spill buffer, if there is
+    one, contains the weight.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
@@ -254,10 +258,11 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes and signs of a weight; with a `step`, those of the updated weight.
+    """Write the codes and signs of a weight; with a `step`, write those of the weight after the
+    optimizer step.
 
-    Return the counts of patches that `_list_win4` takes. The lists of old patches are read only if
-    there is a step.
+    Return the counts of patches (exponents outside of the window) that `_list_win4` takes. The
+    lists of old patches are read only with a `step`.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -301,7 +306,7 @@ def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
 
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
-    """Return where each chunk of weights starts in the streams and in the list of patches."""
+    """Return where each chunk of weights begins in the bit streams and in the list of patches."""
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     tensors = (patterns, header, counts)
@@ -313,7 +318,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches, (starts, positions, values), whose starts were written before."""
+    """Fill a list of patches, (starts, positions, values), whose starts are already written."""
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
         tensors, sizes = (patterns, header, *lists), (4, ("BLOCK", 1024))
@@ -323,7 +328,7 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write codes and signs into streams of zeros, whose starts were written before."""
+    """Write codes and signs into zeroed bit streams, whose starts are already written."""
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
@@ -391,7 +396,8 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
 
 
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
-    """Return the bf16 weight of this shape; the memory of the result may be slightly larger."""
+    """Return the decoded bf16 weight; the memory of the result may be slightly larger than the
+    weight."""
     count = math.prod(shape)
     if count == padded(count):
         out = torch.empty(tuple(shape), dtype=torch.bfloat16, device=parts[0].device)
@@ -403,7 +409,7 @@ def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tenso
 
 
 def steps(form: Format, gradient: Tensor) -> bool:
-    """Return whether `step` can write to the memory of this gradient."""
+    """Return whether `step` can write to the memory of a gradient."""
     return (
         form.is_lossless
         and gradient.dtype == torch.bfloat16
@@ -414,12 +420,13 @@ def steps(form: Format, gradient: Tensor) -> bool:
 
 
 def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> Tensor | None:
-    """Replace a gradient by the updated weight, in the gradient's memory.
+    """Overwrite a gradient with the updated weight, in the gradient's memory.
 
-    The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. Afterwards the
-    parts do not contain a weight until `encode_soon` has encoded the new one into them; pass it
-    this function's result. The format must be lossless, and `steps` must have returned True for the
-    gradient. If memory runs out, no part was changed.
+    The updated weight equals, bit for bit, that of `torch.optim.SGD` on the decoded weight on the
+    same GPU. Afterwards the coded tensors contain no weight until `encode_soon` has encoded the new
+    one into them; pass this function's result to `encode_soon`. The codec must be lossless, and
+    `steps` must have returned True for the gradient. If memory runs out, this function raises an
+    error and has changed no coded tensor.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)
@@ -431,14 +438,16 @@ _Constants: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
-    """Return the numbers and the constants of an optimizer step, as kernels take them."""
+    """Return the numbers and the compile-time constants of an optimizer step, as kernels take
+    them."""
     if by is None:
         return (0.0, 0.0), (("STEP", False), ("HAS_DECAY", False))
     return (-float(by.rate), float(by.decay)), (("STEP", True), ("HAS_DECAY", by.decay != 0))
 
 
 def _decoding(codec: str) -> tuple[int, int, _Constants]:
-    """Return how many weights one program decodes, its number of warps, and its constants."""
+    """Return how many weights one decoding program handles, its number of warps, and its
+    constants."""
     patches = ("PATCHES", shapes.PATCHES)
     if codec == "win4":
         words = shapes.WIN4_DECODE_WORDS
@@ -449,10 +458,10 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the bit patterns of a weight to a buffer of whole chunks, and zeros after them.
+    """Write the decoded bit patterns of a weight to a buffer of whole chunks, followed by zeros.
 
-    With a step, the buffer contains a gradient and receives the updated weight; a win4 weight is
-    updated while it is encoded. The numbers in the buffer have 16 bits.
+    With an optimizer step, the buffer first contains a gradient and then the updated weight; for
+    win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit numbers.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -481,7 +490,7 @@ def fuses(
     *,
     trains: bool = False,  # a gradient is needed: products then have the dense layer's bits
 ) -> bool:
-    """Return whether a product with this many tokens decodes the weight inside the kernel."""
+    """Return whether the kernel of a product with this many tokens decodes the weight itself."""
     if trains or form.family != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:
@@ -493,10 +502,10 @@ WIN4 = Format("win4")
 
 
 class _Product(NamedTuple):
-    """The operands of a product with a coded weight.
+    """The operands of a product with a compressed weight.
 
-    The operands are the tokens, the parts of a code, a bias, the weight's shape (N, K), and its
-    format.
+    The operands are the tokens, the coded tensors, a bias, the weight's shape (N, K), and its
+    codec.
     """
 
     x: Tensor
@@ -506,7 +515,8 @@ class _Product(NamedTuple):
     form: Format
 
     def operand(self, out: Tensor) -> Multiplied:
-        """Return the weight as kernels take it, and a tensor for its result."""
+        """Return the arguments of a kernel that describe the weight, and a tensor for its
+        result."""
         norms = self.parts[-1:] if self.form.is_lossless else ()  # which are not read then
         bias = out if self.bias is None else self.bias
         return Multiplied._make((*self.parts, *norms, bias, out, self.shape[0]))
@@ -547,8 +557,8 @@ Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
 def setting_of(
     tokens: int, shape: Sequence[int], device: torch.device, form: Format = WIN4
 ) -> Setting | None:
-    """Return the tile of a product whose kernel decodes the weight, or None if the weight is
-    decoded before."""
+    """Return the tile of a product whose kernel decodes the weight, or None if the weight must be
+    decoded first."""
     (rows, columns), count = shape, processors(device)
     has_matrix = device.type == "cuda" and has_gluon()
     if tokens == 1 and (form.is_lossless or not has_matrix):
@@ -569,7 +579,7 @@ def _row_tile(rows: int, processors: int, form: Format) -> shapes.RowTile:
 
 
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
-    """Multiply one token by one weight, or by two or three in one launch."""
+    """Multiply one token by one weight, or by two or three weights in one launch."""
     x, count, form = several[0].x, len(several), several[0].form
     outs = [x.new_empty((1, each.shape[0])) for each in several]
     found = [_multiplied(*each) for each in zip(several, outs, tiles, strict=True)]
@@ -594,7 +604,8 @@ def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> li
 def _multiplied(
     given: _Product, out: Tensor, tile: shapes.RowTile
 ) -> tuple[Multiplied, tuple[int, ...]]:
-    """Return a weight as kernels for one token take it, with the constants of its tile."""
+    """Return the kernel arguments for a weight that is multiplied by one token, with the constants
+    of its tile."""
     (rows, columns), bias = given.shape, given.bias
     is_even = rows % tile.rows == 0 and columns % (8 * tile.words) == 0
     return given.operand(out), tile.constants(columns, has_bias=bias is not None, is_even=is_even)
@@ -613,7 +624,7 @@ def products(
 ) -> list[Tensor]:
     """Multiply one token by several win4 weights in one launch: (1, N) bf16 for each.
 
-    Each weight uses the same tiles as in `product`, so the results have the same bits.
+    Each weight uses the same tiles as in `product`, so the results are equal bit for bit.
     """
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [setting_of(1, shape, x.device, form) for shape in sizes]
@@ -628,7 +639,7 @@ def products(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return x, or a copy if its memory cannot be read as 32-bit words."""
+    """Return x, or a copy of x if its memory cannot be read as 32-bit words."""
     flat = x.contiguous().view(-1)  # a single row may have any stride
     flat = flat.clone() if flat.storage_offset() % 2 or flat.data_ptr() % 4 else flat
     return flat.view(x.shape)
@@ -640,7 +651,7 @@ _TOKEN_KERNELS = ("_coded_weight_token_win4_kernel", "_coded_weight_token_win4_s
 
 
 def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor]:
-    """Multiply a few tokens by one weight, or by two or three in one launch."""
+    """Multiply a few tokens by one weight, or by two or three weights in one launch."""
     x, count, form = several[0].x, len(several), several[0].form
     tokens, groups = x.shape[0], x.shape[1] // GROUP
     outs = [x.new_empty((tokens, each.shape[0])) for each in several]
@@ -680,8 +691,8 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
 
 
 def _add(shares: Tensor, out: Tensor) -> Tensor:
-    """Add up the partial sums of programs, (splits, M, columns), and write them to the last columns
-    of (M, N)."""
+    """Add the programs' partial sums, (splits, M, columns), and write the totals to the last
+    columns of (M, N)."""
     size, block = shares[0].numel(), shapes.SUM_BLOCK
     grid, sizes = (-(-size // block),), {"SPLITS": shares.shape[0], "BLOCK": block}
     operands = (shares, out, size, shares.shape[2], out.shape[1])
@@ -734,7 +745,7 @@ def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x with its columns in the order in which the wide kernel reads them, and its
     transpose.
 
-    The transpose is padded to a multiple of sixteen tokens, with arbitrary values.
+    The transpose is padded to a multiple of sixteen tokens; the padding contains arbitrary values.
     """
     tokens, columns = x.shape
     groups, stride, width = columns // GROUP, -(-tokens // 16) * 16, shapes.ORDERED_TOKENS

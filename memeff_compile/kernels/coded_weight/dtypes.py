@@ -1,8 +1,9 @@
-"""Weights of fp32 and fp16: their upper bits are coded as bf16 patterns, the other bits are stored.
+"""Compress fp32 and fp16 weights: their upper bits are encoded like bf16 weights, and the other
+bits are stored unchanged.
 
-The upper 16 bits of an fp32 number are a bf16 number. An fp16 number has 5 bits of exponent and 10
-of mantissa; with its sign, the exponent and the upper 7 bits of mantissa it becomes the pattern of
-a bf16 number with a small exponent. So codecs see bf16 weights only, and every bit is restored.
+The upper 16 bits of an fp32 number form a bf16 number. An fp16 number has 5 exponent bits and 10
+mantissa bits; its sign, its exponent and its upper 7 mantissa bits form a bf16 number with a small
+exponent. So a codec only handles bf16 weights, and decoding restores every bit.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ RUN = 1 << 23
 
 
 def dtype_of(form: Format) -> torch.dtype:
-    """Return the dtype of decoded weights."""
+    """Return the dtype that a weight has after decoding."""
     return DTYPES[form.dtype]
 
 
 def split(weight: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Return the bf16 weight that a codec encodes, and the remaining bits."""
+    """Return the bf16 weight for the codec, and the remaining bits."""
     flat = weight.detach().contiguous().reshape(-1)
     if form.dtype == "fp32":
         halves = flat.view(torch.int16).view(-1, 2)  # the lower bits come first
@@ -42,7 +43,7 @@ def split(weight: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def join(upper: Tensor, rest: Tensor, form: Format, shape: Sequence[int]) -> Tensor:
-    """Return the weight from the result of `split`."""
+    """Return the weight that `split` separated."""
     patterns = upper.reshape(-1).view(torch.int16)
     count = math.prod(shape)
     if form.dtype == "fp32":

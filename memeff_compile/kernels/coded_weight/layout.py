@@ -1,14 +1,12 @@
-"""Describe how a bf16 weight is split into parts, and name the parts of each codec.
+"""Describe into which tensors each codec splits a bf16 weight, and name them.
 
 A weight is read in row-major order, as a flat run of 16-bit patterns padded with zeros to whole
-chunks. Every codec keeps the sign and the mantissa of each pattern as one byte, and codes the
-exponent. All codecs use the same order inside a group of 256 weights, so that one 32-bit word holds
-two neighbouring weights, which a kernel rebuilds at once:
+chunks. Every codec stores the sign and mantissa of each pattern as one byte, and encodes the
+exponent. All codecs use this order inside a group of 256 weights, so that a kernel rebuilds two
+neighbouring weights at once, in one 32-bit word:
 
-    group[64 * q + 2 * j + h]  is  half h of the pair q (0 to 3) of lane j (0 to 31)
-
-Two neighbouring weights form one 32-bit word of the decoded weight. Neighbouring lanes of a warp
-read neighbouring words of every buffer.
+    group[64 * q + 2 * j + h] is half h of pair q (0 to 3) of lane j (0 to 31) Neighbouring lanes of
+a warp read neighbouring words of every buffer.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """A win4 weight as kernels for one token take it."""
+    """The description of a win4 weight that kernels for one token take."""
 
     # header, codes, starts, places, patterns, signs, norms: its parts; the patterns are values
     header: Any
@@ -79,7 +77,7 @@ class Multiplied(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """The settings that a codec's name contains."""
+    """The settings of a codec, which its name contains."""
 
     codec: str  # how exponents are coded, one of `CODECS`
     mantissa: int = MANTISSA_BITS  # mantissa bits kept; 7 is lossless
@@ -88,19 +86,20 @@ class Format:
 
     @property
     def is_lossless(self) -> bool:
-        """Return whether decoding gives the same bits back."""
+        """Return whether decoding restores the same bits."""
         return self.mantissa == MANTISSA_BITS
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """Return the names of the tensors in a code, in order."""
+        """Return the names of the tensors that encode a weight, in order."""
         norms = () if self.is_lossless else ("norms",)
         rest = () if self.dtype == "bf16" else ("rest",)
         return (*_EXPONENTS[self.codec], "signs", *norms, *rest)
 
     @property
     def family(self) -> str:
-        """Return the name without mantissa bits and block: "tier", or "tier:fp32"."""
+        """Return the codec's name without mantissa bits and block size, such as "tier" or
+        "tier:fp32"."""
         return self.codec if self.dtype == "bf16" else f"{self.codec}:{self.dtype}"
 
     def __str__(self) -> str:
@@ -121,10 +120,10 @@ _FORMATS |= {
 
 
 def parse(name: str) -> Format:
-    """Return the format for a codec's name: "win4", or "win4:k3:b512" for a lossy mode.
+    """Return the settings that a codec's name contains: "win4", or "win4:k3:b512" for a lossy mode.
 
-    If a lossy name contains no block size, a block has 512 weights. For any other name, raise an
-    error.
+    If the name of a lossy mode contains no block size, a block has 512 weights. For any other name,
+    raise an error that lists the valid names.
     """
     if name not in _FORMATS:
         raise UnsupportedInputError(
@@ -137,21 +136,21 @@ def parse(name: str) -> Format:
 
 
 def padded(count: int) -> int:
-    """Return `count` rounded up to a multiple of both chunk sizes."""
+    """Return `count` rounded up to a multiple of each codec's chunk size."""
     return -(-count // RANS_CHUNK) * RANS_CHUNK
 
 
 def sampled(count: int) -> int:
-    """Return the stride between the runs of weights that win4 reads to choose a window: 1 reads all
-    of them."""
+    """Return the stride between the runs of weights that win4 samples to choose an exponent window;
+    1 means that it reads all weights."""
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
 
 def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int:
-    """Return the start of the window of `width` exponents that contains the most weights, given 256
-    counts of weights.
+    """Return the start of the window of `width` exponents that contains the most weights, given the
+    counts of all 256 exponents.
 
-    The start is between `first` and `last`, both included.
+    The start lies between `first` and `last`, both included.
     """
     sums = [sum(counts[start : start + width]) for start in range(first, last + 1)]
     return first + max(range(len(sums)), key=sums.__getitem__)
@@ -160,7 +159,7 @@ def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int
 def win4_header(counts: Sequence[int]) -> list[int]:
     """Return the exponent just below the window of 15 exponents that contains the most weights.
 
-    The result is below 128, so that 2^base is a float32 and one product rebuilds a weight.
+    The result is below 128, so that 2^result is a float32 number and one product rebuilds a weight.
     """
     return [best_window(counts, 15, 1, 128) - 1]
 
@@ -168,8 +167,8 @@ def win4_header(counts: Sequence[int]) -> list[int]:
 def tier_header(counts: Sequence[int]) -> list[int]:
     """Return the starts of three nested windows of 3, 6 and 21 exponents, in this order.
 
-    The distribution of exponents has one peak, so the 3, 6 and 21 most frequent ones are
-    neighbours, and an exponent is a start plus a code: no table is read.
+    The distribution of exponents has one peak, so the 3, 6 and 21 most frequent exponents are
+    neighbours; an exponent is a window's start plus a code, and no lookup table is needed.
     """
     wide = best_window(counts, 21, 1, 234)
     middle = best_window(counts, 6, wide, wide + 15)
@@ -178,8 +177,8 @@ def tier_header(counts: Sequence[int]) -> list[int]:
 
 
 def frequencies(counts: Sequence[int]) -> list[int]:
-    """Return how many of the entropy coder's 1024 slots each exponent gets, at least one if it
-    occurs."""
+    """Return how many of the entropy coder's 1024 slots each exponent gets; an exponent that occurs
+    gets at least one."""
     total, slots = sum(counts), 1 << RANS_BITS
     found = [max(1, round(count / total * slots)) if count else 0 for count in counts]
     while (surplus := sum(found) - slots) != 0:
@@ -197,17 +196,17 @@ PIECE_APART = 128
 
 
 def fits_one_piece(form: Format) -> bool:
-    """Return whether the parts of a code of this codec can be one allocation.
+    """Return whether one allocation can contain all tensors that encode a weight with this codec.
 
-    The position of each part then follows from the weight's size and the length of the allocation.
-    So a compiled graph, or a kernel for several weights, takes one tensor per weight instead of
-    six.
+    The position of each tensor then follows from the weight's size and the length of the
+    allocation. So a compiled graph, or a kernel for several weights, takes one tensor per weight
+    instead of six.
     """
     return form == Format("win4")
 
 
 def _piece_lists(count: int) -> int:
-    """Return the positions of a weight's lists inside the weight's allocation, in 32-bit words."""
+    """Return the positions of a weight's lists inside its allocation, in 32-bit words."""
     chunks = padded(count) // CHUNK
     starts = -(-(chunks + 1) // PIECE_APART) * PIECE_APART
     return PIECE_APART + 3 * chunks * (CHUNK // 8) + starts
@@ -220,15 +219,15 @@ def piece_words(count: int, room: int) -> int:
 
 
 def piece_room(count: int, words: int) -> int:
-    """Return how many patches fit into a weight's allocation of so many 32-bit words."""
+    """Return how many patches fit into a weight's allocation of this many 32-bit words."""
     return words - _piece_lists(count)
 
 
 def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
-    """Return the position of each part inside a weight's allocation, in 32-bit words, and its
-    length.
+    """Return the position and length of each coded tensor inside a weight's allocation, in 32-bit
+    words.
 
-    The parts are in the order of `Format.parts`; the lists of patches have two numbers per word.
+    The tensors are in the order of `Format.parts`; the lists of patches have two numbers per word.
     """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     signs = PIECE_APART + chunks * (CHUNK // 8)

@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply several tokens by win4 weights, in Gluon: codes become operands of tensor cores in
-registers.
+"""Multiply several tokens by win4 weights, in Gluon: a kernel decodes the codes to tensor-core
+operands in registers.
 
-A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights are in such
-words: pair words. Each thread loads only the codes of the weights that it passes to the tensor
-core, four words at a time, so threads exchange no data. The terms of a sum along K may come in any
-order, if the weights and x are permuted in the same way.
+A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights already form
+such words, called pair words. Each thread loads only the codes of the weights that it passes to the
+tensor core, four words at a time, so threads need not exchange data. The order of the terms of a
+sum along K is free, as long as the weights and x are permuted in the same way.
 
-Names of axes: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
+In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
+codes.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def _odd_bytes(word):
 
 @gluon.jit
 def _scaled_pair(pair, scale):
-    """Multiply both bf16 numbers in each pair word by those of another, and round.
+    """Multiply the two bf16 numbers in each pair word by the two of another pair word, and round.
 
-    To add -0.0 preserves the sign of zeros.
+    Adding -0.0 preserves the sign of zeros.
     """
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
@@ -58,7 +59,7 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the sign and mantissa fields of eight weights, those of both halves of a pair 16 bits
+    """Return the sign and mantissa fields of eight weights; the two fields of a pair are 16 bits
     apart."""
     word = word.to(gl.int32)
     if FIELD == 2:
@@ -70,7 +71,7 @@ def _spread(word, FIELD: gl.constexpr):
 
 @gluon.jit
 def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return a pair word without exponents, from fields of 1, 2 or 4 bits that are spread apart."""
+    """Return a pair word without exponents, from spread fields of 1, 2 or 4 bits."""
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -83,8 +84,8 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return a pair word of weights, with codes as their exponents; lossless fields are two
-    words."""
+    """Return a pair word of weights that has codes as exponents; for lossless weights the fields
+    are two words."""
     if FIELD == 8:
         word = fields[PAIR // 2]
         signs = _even_bytes(word) if PAIR % 2 == 0 else _odd_bytes(word)
@@ -96,7 +97,7 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
-    """Load the normalisers, 7 bits each, for one pair of groups, for both halves of the lanes."""
+    """Load the 7-bit normalisers of one pair of groups, for both halves of the lanes."""
     if C.BLOCK == 0:
         first = group  # which is not read
     else:
@@ -113,7 +114,7 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
-    """Return pair words of the normalisers times 2^base."""
+    """Return pair words that contain the normalisers times 2^base."""
     scale = power
     if C.BLOCK > 0:
         scale = power | (norms[0].to(gl.int32)[:, :, None] * 0x00010001)
@@ -125,7 +126,7 @@ def _scale(power, norms, lane, C: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
-    """Return pair words as bf16 along K, in the layout of an operand; no data moves between
+    """Return pair words as bf16 along K, in a tensor-core operand's layout; no data moves between
     registers."""
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -136,8 +137,8 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return the position of some rows (first chunk, number of chunks, position in the first
-    chunk), and the bounds of their patches.
+    """Return where some rows lie (first chunk, number of chunks, position in the first chunk), and
+    the bounds of their patches.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -151,8 +152,8 @@ def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 @gluon.jit
 def own_patches(mma: gl.constexpr, C: gl.constexpr):
-    """Return the layout of patches and the chunks that they are compared with, and each warp's
-    first patches, counted from the first.
+    """Return the layouts of patches and of the chunks with which they are compared, and the index
+    of each warp's first patches.
     """
     lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
     plain: gl.constexpr = gl.BlockedLayout(
@@ -165,7 +166,7 @@ def own_patches(mma: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def some_patches(each, end, places_ptr, values_ptr):
-    """Load positions and values of patches; the position is -1 from `end` on."""
+    """Load positions and values of patches; from `end` on, the position is -1."""
     place = gl.load(places_ptr + each, mask=each < end, other=-1).to(gl.int32)
     return place, gl.load(values_ptr + each, mask=each < end, other=0)
 
@@ -182,7 +183,8 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches of some rows; the warps share the work."""
+    """Add the products of x with the patches of some rows; the warps of a program share the
+    work."""
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -216,7 +218,7 @@ def patched(
 
 @gluon.jit
 def load_codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load the words of one group: codes, fields (two words of lossless ones), normalisers."""
+    """Load the words of one group: codes, fields (two words for lossless weights), normalisers."""
     codes_at, signs_at, norms_ptr, its_group = at
     pitch: gl.constexpr = 64 if C.FIELD == 8 else 32
     if IS_EVEN:
@@ -244,7 +246,7 @@ def load_codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _columns(at, is_token, IS_EVEN: gl.constexpr):
-    """Load columns of x."""
+    """Load some columns of x."""
     if IS_EVEN:
         return gl.load(at)
     return gl.load(at, mask=is_token, other=0.0)
@@ -265,7 +267,7 @@ def _matrix_tile(
     # HAS_ALL: TOKENS divides M and WARPS the groups
     # ROWS: 16, or a multiple
 ):
-    """Compute a tile of ROWS x TOKENS products; each warp sums over a part of the columns."""
+    """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns."""
     rows_count = weight.rows
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
@@ -377,7 +379,7 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return pair words of the normalisers of some rows times 2^base."""
+    """Return pair words that contain the normalisers of some rows times 2^base."""
     if C.BLOCK == 0:
         return power
     return power | (norm.to(gl.int32)[:, None] * 0x00010001)
@@ -385,9 +387,9 @@ def _row_scale(power, norm, C: gl.constexpr):
 
 @gluon.jit
 def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
-    """Load the normalisers, 7 bits each, for the four pairs of half a group, for some rows.
+    """Load the 7-bit normalisers of the four pairs of half a group, for some rows.
 
-    `first` is the group in which each row begins.
+    `first` is the index of the group in which each row begins.
     """
     norm_0 = first  # which is not read
     if C.BLOCK > 0:
@@ -405,8 +407,8 @@ def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
 
 @gluon.jit
 def _half_fields(slots, place, layout: gl.constexpr, C: gl.constexpr):
-    """Read the codes, and the sign and mantissa fields, of half a group from shared memory;
-    lossless fields are two words."""
+    """Read the codes and the sign and mantissa fields of half a group from shared memory; for
+    lossless weights, the fields are two words."""
     code = slots[0].index(place).load(layout)
     sign = slots[1].index(place).load(layout)
     if C.FIELD == 8:
@@ -440,15 +442,15 @@ def _fetch_codes(descs, code_bars, slots, place, half, row, wanted, C: gl.conste
 
 @gluon.jit
 def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
-    """Start copying a step of columns of x to shared memory."""
+    """Start copying one pipeline step's columns of x to shared memory."""
     bar, slot = bars.index(place), slots.index(place)
     load_tile(x_desc, [token, step * 64], bar, slot, pred=wanted)
 
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load NOTED patches from `begin` on before they are needed, so that later steps do not wait
-    for them.
+    """Load NOTED patches, from `begin` on, before they are needed, so that later pipeline steps do
+    not wait for them.
 
     Positions after the last patch are -1.
     """
@@ -469,7 +471,7 @@ def _note_patches(
     row_length,
     C: gl.constexpr,
 ):
-    """Store the rows, columns and values of patches in shared memory."""
+    """Store the rows, columns and values of the loaded patches in shared memory."""
     rows_note, columns_note, values_note = notes
     chunk, chunks, inside, _, _ = found
     each, place, value = loaded
@@ -505,7 +507,7 @@ def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.cons
 
 @gluon.jit
 def _store(result, ptr, first_row, rows_count, first_token, tokens_count, pitch):
-    """Store a tile of ROWS x TOKENS results to (M, pitch)."""
+    """Store a tile of ROWS x TOKENS results in the output of shape (M, pitch)."""
     layout: gl.constexpr = result.type.layout
     row = first_row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, layout))
     token = first_token + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, layout))
@@ -535,12 +537,12 @@ def _coded_weight_matrix_win4_wide_kernel(
     splits,  # programs that share the columns of a row, each at least a group, and its patches
     C: gl.constexpr,
 ):
-    """Compute a tile of ROWS x TOKENS products, in which each weight is decoded once for all
-    tokens.
+    """Compute a tile of ROWS x TOKENS products; each weight is decoded once for all tokens.
 
-    Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead. While
-    the tensor cores multiply one step, the operand of the next step is decoded. Patches come last:
-    each 64 of them are one more step, with the columns of x that they need.
+    Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead of the
+    products. While the tensor cores multiply one step, the operand of the next step is decoded. The
+    patches are multiplied last: each 64 patches form one more step, with the columns of x that they
+    need.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

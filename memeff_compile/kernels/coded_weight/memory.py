@@ -1,4 +1,4 @@
-"""Return bytes before and after the rewrite, as formulas in N (rows of the weight) and K (its
+"""The bytes before and after the rewrite, as formulas in N (rows of the weight) and K (its
 columns)."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from ..sizes import Size
 
 def bytes_before(rows: Size, columns: Size, itemsize: int = 2) -> sympy.Expr:
     """Return the bytes of the decoded weight, which autograd keeps unless the backward pass decodes
-    again."""
+    the weight again."""
     return itemsize * sympy.sympify(rows) * columns
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:
-    """Return the bits per weight, including all parts of the code."""
+    """Return the bits per weight, counting all tensors that encode it."""
     return 8 * nbytes / count

@@ -1,12 +1,13 @@
-"""The ops of coded weights: schemas, validation, engines, fakes, autograd.
+"""The ops of compressed weights: schemas, validation, choice of implementation, fake tensors,
+autograd.
 
-Autograd sees the op `coded_weight_linear`. The op takes the weight as one tensor, a `CodedWeight`,
-and keeps it for the backward pass, which decodes the weight again. Below autograd the weight is
-split into its parts, which are the arguments that an inner compiler sees. `coded_weight_product`
-chooses at run time: for a few tokens, kernels decode and multiply together; otherwise a kernel
-decodes the weight into a temporary buffer, and the GPU's matrix library multiplies. If a gradient
-is needed, two ops run, `coded_weight_decode` and an ordinary linear, so that results have the dense
-layer's bits (`trained_product`).
+Autograd sees only the op `coded_weight_linear`. This op takes the weight as one tensor, a
+`CodedWeight`, and saves it for the backward pass, which decodes the weight again. Below autograd,
+the weight is split into its coded tensors, and these are the arguments that an inner compiler sees.
+`coded_weight_product` chooses at run time: for a few tokens, one kernel decodes and multiplies;
+otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix library
+multiplies. If a gradient is needed, `coded_weight_decode` and an ordinary linear run instead, so
+that results equal the dense layer's bit for bit (`trained_product`).
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def _other_dtype(given: torch.dtype, wanted: torch.dtype, codec: str) -> str:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Return the name of the engine for weights of a dtype on a device, which is a key of
-    `ENGINES`."""
+    """Return the name of the implementation, a key of `ENGINES`, for weights of a dtype on a
+    device."""
     return "triton" if kernels_serve(device, dtype) else "reference"
 
 
@@ -91,10 +92,10 @@ def _require(weight: Tensor, codec: str) -> None:
 
 
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
-    """Return the parts of a tensor of any shape, in the order of `parse(codec).parts`.
+    """Return the coded tensors of a tensor of any shape, in the order of `parse(codec).parts`.
 
-    With spare memory in the lists, other values can be encoded into them later. If values cannot be
-    encoded, raise an error.
+    If the lists have spare memory, later values can be encoded into them. If the codec cannot
+    encode the values, raise an error.
     """
     form = parse(codec)
     _require(weight, codec)
@@ -117,12 +118,13 @@ def encode_soon(
     refuge: Tensor | None = None,  # host memory for a weight that does not fit
     counts: Tensor | None = None,  # the result of `codecs.step`, if that made the weight
 ) -> codecs.Outcome | bool:
-    """Encode a new value of a weight into existing parts; return whether it fitted.
+    """Encode a new value of a weight into its existing tensors; return whether it fitted.
 
-    If the value did not fit, the contents of the parts are invalid, and the caller has to allocate
-    new parts. On a GPU, win4 and tier do not wait: the result is an `Outcome` that tells later
-    whether the value fitted. Until then no code may read the parts, and without a spill buffer the
-    caller must keep the dense value. A lossy codec raises an error for values that are not finite.
+    If the value did not fit, the contents of these tensors are invalid, and the caller must
+    allocate new ones. On a GPU, win4 and tier do not make the CPU wait: they return an `Outcome`,
+    which tells later whether the value fitted. Until then no code may read the coded tensors, and
+    without a spill buffer the caller must keep the dense value. A lossy codec raises an error for
+    values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":
@@ -135,12 +137,12 @@ def encode_soon(
 
 
 def steps(gradient: Tensor, codec: str) -> bool:
-    """Return whether `step` can use a gradient of a weight with this codec."""
+    """Return whether `step` supports a gradient for weights of this codec."""
     return _uses_kernels(gradient) and codecs.steps(parse(codec), gradient)
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return CPU memory for values whose codes do not fit (a spill buffer), or None if none is
+    """Return CPU memory (a spill buffer) for values whose codes do not fit, or None if no buffer is
     needed."""
     return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 
@@ -175,7 +177,7 @@ def _decode_in_inductor(
 
 
 def _apart(parts: Sequence[Tensor], form: Format, size: Sequence[int]) -> Sequence[Tensor]:
-    """Return the parts of a weight, whether or not they are in one allocation."""
+    """Return the coded tensors of a weight separately, even if they are in one allocation."""
     is_apart = len(parts) == len(form.parts)
     return parts if is_apart else pieces.parts_of(parts[0], math.prod(size))
 
@@ -188,7 +190,7 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return the format of a weight; raise an error if products do not support it."""
+    """Return the codec of a weight; raise an error if products do not support it."""
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):
@@ -244,10 +246,10 @@ def _fake_product(given: Product) -> Tensor:
 def trained_product(given: Product, folds: bool) -> Tensor:
     """Decode the weight and multiply as a dense layer does, for a result that needs a gradient.
 
-    An inner compiler sees an ordinary linear: it may split off the bias, and calls the linear with
-    less overhead than a custom op. The argument `at` keeps the compiler from decoding early, or
-    only once for all layers. For weights that train, inputs with unusual strides are copied into
-    rows.
+    An inner compiler sees an ordinary linear: it may split off the bias, and it calls the linear
+    with less overhead than a custom op. The argument `at` prevents the compiler from decoding
+    early, and from decoding once for all layers. For weights that require gradients, inputs with
+    unusual strides are copied into contiguous rows.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):
@@ -280,7 +282,7 @@ class _Products(NamedTuple):
     sizes: Sequence[int]
 
     def apart(self) -> list[Product]:
-        """Return the arguments of `coded_weight_product` for each weight separately."""
+        """Return the separate arguments of `coded_weight_product` for each weight."""
         x, parts, biases, codec, sizes = self
         each = len(parse(codec).parts)
         count = len(biases)
@@ -296,7 +298,8 @@ class _Products(NamedTuple):
 
 
 def _products(given: _Products) -> list[Tensor]:
-    """Multiply by several weights: in one launch for one token, otherwise one after the other."""
+    """Multiply by several weights: one token in one launch, more tokens with one weight after the
+    other."""
     several, x, form = given.apart(), given.x, parse(given.codec)
     columns = x.shape[-1]
     fits = (each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several)
@@ -310,8 +313,8 @@ def _products(given: _Products) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Run the linear of a dense weight; coded weights are split into parts before this is
-    called."""
+    """Run the linear of a dense weight; compressed weights are split into their tensors before this
+    function is called."""
     return F.linear(x, weight, bias)
 
 
@@ -354,11 +357,11 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """Run the linear with its gradients, and save the operands of the backward pass before the
     product.
 
-    When an activation checkpoint recomputes, it stops as soon as all tensors are saved that were
-    saved before: with an ordinary linear, this is before the last product of the region. But an
-    op's autograd formula saves operands only after the op has run. So this function gives autograd
-    two nodes: one saves the operands, the other multiplies. A tensor without memory connects the
-    two nodes.
+    During recomputation, an activation checkpoint stops as soon as all tensors are saved that were
+    saved before: with an ordinary linear, that is before the last product of the checkpointed
+    block. A custom op's autograd formula, however, saves operands only after the op has run. So
+    this function creates two autograd nodes: one saves the operands, the other multiplies. A tensor
+    without memory connects the two nodes.
     """
     token = _Keep.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     found: Tensor = _Multiply.apply(token, (x, weight, bias))  # type: ignore[no-untyped-call]
@@ -366,7 +369,8 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class _Keep(torch.autograd.Function):
-    """Save the operands; the backward pass of this node computes the gradients of the product."""
+    """The autograd node that saves the operands; its backward pass computes the gradients of the
+    product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -380,7 +384,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Multiply(torch.autograd.Function):
-    """Multiply; the backward pass of this node passes the product's gradient on."""
+    """The autograd node that multiplies; its backward pass passes the gradient on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device code that all codecs share: two weights in one 32-bit word, patches, histograms.
+"""Device functions that the kernels of all codecs share: pairs of weights in one 32-bit word,
+patches, histograms.
 
-A pair word holds two neighbouring bf16 weights. Sign and mantissa of each weight come from one
-byte; the exponents are inserted between them, for both halves at once.
+A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
+of each weight come from one byte; the kernel inserts the exponents between them, for both weights
+at once.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def as_patterns(pointer):
 
 @triton.jit
 def as_words(pointer):
-    """Return a pointer to 16-bit numbers as a pointer to pair words."""
+    """Return a pointer to 16-bit numbers as a pointer to 32-bit words of two numbers."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
@@ -63,14 +65,15 @@ def high_float(pair):
 
 @triton.jit
 def _rounded_bits(value):
-    """Return a finite fp32 value rounded to bf16, as bits in the low half of a word."""
+    """Return a finite fp32 value rounded to bf16, as bits in the low half of a 32-bit word."""
     bits = value.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
 
 
 @triton.jit
 def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return weight - lr * gradient as bf16 bits, rounded as in torch.optim.SGD; rate is -lr."""
+    """Return weight - lr * gradient as bf16 bits, rounded as torch.optim.SGD rounds it; `rate` is
+    -lr."""
     if HAS_DECAY:
         gradient = (_bits_or_nan(tl.fma(weight, decay, gradient)) << 16).to(
             tl.float32, bitcast=True
@@ -80,15 +83,15 @@ def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def _bits_or_nan(value):
-    """Return an fp32 value rounded to bf16, as bits in the low half of a word, with NaN as a GPU
-    casts it."""
+    """Return an fp32 value rounded to bf16, as bits in the low half of a 32-bit word; NaN becomes
+    the bits that a GPU's cast gives."""
     return tl.where(value == value, _rounded_bits(value), 0x7FFF)
 
 
 @triton.jit
 def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return two weights after an optimizer step, as a pair word; their gradients are a pair word
-    too."""
+    """Return a pair word of two weights after an optimizer step; their gradients are passed as a
+    pair word too."""
     low = _stepped(low_float(pair), low_float(gradients), rate, decay, HAS_DECAY)
     high = _stepped(high_float(pair), high_float(gradients), rate, decay, HAS_DECAY)
     return low | (high << 16)
@@ -96,9 +99,10 @@ def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexpr, C: tl.constexpr):
-    """Update a program's patches in the list with their gradients.
+    """Apply the optimizer step to the patches of one program, with their gradients.
 
-    When this function returns, all threads have read the gradients, so these may be overwritten.
+    When this function returns, all threads have read the gradients, so the caller may overwrite
+    them.
     """
     begin, end, places_ptr, values_ptr = patches
     inside = (first % CHUNK).to(tl.int32)
@@ -127,10 +131,10 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def scaled_pair(pair, scale):
-    """Multiply both bf16 numbers of a pair word by those of another, and round to nearest, ties to
-    even.
+    """Multiply the two bf16 numbers of a pair word by the two of another pair word, and round to
+    nearest, ties to even.
 
-    To add -0.0 keeps the sign of a zero.
+    Adding -0.0 preserves the sign of a zero.
     """
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -144,7 +148,8 @@ def scaled_pair(pair, scale):
 
 @triton.jit
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
-    """Return `scaled_pair` of finite numbers; without PACKED, use ordinary operations."""
+    """Return the result of `scaled_pair` for finite numbers; without PACKED, use ordinary
+    operations."""
     if PACKED:
         found = scaled_pair(pair, scale)
     else:
@@ -155,7 +160,7 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return the sign and mantissa fields of eight weights, those of both halves of a pair 16 bits
+    """Return the sign and mantissa fields of eight weights; the two fields of a pair are 16 bits
     apart."""
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
@@ -166,8 +171,7 @@ def spread_fields(word, FIELD: tl.constexpr):
 
 @triton.jit
 def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return a pair word with codes as exponents, from fields of 1, 2 or 4 bits that are spread
-    apart."""
+    """Return a pair word that has codes as exponents, from spread fields of 1, 2 or 4 bits."""
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -181,8 +185,8 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the normalisers, 7 bits each, for one pair of groups, for the first or last sixteen
-    lanes."""
+    """Load the 7-bit normalisers of one pair of groups, for the first or last sixteen lanes of a
+    warp."""
     if BLOCK >= 256:
         at = group // (BLOCK // 256)
     else:
@@ -192,7 +196,8 @@ def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, B
 
 @triton.jit
 def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Return pair words of a power of two times the normalisers of groups: (groups, 1 or 32)."""
+    """Return pair words that contain a power of two times the normalisers of groups, of shape
+    (groups, 1 or 32)."""
     is_in = group >= 0
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK).to(tl.int32)[:, None]
     if BLOCK == 32:
@@ -203,10 +208,10 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the first patches from `begin` on before they are needed, so that storing them does not
-    wait.
+    """Load the first patches, from `begin` on, before they are needed, so that storing them does
+    not wait.
 
-    From the last patch on, positions are -1.
+    After the last patch, the loaded positions are -1.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)
@@ -216,10 +221,10 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Store patches over the weights that the program has stored: `WEIGHTS` weights from `first`
-    on.
+    """Store patches over the weights that the program has stored: `WEIGHTS` weights, from index
+    `first` on.
 
-    `first_patches` has already loaded the first ones.
+    `first_patches` has already loaded the first of these patches.
     """
     begin, end, places_ptr, values_ptr = patches
     place, value = loaded
@@ -238,7 +243,7 @@ def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHE
 
 @triton.jit
 def is_win4_patch(pattern, header_ptr):
-    """Return which 16-bit patterns are outside the 4-bit window."""
+    """Return which 16-bit weight patterns have an exponent outside of the 4-bit window."""
     base = tl.load(header_ptr)
     code = ((pattern >> 7) & 0xFF) - base
     return ((code <= 0) | (code > 15)) & ((pattern & 0x7FFF) != 0)
@@ -246,7 +251,7 @@ def is_win4_patch(pattern, header_ptr):
 
 @triton.jit
 def is_tier_patch(pattern, header_ptr):
-    """Return which 16-bit patterns are outside the three tiers."""
+    """Return which 16-bit weight patterns have an exponent outside of all three windows."""
     wide = tl.load(header_ptr + 2)
     exponent = (pattern >> 7) & 0xFF
     return ((exponent < wide) | (exponent >= wide + 21)) & (exponent != 0)
@@ -262,8 +267,8 @@ def _coded_weight_pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches of one chunk of a `tier` weight, in order, and drop those that do not fit
-    the list."""
+    """Write the patches of one chunk of a `tier` weight, in order; patches beyond the end of the
+    list are dropped."""
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     if tl.load(starts_ptr + chunk + 1) > at:
@@ -283,7 +288,7 @@ def _coded_weight_pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write the length that a list needs to a spill buffer, as two 16-bit words."""
+    """Write the length that a list needs to the header of a spill buffer, as two 16-bit words."""
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
 
@@ -300,8 +305,8 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths that COUNT lists need to a spill buffer, and the value if any list was too
-    short."""
+    """Write the lengths that COUNT lists need to a spill buffer; if a list was too short, also
+    write the weight's value there."""
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
         is_short |= (tl.load(needed_ptr + 1) > room_1) | (tl.load(needed_ptr + 2) > room_2)
@@ -322,7 +327,7 @@ def _coded_weight_pair_histogram_kernel(
 ):
     """Count the exponents of every `every`-th run of BLOCKS * BLOCK weights.
 
-    The order of counting does not matter.
+    The counts do not depend on the order of the programs.
     """
     first = tl.program_id(0).to(tl.int64) * every * BLOCKS * BLOCK
     counts = tl.zeros((256,), tl.int32)
@@ -334,7 +339,8 @@ def _coded_weight_pair_histogram_kernel(
 
 @triton.jit
 def _sign_bytes(pair):
-    """Return the sign and mantissa of both bf16 values of a pair word as bytes, 16 bits apart."""
+    """Return the sign and mantissa of both bf16 values of a pair word as two bytes, 16 bits
+    apart."""
     return ((pair >> 8) & 0x00800080) | (pair & 0x007F007F)
 
 

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels for win4 weights that have one allocation each; one launch updates several weights.
+"""Kernels for win4 weights that each have one allocation; one launch updates several weights.
 
-For a small weight, a launch takes longer on the CPU than decoding takes on the GPU. The positions
-of a weight's parts follow from its size, so a kernel takes one pointer per weight (`layout`).
+For a small weight, launching a kernel takes longer on the CPU than decoding takes on the GPU. The
+positions of a weight's tensors inside its allocation follow from the weight's size, so a kernel
+takes one pointer per weight (`layout`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ APART: tl.constexpr = tl.constexpr(128)  # `layout.PIECE_APART`
 
 @triton.jit
 def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
-    """Return the weight that a program works on, as a tuple.
+    """Return the weight on which a program works, as a tuple.
 
-    The tuple has the weight's number, the program's number within the weight, the allocation, the
-    values, the number of chunks, the number of chunks before them, and the space for patches.
-    Because the weight is chosen in this function, the code after it is compiled only once.
+    The tuple contains the weight's index, the program's index within the weight, the allocation,
+    the values, the number of chunks, the number of chunks of earlier weights, and the space for
+    patches. This function chooses the weight, so that the code after it is compiled only once.
     """
     number = 0
     begin = 0
@@ -45,7 +46,8 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _parts(piece_ptr, chunks, room):
-    """Return the parts of a weight inside its allocation, in the order of `Format.parts`."""
+    """Return the coded tensors of a weight inside its allocation, in the order of
+    `Format.parts`."""
     codes = piece_ptr + APART
     signs = codes + chunks * 1024
     starts = signs + chunks * 2048
@@ -89,8 +91,8 @@ def _coded_weight_piece_encode_kernel(
     C: tl.constexpr,
     # COUNT: weights; for each of them CHUNKS and ROOMS; ENDS: chunks of it and those before it
 ):
-    """Update and encode one chunk of one of several weights, and overwrite its gradients with the
-    new values."""
+    """Update and encode one chunk of one of several weights, and overwrite the chunk's gradients
+    with the new values."""
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),
@@ -126,7 +128,7 @@ def _coded_weight_piece_lists_kernel(
     C: tl.constexpr,
     # LISTING: programs of a weight, at most PROGRAMS, and those before it
 ):
-    """Write some of the patch lists of one of several weights."""
+    """Write a share of the patch lists of one of several weights."""
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),

@@ -1,5 +1,5 @@
-"""The engine `triton` for win4 weights that have one allocation each: it updates several at
-once."""
+"""The implementation `triton` for win4 weights that each have one allocation: it updates several
+weights in one launch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADING = 2 * MOST_TOGETHER
 
 
 def parts_of(piece: Tensor, count: int) -> list[Tensor]:
-    """Return the parts of a weight of `count` elements as views of one allocation."""
+    """Return the coded tensors of a weight of `count` elements as views of one allocation."""
     found = []
     for place, (start, length) in enumerate(piece_places(count, piece.numel())):
         words = piece[start : start + length]
@@ -36,8 +36,8 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
-    """Copy the parts of a weight of `count` elements into one allocation, a new one or a given
-    one."""
+    """Copy the coded tensors of a weight of `count` elements into one allocation, which is new or
+    given."""
     if piece is None:
         words = piece_words(count, parts[3].numel())
         piece = torch.zeros(words, dtype=torch.int32, device=parts[0].device)
@@ -47,7 +47,7 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return how many 16-bit numbers a common spill buffer for weights of these sizes needs."""
+    """Return how many 16-bit numbers a shared spill buffer for weights of these sizes needs."""
     return HEADING + sum(map(padded, counts))
 
 
@@ -58,7 +58,7 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The launches that update and encode weights of these sizes, and write their lists of
+    """The launches that update and encode weights of given sizes, and write their lists of
     patches."""
 
     chunks: int
@@ -69,7 +69,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(*sizes: tuple[int, int]) -> _Plan:
-    """Plan the launches for weights, each given as (elements, words of its allocation)."""
+    """Plan the launches for several weights, each given as (elements, words of its allocation)."""
     chunks = tuple(padded(count) // CHUNK for count, _ in sizes)
     rooms = tuple(piece_room(*size) for size in sizes)
     each = tuple(-(-count // shapes.LISTS_PROGRAMS) for count in chunks)
@@ -112,7 +112,8 @@ def _run(
 
 
 def decode(piece: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the bf16 weight of this shape; the memory of the result may be slightly larger."""
+    """Return the decoded bf16 weight; the memory of the result may be slightly larger than the
+    weight."""
     how, size, strides, is_whole = _decoding(piece.numel(), *shape)
     with on_device(piece):
         out = compat.empty_bf16(size, strides, piece)
@@ -129,7 +130,8 @@ class _Decoding(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _decoding(words: int, *shape: int) -> _Decoding:
-    """Return the launch that decodes a weight of this shape from an allocation of `words` words."""
+    """Return the launch that decodes a weight of a shape from an allocation of `words` 32-bit
+    words."""
     count = math.prod(shape)
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     each = shapes.WIN4_DECODE_WORDS
@@ -145,8 +147,8 @@ def _decoding(words: int, *shape: int) -> _Decoding:
 
 
 class Outcomes:
-    """Tells whether the codes of weights fitted into their lists, once the GPU has run the
-    kernels."""
+    """The result of encoding several weights: whether their codes fitted into their lists, known
+    once the GPU has run the kernels."""
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
         """Record a CUDA event on the current stream."""
@@ -156,8 +158,8 @@ class Outcomes:
             self._event.record()
 
     def misfits(self) -> list[tuple[int, Tensor]]:
-        """Wait for the GPU; return the indices of weights that did not fit, and their bit
-        patterns."""
+        """Wait for the GPU; return the indices of the weights that did not fit, and the bit
+        patterns of these weights."""
         if self._event is not None:
             self._event.synchronize()
         needed = self._refuge[:HEADING].view(torch.int32).tolist()
@@ -172,11 +174,12 @@ class Outcomes:
 
 
 def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Tensor:
-    """Update weights with their gradients, and encode them in place, all in one launch.
+    """Update weights with their gradients and encode them in place, all in one launch.
 
-    The gradients are bf16, in whole chunks, and the new weights overwrite them. Each weight gets
-    the same bits as from `codecs.step` and `encode_soon`. The allocations are invalid until
-    `list_patches` has run on this function's result. If memory runs out, no weight was changed.
+    The gradients are bf16 in whole chunks, and the kernel overwrites them with the new weights.
+    Each weight gets the same bits as from `codecs.step` followed by `encode_soon`. The allocations
+    are invalid until `list_patches` has processed this function's result. If memory runs out, this
+    function raises an error and has changed no weight.
     """
     plan = _planned(pieces, gradients)
     rates, _ = moves(by)
@@ -193,9 +196,9 @@ def list_patches(
     found: Tensor,  # the result of `move`
     refuge: Tensor,  # host memory of `sheltered_together` elements, for weights that do not fit
 ) -> Outcomes:
-    """Write the patch lists of the weights that `move` updated, all in one launch.
+    """Write the patch lists of all weights that `move` updated, in one launch.
 
-    If the codes of a weight do not fit, its value is in the spill buffer, and its allocation is
+    If the codes of a weight do not fit, its value is in the spill buffer and its allocation is
     invalid.
     """
     plan = _planned(pieces, weights)

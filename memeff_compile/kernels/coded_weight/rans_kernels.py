@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec rans on a GPU: one warp decodes a chunk with 32 interleaved streams, one symbol per
-step.
+"""GPU kernels of the codec rans: one warp decodes a chunk with 32 interleaved streams, one symbol
+per step.
 
-A prefix sum over the warp gives each lane that needs a new word its position, because the words of
-a step are contiguous.
+The words of a step are contiguous, so a prefix sum over the warp gives the position of each lane's
+new word.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ GROUPS: tl.constexpr = tl.constexpr(64)  # of 256 weights, eight steps each
 
 @triton.jit
 def _next(state, place, header_ptr, words_ptr):
-    """Decode one symbol per lane; return the symbol, the states, and the position of the next
-    words."""
+    """Decode one symbol per lane; return the symbol, the decoder states, and the position of the
+    next words."""
     slot = tl.load(header_ptr + (state & 1023).to(tl.int32)).to(tl.uint32, bitcast=True)
     state = (((slot >> 8) & 0xFFF) + 1) * (state >> 10) + (slot >> 20)
     needs = state < 65536
@@ -102,7 +102,7 @@ def _coded_weight_rans_encode_kernel(
 ):
     """Encode WARPS chunks of weights, from the last step to the first.
 
-    With COUNT, only count the words of the result.
+    With COUNT, the kernel only counts the words of the result.
     """
     chunk = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
     is_chunk = chunk < chunks

@@ -1,7 +1,8 @@
-"""The reference engine of coded weights: plain PyTorch, correct on every device, and used on a CPU.
+"""The reference implementation of compressed weights in plain PyTorch: correct on every device, and
+used on a CPU.
 
-The functions process a few chunks of the weight at a time, so that temporary tensors stay small.
-`layout.py` defines the names of the parts and the order of weights inside a group.
+Its functions process a few chunks of the weight at a time, so that temporary tensors stay small.
+`layout.py` defines the names of the coded tensors and the order of weights inside a group.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ STREAM_TAIL = 3
 
 
 def as_patterns(weight: Tensor) -> Tensor:
-    """Return a bf16 tensor as flat int16 patterns, padded with zeros to whole chunks."""
+    """Return a bf16 tensor as flat int16 bit patterns, padded with zeros to whole chunks."""
     flat = weight.detach().contiguous().reshape(-1).view(torch.int16)
     missing = padded(flat.numel()) - flat.numel()
     # Kernels read two weights as one word.
@@ -48,7 +49,8 @@ def as_patterns(weight: Tensor) -> Tensor:
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int64, in every `every`-th run."""
+    """Return how often each of the 256 exponents occurs, as int64; only every `every`-th run of
+    weights is counted."""
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
     patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
     for piece in patterns.split(PIECE):
@@ -61,19 +63,19 @@ def _exponents(patterns: Tensor) -> Tensor:
 
 
 def _grouped(flat: Tensor) -> Tensor:
-    """Return flat values with the shape (groups, 4 pairs, 32 lanes, 2 halves)."""
+    """Return flat values reshaped to (groups, 4 pairs, 32 lanes, 2 halves)."""
     return flat.view(-1, 4, LANES, 2)
 
 
 def _words(fields: Tensor, shifts: Sequence[int]) -> Tensor:
-    """Pack the last dimension into int32 words, each field at its shift."""
+    """Pack the last dimension into int32 words, with each field at its own bit shift."""
     places = torch.tensor(shifts, dtype=torch.int64, device=fields.device)
     total = (fields.long() << places).sum(-1)
     return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
 
 
 def _fields(words: Tensor, shifts: Sequence[int], mask: int) -> Tensor:
-    """Unpack int32 words into fields, in a new last dimension."""
+    """Unpack int32 words into fields along a new last dimension."""
     places = torch.tensor(shifts, dtype=torch.int64, device=words.device)
     return (words.long()[..., None] >> places) & mask
 
@@ -84,11 +86,12 @@ def _pieces(count: int) -> Iterator[slice]:
 
 
 def pack_signs(values: Tensor, bits: int) -> Tensor:
-    """Pack sign and mantissa fields of `bits` bits each, given as a flat tensor, in the layout that
+    """Pack a flat tensor of sign and mantissa fields, of `bits` bits each, in the order that
     kernels read.
 
-    Fields of eight bits take two words per lane; of a word's two pairs, one is in its even and one
-    in its odd bytes. Smaller fields of the same lane follow one another, in 8, 16 or 32 bits.
+    Fields of eight bits take two words per lane; each word contains two pairs, one in its even
+    bytes and one in its odd bytes. Smaller fields of a lane follow one another, in 8, 16 or 32
+    bits.
     """
     lanes = _grouped(values)
     if bits == 8:
@@ -100,7 +103,7 @@ def pack_signs(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_signs(signs: Tensor, bits: int) -> Tensor:
-    """Return the flat fields that `pack_signs` packed, as int16."""
+    """Return the flat fields from the output of `pack_signs`, as int16."""
     if bits == 8:
         split = signs.view(torch.uint8).view(-1, 2, LANES, 2, 2).permute(0, 1, 4, 2, 3)
         return split.reshape(-1).to(torch.int16)
@@ -109,21 +112,23 @@ def unpack_signs(signs: Tensor, bits: int) -> Tensor:
 
 
 def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many patches each chunk has, their positions in it, and their bit patterns."""
+    """Return the number of patches in each chunk, their positions in the chunk, and their bit
+    patterns."""
     counts = is_patch.view(-1, CHUNK).sum(1)
     places = is_patch.nonzero().view(-1)
     return counts, (places % CHUNK).to(torch.int16), patterns[places]
 
 
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one list of patches (starts, positions, values) from those of consecutive blocks."""
+    """Return one list of patches (starts, positions, values) from the lists of consecutive
+    blocks."""
     counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
     starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     return starts, places, values
 
 
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
-    """Return the flat indices of the patches; the list may have space for more."""
+    """Return the flat indices of the patches; the list itself may have spare space after them."""
     counts = starts.diff().long()
     chunks = torch.arange(counts.numel(), device=starts.device).repeat_interleave(counts)
     return chunks * CHUNK + places[: chunks.numel()]
@@ -133,9 +138,10 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 
 
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 4 bits; return the parts of the code except the signs.
+    """Encode exponents in 4 bits; return all coded tensors except the signs.
 
-    Code 0 is a zero of either sign; an exponent outside the window is a patch.
+    Code 0 means a zero of either sign; a weight whose exponent is outside of the window is stored
+    whole, as a patch.
     """
     header = win4_header(counts)
     codes, patches = [], []
@@ -152,7 +158,7 @@ def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_win4(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block as flat int16; the caller inserts patches."""
+    """Yield the exponents of each block as flat int16; the caller inserts the patches."""
     header, codes = parts[:2]
     for piece in _pieces(size):
         fields = _fields(codes[piece.start // 8 : piece.stop // 8], _WIN4_SHIFTS, 15)
@@ -165,10 +171,10 @@ _TIER_SHIFTS = [2 * place for place in range(16)]
 
 
 def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the codes of the three tiers for each exponent, and whether it is a patch.
+    """Return the codes of each exponent in the three windows, and whether the exponent is a patch.
 
-    Code 3 of the first two tiers means that the next tier has the exponent; code 15 of the last
-    tier means exponent 0.
+    Code 3 in the first two windows means that the next window contains the exponent; code 15 in the
+    last window means exponent 0.
     """
     narrow, middle, wide = header
     first = exponents - narrow
@@ -185,15 +191,15 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def tier_order(flat: Tensor) -> Tensor:
-    """Return flat values with the shape (chunks, words of 16, 16): two groups make up the words of
-    32 lanes."""
+    """Return flat values reshaped to (chunks, words of 16, 16); two groups fill the words of 32
+    lanes."""
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
     return lanes.reshape(-1, _TIER_WORDS, 16)
 
 
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Pack the codes of each chunk that belong to a stream; return the words, and their number per
-    chunk."""
+    """Pack the codes of each chunk that belong to one bit stream; return the words, and the number
+    of words per chunk."""
     per_word = 32 // bits
     codes, is_in = codes.flatten(1), is_in.flatten(1)
     rank = is_in.cumsum(1) - 1
@@ -209,8 +215,8 @@ def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tenso
 
 
 def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits; return the parts that `encode_win4`
-    returns."""
+    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits; return the same kinds of tensors as
+    `encode_win4`."""
     header = tier_header(counts)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
     for piece in _pieces(patterns.numel()):
@@ -242,7 +248,7 @@ def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Te
 
 
 def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block as flat int16; the caller inserts patches."""
+    """Yield the exponents of each block as flat int16; the caller inserts the patches."""
     header, first_words, second_stream, third_stream, starts = parts[:5]
     narrow, middle, wide = header.tolist()
     for piece in _pieces(size):
@@ -263,8 +269,8 @@ def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def rans_table(counts: Sequence[int]) -> list[int]:
-    """Return 1024 slots: exponent (8 bits), frequency minus one (12), position within the
-    exponent's slots (12)."""
+    """Return a table of 1024 slots, each with an exponent (8 bits), its frequency minus one (12
+    bits), and the slot's position among the exponent's slots (12 bits)."""
     table = []
     for exponent, slots in enumerate(frequencies(counts)):
         for place in range(slots):
@@ -274,15 +280,15 @@ def rans_table(counts: Sequence[int]) -> list[int]:
 
 
 def rans_order(flat: Tensor) -> Tensor:
-    """Return flat values with the shape (chunks, steps, lanes), with the eight fields of a lane's
-    word one after the other."""
+    """Return flat values reshaped to (chunks, steps, lanes); the eight fields of a lane's word
+    follow one another."""
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
     return lanes.reshape(-1, RANS_STEPS, LANES)
 
 
 def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents with a range coder (rANS): 32 lanes per chunk, 32-bit states, 16-bit
-    words."""
+    """Encode exponents with a range coder (rANS) that has 32 lanes per chunk, 32-bit states and
+    16-bit words."""
     device = patterns.device
     slots = torch.tensor(frequencies(counts), dtype=torch.int64, device=device)
     begins = slots.cumsum(0) - slots
@@ -333,12 +339,12 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Divide each block by the significand of its largest weight, and keep the top mantissa bits of
-    the quotients.
+    """Divide each block by the significand of its largest weight, and keep only the top mantissa
+    bits of the quotients.
 
-    `patterns` are the bits of finite bf16 weights. The function returns the quotients as bits, in
-    which the dropped mantissa bits are zero. The function also returns one byte per block: the 7
-    mantissa bits of the block's largest weight.
+    `patterns` are the bit patterns of finite bf16 weights. The function returns the quotients as
+    bit patterns, with the dropped mantissa bits set to zero. The function also returns the
+    normalisers, one byte per block: the 7 mantissa bits of the block's largest weight.
     """
     left = torch.empty_like(patterns)
     norms = []
@@ -361,7 +367,7 @@ def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 def widen(patterns: Tensor, norms: Tensor, form: Format) -> Tensor:
     """Multiply each block by its normaliser.
 
-    This inverts `normalise`, except for the bits that `normalise` dropped.
+    This function inverts `normalise`, except for the mantissa bits that `normalise` dropped.
     """
     out = torch.empty_like(patterns)
     for piece in _pieces(patterns.numel()):
@@ -377,7 +383,7 @@ _DECODERS = {"win4": decode_win4, "tier": decode_tier, "rans": decode_rans}
 
 
 def encode(weight: Tensor, form: Format) -> list[Tensor]:
-    """Return the parts of the code of a bf16 weight, in the order of `form.parts`."""
+    """Return the tensors that encode a bf16 weight, in the order of `form.parts`."""
     whole = patterns = as_patterns(weight)
     norms = []
     if not form.is_lossless:
@@ -396,7 +402,7 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 
 
 def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-    """Copy new parts of a code into existing ones; return whether they fitted."""
+    """Copy new coded tensors into existing ones; return whether they fitted."""
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):
@@ -410,7 +416,7 @@ def _sign_field(patterns: Tensor, mantissa: int) -> Tensor:
 
 
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
-    """Return the bf16 weight of this shape."""
+    """Return the decoded bf16 weight in its shape."""
     named = dict(zip(form.parts, parts, strict=True))
     count = math.prod(shape)
     size = padded(count)

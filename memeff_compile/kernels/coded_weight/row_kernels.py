@@ -1,12 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply one token by win4 weights that the kernel decodes, lossless and lossy ones.
+"""Kernels that multiply one token by lossless or lossy win4 weights and decode the weights
+themselves.
 
-A code is an exponent minus the number `base`. Used as an exponent, the code gives a tiny number,
-which is then multiplied by 2^base; code 0 without mantissa is zero. A lossy weight's normaliser is
-part of that scale, and one instruction multiplies and rounds both weights of a pair word: the
-weights in the product have the bits that decoding gives.
+A win4 code is a weight's exponent minus the number `base`. Used directly as an exponent, a code
+gives a tiny number, which the kernel then multiplies by 2^base; code 0 without mantissa bits is
+zero. For a lossy weight, the scale also contains the normaliser, and one instruction multiplies and
+rounds both weights of a pair word, so the kernel multiplies by exactly the weights that decoding
+would give.
 
-Names of axes: rows are rows of the weight (its outputs), words are codes of eight weights.
+In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Return where some rows are (first chunk, number of chunks, position in the first chunk), and
+    """Return where some rows lie (first chunk, number of chunks, position in the first chunk), and
     the bounds of their patches.
     """
     first = first_row.to(tl.int64) * row_length
@@ -45,7 +47,7 @@ def chunks_of(weight, first_row, rows, row_length):
 
 @triton.jit
 def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
-    """Load some patches; from `end` on, the position is -1."""
+    """Load some patches; from index `end` on, the position is -1."""
     each = begin + tl.arange(0, PATCHES)
     place = tl.load(weight.places + each, mask=each < end, other=-1).to(tl.int32)
     return each, place, tl.load(weight.patterns + each, mask=each < end, other=0).to(tl.int32)
@@ -53,9 +55,9 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return the row and column of patches; rows are counted from the first row of the program.
+    """Return the row and column of each patch; rows are counted from the program's first row.
 
-    A patch before the first row has row -1.
+    A patch that lies before the program's first row gets row -1.
     """
     number = tl.arange(0, CHUNKS)
     ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
@@ -71,7 +73,7 @@ def _weights(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
-    """Add the product of a pair word of weights and a pair word of x."""
+    """Add the product of one pair word of weights and one pair word of x."""
     if PACKED:
         acc += low_float(pair) * low_float(x)
         return acc + high_float(pair) * high_float(x)
@@ -83,7 +85,8 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
     """Add the products of x with the eight weights of each word.
 
-    The scale 2^base is a pair word if PACKED is set, otherwise a number.
+    If PACKED is set, the scale 2^base is given twice in one 32-bit word, otherwise as a single
+    number.
     """
     pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
     pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)
@@ -129,7 +132,7 @@ def _finish_rows(
     TILE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Add the bias and the products of the patches for some rows, and store the results."""
+    """Add the bias and the products of the patches to some rows, and store the results."""
     ROWS: tl.constexpr = TILE[2]
     CHUNKS: tl.constexpr = TILE[5]
     _, _, _, begin, end = found
@@ -156,7 +159,7 @@ def _exact_rows(
     C: tl.constexpr,
     # PACKED: two weights are scaled by one instruction, of assembly
 ):
-    """Compute the products of ROWS rows of a lossless weight with one token x, in fp32."""
+    """Compute the products of ROWS rows of a lossless weight with one token x, summed in fp32."""
     IS_EVEN: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]
     WORDS: tl.constexpr = TILE[3]
@@ -193,8 +196,8 @@ def _exact_rows(
 
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Load the codes and fields of some groups of weights in each row, (ROWS, GROUPS, 32), and
-    their normalisers."""
+    """Load the codes and fields of some groups of weights of each row, (ROWS, GROUPS, 32), and the
+    groups' normalisers."""
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
         is_in = (group < groups)[None, :] & (row >= 0)[:, None]
@@ -215,7 +218,7 @@ def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.
 
 @triton.jit
 def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the normalisers for both halves of the lanes."""
+    """Load the normalisers for both halves of a warp's lanes."""
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK)
     last = first
     if BLOCK == 32:
@@ -227,7 +230,7 @@ def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr
 def _narrow_product(
     fields, codes, norms, power, lane, x_ptr, at, is_in, acc, C: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Add the products of one pair of weights in each word with x."""
+    """Add the products of x with one pair of weights in each word."""
     scale = (norms[0].to(tl.int32)[:, :, None] | power) * 0x00010001
     if C.BLOCK == 32:
         other = (norms[1].to(tl.int32)[:, :, None] | power) * 0x00010001
@@ -250,9 +253,9 @@ def _narrow_rows(
     # FIELD: bits of sign and mantissa: 1, 2 or 4
     # BLOCK: weights per normaliser
 ):
-    """Compute the products of ROWS rows of a lossy weight with one token x, in fp32.
+    """Compute the products of ROWS rows of a lossy weight with one token x, summed in fp32.
 
-    The words of the next step are loaded before those of the current step are multiplied.
+    The kernel loads the words of the next step before it multiplies those of the current step.
     """
     IS_EVEN: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]

@@ -1,7 +1,7 @@
-"""Tiles, warps and pipeline stages of the Triton kernels, as plain numbers.
+"""Choose tiles, warps and pipeline stages of the Triton kernels for compressed weights, as plain
+numbers.
 
-Launchers call this module, and so do the tests that compile the kernels for GPUs that are not
-present.
+Both the launchers and the tests that compile the kernels for absent GPUs call this module.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .layout import CHUNK, GROUP
 
 @dataclass(frozen=True)
 class RowTile:
-    """The tile for one token.
+    """The tile of the kernel for one token.
 
-    A program computes `rows` outputs. In each step it reads `words` words of 32 bits, which hold
-    codes, from each of these rows of the weight.
+    A program computes `rows` outputs. In each step, the program reads `words` 32-bit words of codes
+    from each of these rows of the weight.
     """
 
     rows: int
@@ -29,14 +29,14 @@ class RowTile:
     packed: bool = False
 
     def constants(self, columns: int, *, has_bias: bool, is_even: bool) -> tuple[int, ...]:
-        """Return the constants HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES and CHUNKS."""
+        """Return the compile-time constants HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES and CHUNKS."""
         chunks = chunks_touched(self.rows, columns)
         return has_bias, is_even, self.rows, self.words, self.stages, chunks
 
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """The tile for one or a few tokens, with codes that are decoded in registers."""
+    """The tile of the kernel for one or a few tokens, which decodes codes in registers."""
 
     rows: int  # of a program
     tokens: int
@@ -46,8 +46,8 @@ class MatrixTile:
 
 @dataclass(frozen=True)
 class WideTile:
-    """The tile for more tokens on Hopper, with which a program decodes each weight once for all its
-    tokens."""
+    """The tile of the kernel for more tokens on Hopper GPUs, in which a program decodes each weight
+    once for all its tokens."""
 
     rows: int  # 64 or 128, of the weight
     tokens: int  # of x; a power of two
@@ -63,7 +63,7 @@ class WideTile:
 
     @property
     def noted(self) -> int:
-        """Return how many patches a program processes at a time."""
+        """Return how many patches a program processes at once."""
         return 4 * self.rows
 
 
@@ -99,7 +99,7 @@ WARPS_WITH_MATRICES = 10
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile for one token and N rows, such that each multiprocessor has several warps."""
+    """Return the tile for one token and N rows that gives each multiprocessor several warps."""
     return _first_busy(ROW_TILES, rows, processors)
 
 
@@ -108,12 +108,13 @@ NARROW_ROW_TILES = (RowTile(4, 128, 1, packed=True), RowTile(2, 128, 1, packed=T
 
 
 def narrow_row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile for a lossy weight and one token, like `row_tile`."""
+    """Return the tile for a lossy weight and one token, chosen as in `row_tile`."""
     return _first_busy(NARROW_ROW_TILES, rows, processors)
 
 
 def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTile:
-    """Return the first tile with enough warps per multiprocessor, or the last one."""
+    """Return the first tile with enough warps per multiprocessor, or the last tile if none has
+    enough."""
     for found in tiles:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
@@ -121,7 +122,8 @@ def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTi
 
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
-    """Return the tile for one or a few tokens (M), N rows and K columns, as measured on an H200."""
+    """Return the tile for one or a few tokens (M), N rows and K columns that was fastest on an
+    H200."""
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2
     busy = 7 if tokens > 8 and groups <= 32 else WARPS_WITH_MATRICES
     while warps < 8 and programs * warps < busy * processors:
@@ -132,9 +134,9 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
 
 
 class _Cost(NamedTuple):
-    """A prediction of the time with a wide tile on an H200, in microseconds.
+    """A prediction, in microseconds, of the time that a wide tile takes on an H200.
 
-    The numbers in this formula were fitted to the measurements in `coded-weight-widths.txt`.
+    The coefficients were fitted to the measurements in `coded-weight-widths.txt`.
     """
 
     resident: int  # programs on a multiprocessor at a time
@@ -180,10 +182,10 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 
 @lru_cache(maxsize=4096)
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
-    """Return the tile for more tokens (M) on Hopper, or None if it is faster to decode the weight
-    first.
+    """Return the tile for more tokens (M) on Hopper GPUs, or None if decoding the weight first is
+    faster.
 
-    Of the possible tiles, this is the one with the shortest predicted time. The programs' partial
+    The function returns the tile with the shortest predicted time. The programs' partial
     sums never take more memory than the decoded weight would.
     """
     size, weights = (tokens, rows, columns), rows * columns
@@ -215,7 +217,7 @@ def fits_halves(block: int, columns: int, mantissa: int) -> bool:
 
 
 def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> MatrixTile:
-    """Return the tile of one token that is multiplied in fp16, as measured on an H200.
+    """Return the tile for one token multiplied in fp16 that was fastest on an H200.
 
     Queries, keys and values of usual models have one tile, so that one launch multiplies them.
     Fewer warps would be up to 7 % faster for 4096 x 4096 alone. With more than 32 groups of
@@ -232,5 +234,5 @@ def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> Matr
 
 
 def chunks_touched(rows: int, columns: int) -> int:
-    """Return the number of chunks in which some rows can lie, rounded up to a power of two."""
+    """Return the number of chunks over which some rows can extend, rounded up to a power of two."""
     return 1 << ((rows * columns - 1) // CHUNK + 1).bit_length()

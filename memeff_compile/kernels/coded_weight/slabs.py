@@ -1,8 +1,8 @@
-"""Pack the lists of many coded weights into a few large allocations.
+"""Pack the lists of many compressed weights into a few large allocations.
 
-The lists of a compressed weight have odd lengths, and PyTorch's allocator wastes up to a MiB after
-each of them: 71 MiB for the linears of Llama-3-8B's shape with `tier`. Packed together, the lists
-take only the bytes of their contents.
+The lists of compressed weights have irregular lengths, and PyTorch's allocator wastes up to a MiB
+after each of them: 71 MiB for linears of Llama-3-8B's shape with `tier`. Packed together, the lists
+need no more bytes than their contents.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def side_by_side(
     *,
     whole: bool = False,  # all parts of a weight next to each other, where its codec allows it
 ) -> None:
-    """Move the lists of weights into shared allocations, with spare memory after each list.
+    """Move the lists of several weights into shared allocations, with spare memory after each list.
 
-    A new allocation is filled before the old lists are freed, weight by weight, so one more
-    allocation is needed temporarily. The weights may have any codecs and devices, and keep their
-    values. A list that already has spare memory gets more. Weights that have one allocation each
-    are not moved.
+    The function fills a new allocation before it frees the old lists, weight by weight, so one
+    extra allocation is needed temporarily. The weights may have different codecs and devices, and
+    their values do not change. A list that already has spare memory gets more. Weights that have
+    one allocation each stay where they are.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:
@@ -50,7 +50,7 @@ def side_by_side(
 
 
 def _lengths(weights: Sequence[CodedWeight], room: Room) -> dict[Tensor, int]:
-    """Return the length to allocate for each list, in elements."""
+    """Return the length, in elements, to allocate for each list."""
     found, kinds = dict[Tensor, int](), dict[tuple[object, ...], list[Tensor]]()
     for weight in weights:
         for name, part in _lists(weight):
@@ -124,10 +124,10 @@ def _move(group: Sequence[CodedWeight], lengths: Mapping[Tensor, int], whole: bo
 
 
 def _place(slab: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
-    """Return ``length`` elements of a shared allocation from a byte offset on.
+    """Return ``length`` elements of a shared allocation, starting at a byte offset.
 
-    Autograd sees the result as separate memory: writing to one weight's list does not count as
-    writing to another's.
+    Autograd treats the result as separate memory: a write to one weight's list does not count as a
+    write to another weight's list.
     """
     place = torch.empty(0, dtype=dtype, device=slab.device)
     return place.set_(slab.untyped_storage(), start // dtype.itemsize, (length,), (1,))

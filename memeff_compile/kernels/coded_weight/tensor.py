@@ -1,9 +1,9 @@
-"""CodedWeight: a tensor with the shape and dtype of a weight that stores only codes.
+"""CodedWeight: a tensor subclass with the shape and dtype of a weight that stores only codes.
 
-An operation without special support runs on the decoded weight. A linear becomes
-`memeff::coded_weight_linear`, which keeps no decoded weight for the backward pass. In-place writes
-raise an error, since no dense memory exists to write to; a whole new value (`copy_`) is encoded. A
-view is a decoded copy, and raises an error for writes too.
+An operation without special support first decodes the weight. A linear becomes
+`memeff::coded_weight_linear`, which saves no decoded weight for the backward pass. In-place writes
+raise an error, because no dense memory exists to write to; `copy_` of a whole new value is encoded.
+A view is a decoded copy, and in-place writes to a view raise an error too.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a weight, as long as it is not known whether its codes fitted into the lists.
+    """A new value of a weight, until it is known whether its codes fitted into the lists.
 
-    If the codes did not fit, the value is encoded again from the spill buffer, or from the dense
-    value, which is kept until then.
+    If the codes did not fit, the value is encoded again, either from the spill buffer or from the
+    dense value, which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
-        """Mark the weight as unsettled, because its parts are about to be written.
+        """Mark the weight as unsettled, because its coded tensors are about to be overwritten.
 
-        From then on, all code that reads the weight calls `settle` first.
+        From then on, all code that reads the weight first calls `settle`.
         """
         self._weight = weight
         self._outcome: codecs.Outcome | bool = False
@@ -60,10 +60,10 @@ class Unsettled:
         weight.unsettled = self
 
     def encoded(self, outcome: codecs.Outcome | bool, refuge: Tensor | None = None) -> None:
-        """Record whether the codes fitted, and the spill buffer that has the value; the dense value
-        may then be freed.
+        """Record whether the codes fitted, and which spill buffer contains the value; the dense
+        value may then be freed.
 
-        The dense value is kept until the spill buffer has it, even if an error occurs before.
+        The dense value is kept until the spill buffer contains it, even if an error occurs before.
         """
         self._outcome = outcome
         if isinstance(outcome, bool):
@@ -95,21 +95,21 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """New values of several weights that have one allocation each, encoded together, like
+    """New values of several weights that each have one allocation, encoded together; otherwise like
     `Unsettled`.
 
-    This object stores the weights' gradients until `encode` is called. Code that reads one of the
-    weights calls `encode` first. All gradients come from one CUDA stream, and the kernels run on
-    that stream, whatever stream the caller uses.
+    This object keeps the weights' gradients until `encode` is called. Code that reads one of the
+    weights first calls `encode`. All gradients come from one CUDA stream, and the kernels run on
+    that stream, even if the caller uses another one.
     """
 
     is_settled = False
 
     def __init__(self, by: codecs.Step, like: Tensor, encode_now: Callable[[], None]) -> None:
-        """Collect weights that one optimizer step updates, if their gradients have the same stream
-        and device as this one's.
+        """Collect weights that one optimizer step updates, as long as their gradients have the same
+        stream and device as this weight's gradient.
 
-        `encode_now` is the function that updates and encodes the collected weights.
+        The function `encode_now` updates and encodes the collected weights.
         """
         self._by, self._stream, self._encode_now = by, stream_of(like), encode_now
         self.weights: list[CodedWeight] = []
@@ -121,14 +121,14 @@ class UnsettledTogether:
         self._lock = threading.RLock()
 
     def takes(self, gradient: Tensor, by: codecs.Step) -> bool:
-        """Return whether a weight with this gradient and step can be added."""
+        """Return whether a weight with this gradient and optimizer step can be added."""
         has_room = len(self.counts) < pieces.MOST_TOGETHER
         return has_room and self._by == by and self._stream == stream_of(gradient)
 
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
         """Add a weight and its gradient.
 
-        The gradient has whole chunks, and from now on belongs to this object.
+        The gradient must have whole chunks, and this object owns the gradient from now on.
         """
         self.weights.append(weight)
         self.counts.append(gradient.numel())
@@ -136,10 +136,10 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Update and encode the weights, with a spill buffer for those whose codes do not fit.
+        """Update and encode the weights, and pass a spill buffer for weights whose codes do not
+        fit.
 
-        Raise CodedWeightError if memory runs out before that; the weights are unchanged in that
-        case.
+        Raise CodedWeightError if memory runs out before the update; the weights are then unchanged.
         """
         with self._lock, on_stream(self._stream):
             held = [cast("Tensor", weight.piece) for weight in self.weights]
@@ -158,7 +158,7 @@ class UnsettledTogether:
             self._gradients = []
 
     def settle(self) -> None:
-        """Wait for the GPU, and encode the weights again whose codes did not fit."""
+        """Wait for the GPU, and encode again all weights whose codes did not fit."""
         if not self._moved:
             self._encode_now()  # without our lock: it takes another one first
         with self._lock:
@@ -200,7 +200,7 @@ HOW_TO_LEAVE_DENSE = "leave the head dense: name it in skip of compress_"
 
 
 class CodedWeight(Tensor):
-    """A weight in coded form."""
+    """A weight that is stored in compressed form."""
 
     codec: str  # its name, as `encode` takes it
     room: codecs.Room  # spare room of lists that have to be made again
@@ -242,7 +242,7 @@ class CodedWeight(Tensor):
         # spare room of lists that have to be made again
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
-        """Wrap the parts of a code that `op.encode` returned."""
+        """Create the weight from the coded tensors that `op.encode` returned."""
         if isinstance(parts, CodedWeight):
             return  # torch.Tensor(weight), which has made an alias of it
         self.codec, self.room, self.place = codec, room, parts[0].device
@@ -250,7 +250,8 @@ class CodedWeight(Tensor):
         _watch_optimizers()
 
     def _hold(self, parts: Sequence[Tensor]) -> None:
-        """Store these parts, or the one allocation that contains them, as the weight's memory."""
+        """Store the coded tensors, or the one allocation that contains them, as the weight's
+        memory."""
         names = parse(self.codec).parts
         self.piece = parts[0] if len(parts) == 1 < len(names) else None
         if self.piece is None:
@@ -262,7 +263,7 @@ class CodedWeight(Tensor):
 
     @property
     def parts(self) -> list[Tensor]:
-        """Return the tensors that store the weight, in the order of the codec's parts."""
+        """Return the coded tensors of the weight, in the codec's order."""
         self.settle()
         names, held = parse(self.codec).parts, vars(self)
         if self.piece is not None and names[0] not in held:
@@ -275,8 +276,8 @@ class CodedWeight(Tensor):
 
     @property
     def held(self) -> list[Tensor]:
-        """Return the tensors that ops take as the weight: its parts, or the one allocation that
-        contains them."""
+        """Return the tensors that ops take as the weight: its coded tensors, or the one allocation
+        that contains them."""
         if self.piece is None:
             return self.parts
         self.settle()
@@ -284,7 +285,7 @@ class CodedWeight(Tensor):
 
     @property
     def number(self) -> int:
-        """Return a number that is equal for weights for which the same compiled code can run."""
+        """Return a number that is equal for all weights that can run the same compiled code."""
         self.settle()
         held = vars(self)
         if "_number" not in held:
@@ -298,7 +299,7 @@ class CodedWeight(Tensor):
 
     @property
     def memory_number(self) -> int:
-        """Return a number that is unique, and changes when a part moves in memory."""
+        """Return a unique number that changes when one of the coded tensors moves in memory."""
         self.settle()
         held = vars(self)
         if "_memory_number" not in held:
@@ -307,11 +308,11 @@ class CodedWeight(Tensor):
 
     @property
     def coded_bytes(self) -> int:
-        """Return the bytes of all parts of the code."""
+        """Return the bytes of all coded tensors together."""
         return sum(part.nbytes for part in self.held)
 
     def refuse_memory(self) -> NoReturn:
-        """Raise an error if code sets the `.data` of another tensor to this weight."""
+        """Raise an error if code assigns this weight to the `.data` of another tensor."""
         raise CodedWeightError(
             f"a compressed weight of {tuple(self.shape)} was assigned to the .data of another "
             "tensor, and its dense values are nowhere in memory. Assign weight.decode(), which "
@@ -319,7 +320,7 @@ class CodedWeight(Tensor):
         )
 
     def _typed_storage(self) -> torch.TypedStorage:
-        """Return the storage of the decoded values, which torch.multiprocessing sends to other
+        """Return a storage with the decoded values, which torch.multiprocessing sends to other
         processes."""
         return cast("torch.TypedStorage", self.decode().clone()._typed_storage())
 
@@ -328,8 +329,8 @@ class CodedWeight(Tensor):
         return self.expand(self.shape).as_subclass(cls)
 
     def settle(self) -> None:
-        """Wait for an encoding that `store_soon` began and that is not known to have fitted, if
-        there is one."""
+        """Wait until it is known whether an encoding that `store_soon` began has fitted, if there
+        is one."""
         other = self.shares_with
         if self.unsettled is None and (
             other is None or (other.unsettled is None and other.shares_with is None)
@@ -340,7 +341,7 @@ class CodedWeight(Tensor):
                 owner.unsettled.settle()
 
     def _owners(self) -> list[CodedWeight]:
-        """Return this weight, and the weights with which it shares its parts."""
+        """Return this weight, and all weights that share its coded tensors."""
         found: list[CodedWeight] = []
         owner: object = self
         while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
@@ -349,18 +350,18 @@ class CodedWeight(Tensor):
         return found
 
     def decode(self) -> Tensor:
-        """Return the weight as a plain bf16 tensor."""
+        """Return the decoded weight as a plain tensor."""
         with torch.no_grad():
             return cast("Tensor", op.coded_weight_decode(self.held, self.codec, self.shape))
 
     def like(self, parts: Sequence[Tensor]) -> CodedWeight:
-        """Return a coded weight of this shape with other parts."""
+        """Return a compressed weight of the same shape with other coded tensors."""
         return CodedWeight(parts, self.codec, self.shape, room=self.room)
 
     @torch.no_grad()
     def store(self, value: Tensor) -> None:
-        """Encode a new value of the whole weight in place; cast it to bf16 first if it has another
-        dtype."""
+        """Encode a new value of the whole weight in place; a value of another dtype is first cast
+        to bf16."""
         if tuple(value.shape) != tuple(self.shape):
             raise CodedWeightError(
                 f"a value of shape {tuple(value.shape)} was stored in a coded weight of "
@@ -385,10 +386,10 @@ class CodedWeight(Tensor):
         refuge: Tensor | None = None,
         counts: Tensor | None = None,  # the result of `step`, if that made the value
     ) -> Unsettled:
-        """Encode a new value in place, without waiting for the GPU to tell whether its codes
+        """Encode a new value in place, without waiting for the GPU to report whether its codes
         fitted.
 
-        Call `settle` on the result; code that reads the weight does this too. Raise
+        Call `settle` on the result; code that reads the weight also calls it. Raise
         CodedWeightError if memory runs out while the codes are written: the dense value is then
         kept, and encoded when the weight is next read.
         """
@@ -405,37 +406,37 @@ class CodedWeight(Tensor):
         return found
 
     def steps(self, gradient: Tensor) -> bool:
-        """Return whether `step` supports this gradient."""
+        """Return whether `step` supports a gradient."""
         with compat.without_torch_function():
             return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
-        """Turn a gradient that `steps` allows into the weight after an optimizer step, like
+        """Overwrite a gradient that `steps` allows with the weight after an optimizer step, like
         `codecs.step`.
 
-        The weight is invalid until its new value is stored, with this function's result as
+        The weight is invalid until its new value is stored, with this function's result passed as
         `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
     @torch.no_grad()
     def encode_anew(self, dense: Tensor) -> None:
-        """Encode a bf16 tensor of this shape into new parts, with the spare memory of
+        """Encode a bf16 tensor of this shape into newly allocated tensors, with the spare memory
         `self.room`."""
         parts = op.encode(dense, self.codec, self.room)
         self.show_all(parts if self.piece is None else [pieces.joined(parts, dense.numel())])
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
-        """Use other memory for a part of the code; it contains the same values, or those of a new
-        code."""
+        """Replace one coded tensor by other memory with the same values, or with the values of a
+        new encoding."""
         for owner in self._owners():
             setattr(owner, name, part)
             for known in ("_number", "_memory_number"):
                 vars(owner).pop(known, None)
 
     def show_all(self, held: Sequence[Tensor]) -> None:
-        """Use other memory for all parts of the code, or another allocation."""
+        """Replace all coded tensors by other memory, or by one allocation."""
         for owner in self._owners():
             owner._hold(held)
             for known in ("_number", "_memory_number"):
@@ -444,7 +445,7 @@ class CodedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: object, size: object, stride: object, module: object, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Return the tensor that FSDP2 gathers: this rank's values, in the dtype of its
+        """Return the tensor that FSDP2 gathers: this rank's decoded values, in the dtype of its
         MixedPrecisionPolicy.
         """
         return (self.decode().to(mp_policy.param_dtype or self.dtype),), None
@@ -452,11 +453,11 @@ class CodedWeight(Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor], *_: object, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Return the gathered weight to FSDP2, as a dense tensor."""
+        """Return the gathered weight to FSDP2 as a dense tensor."""
         return None if out is not None else (gathered[0], ())
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
-        """Return the names of the inner tensors, into which compilers split the weight."""
+        """Return the names of the inner tensors into which compilers split the weight."""
         self.settle()
         names = ["piece"] if self.piece is not None else list(parse(self.codec).parts)
         return names, self.codec
@@ -465,12 +466,12 @@ class CodedWeight(Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], codec: str, outer_size: Sequence[int], outer_stride: object
     ) -> CodedWeight:
-        """Return the weight that `__tensor_flatten__` has split."""
+        """Return the weight that `__tensor_flatten__` split."""
         names = ("piece",) if "piece" in inner else parse(codec).parts
         return CodedWeight([inner[name] for name in names], codec, outer_size)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the parts, and the attributes that other code has set on the weight."""
+        """Pickle the coded tensors, and the attributes that other code has set on the weight."""
         parts = self.parts
         # A view would be written with all of its memory, and torch.save refuses memory that has
         # lists of two dtypes. Memory that processes share stays shared.
@@ -479,13 +480,13 @@ class CodedWeight(Tensor):
         return _rebuild, (type(self), parts, *self._about(), self._set_by_others())
 
     def __copy__(self) -> CodedWeight:
-        """Return another weight that shares the same parts."""
+        """Return another weight object that shares the same coded tensors."""
         found = _rebuild(type(self), self.held, *self._about(), self._set_by_others())
         found.shares_with = self
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
-        """Return a weight with copied parts."""
+        """Return a weight with its own copies of the coded tensors."""
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # refuses
         if id(self) not in memo:
@@ -504,7 +505,7 @@ class CodedWeight(Tensor):
         return {name: each for name, each in vars(self).items() if name not in OWN_ATTRIBUTES}
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        """Return shape, codec and size in words, without decoding values."""
+        """Return shape, codec and size as text, without decoding values."""
         return (
             f"CodedWeight(shape={tuple(self.shape)}, codec={self.codec!r}, "
             f"device={str(self.device)!r}, requires_grad={self.requires_grad}; "
@@ -519,10 +520,10 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Handle functions that read memory without PyTorch's dispatcher, and run a linear in eager
-        mode as the op.
+        """Handle functions that read memory without PyTorch's dispatcher, and in eager mode run a
+        linear as this package's op.
 
-        A compiler sees the linear, which the pass `encode_weights` rewrites.
+        Under a compiler, the linear stays as it is, and the pass `encode_weights` rewrites it.
         """
         with compat.without_torch_function():
             out = kwargs.get("out") if kwargs else None
@@ -549,7 +550,8 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run supported ops on the coded form, refuse writes, and decode for all other ops."""
+        """Run supported ops on the compressed form, raise an error for in-place writes, and decode
+        the weight for all other ops."""
         if func is _DEVICE:
             return cast("CodedWeight", args[0]).place
         if func in compat.ABOUT_MEMORY:
@@ -571,7 +573,7 @@ class CodedWeight(Tensor):
 
 
 class CodedWeightView(Tensor):
-    """A view of a coded weight: decoded values that can be read; writing to them raises an
+    """A view of a compressed weight: decoded values that are read-only; a write to them raises an
     error."""
 
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
@@ -594,14 +596,14 @@ class CodedWeightView(Tensor):
         return self._plain
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the inner tensors, into which compilers split the view."""
+        """Return the names of the inner tensors into which compilers split the view."""
         return ["plain"], self.storage_offset()
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], offset: int, outer_size: object, outer_stride: object
     ) -> CodedWeightView:
-        """Return the view that `__tensor_flatten__` has split."""
+        """Return the view that `__tensor_flatten__` split."""
         return CodedWeightView(inner["plain"], offset)
 
     def _typed_storage(self) -> torch.TypedStorage:
@@ -610,12 +612,12 @@ class CodedWeightView(Tensor):
         return cast("torch.TypedStorage", self.plain._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return a copy of the values as a tensor of another class, because that class could not
-        refuse writes."""
+        """Return a copy of the values as a tensor of another class, because writes to a tensor of
+        that class would not raise an error."""
         return self if cls is Tensor else self.clone().as_subclass(cls)
 
     def __copy__(self) -> Tensor:
-        """Return another view of the same memory."""
+        """Return another view object with the same memory."""
         return CodedWeightView(self.plain).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -641,7 +643,7 @@ def _is_piece_of_more(part: Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on decoded values; results that share their memory refuse writes."""
+    """Run an op on decoded values; results that share memory with them raise an error on writes."""
     leaves, spec = compat.pytree.tree_flatten((args, kwargs))
     memory = set()
     for place, each in enumerate(leaves):
@@ -690,8 +692,8 @@ def _rebuild(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Run a linear as the op, with the casts of autocast; return None if the op does not support
-    it."""
+    """Run a linear as this package's op, with autocast's casts; return None if the op does not
+    support the linear."""
     if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
         return None
     kind = x.device.type
@@ -720,7 +722,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a handler that runs a function on decoded values.
 
-    The handler raises the same errors as for dense tensors.
+    This handler raises the same errors as dense tensors do.
     """
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -741,7 +743,7 @@ def _read(weight: CodedWeight | CodedWeightView) -> Tensor:
 
 
 def _set_data_of_view(view: CodedWeightView, new: Tensor) -> None:
-    """Give a view other memory; the weight of which it is a view keeps its memory."""
+    """Assign new memory to a view; the weight that it views keeps its own memory."""
     vars(view).pop("_plain", None)
     Tensor.data.__set__(view, new)  # type: ignore[attr-defined]
 
@@ -754,7 +756,7 @@ def _no_write(writer: str) -> Callable[..., NoReturn]:
 
 
 def _share_memory(weight: CodedWeight) -> CodedWeight:
-    """Put every part of the code into memory that other processes can see."""
+    """Move every coded tensor into memory that other processes can access."""
     for part in weight.held:
         part.share_memory_()
     return weight
@@ -769,7 +771,7 @@ def _no_address(weight: CodedWeight, *_: object) -> NoReturn:
 
 
 def _takes_data(weight: CodedWeight, new: Tensor) -> bool:
-    """Return whether `weight.data = new` is possible, for `Module.half` and similar methods."""
+    """Return whether `weight.data = new` is supported, for `Module.half` and similar methods."""
     if compat.can_be_swapped(weight):
         return True
     if weight.grad is None and not compat.tensor_hooks(weight):
@@ -794,7 +796,7 @@ _READ_ONLY: dict[type, type] = {
 
 
 def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStorage:
-    """Return a storage without bytes, for reading: it has an identity and a size."""
+    """Return a storage without bytes, only for reading; the storage has an identity and a size."""
     if isinstance(weight, CodedWeightView) and type(weight.plain) is Tensor:
         held = vars(weight)
         if "_storage" not in held:
@@ -808,7 +810,8 @@ def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStor
 
 
 def _storage(weight: CodedWeight) -> torch.TypedStorage:
-    """Return decoded values for reading only: a write would not reach the weight."""
+    """Return decoded values for reading only, because a write to them would not reach the
+    weight."""
     found: torch.TypedStorage = Tensor.storage(weight)  # type: ignore[no-untyped-call]
     for each in (found, found._untyped_storage):
         each.__class__ = _READ_ONLY.get(type(each), type(each))
@@ -817,9 +820,9 @@ def _storage(weight: CodedWeight) -> torch.TypedStorage:
 
 @torch.no_grad()
 def _set_data(weight: CodedWeight, new: Tensor) -> None:
-    """Handle an assignment to `.data`: encode a tensor of the same shape.
+    """Handle an assignment to `.data`: a tensor of the same shape is encoded.
 
-    A tensor of another shape makes the weight dense.
+    An assigned tensor of another shape makes the weight dense.
     """
     like = (new.dtype, tuple(new.shape), new.device)
     if like == (weight.dtype, tuple(weight.shape), weight.device):
@@ -883,7 +886,7 @@ def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeigh
 
 
 def _view(weight: CodedWeight, size: Sequence[int]) -> object:
-    """Support views of the same shape and flat views; FSDP2 makes both of a shard."""
+    """Support views of the same shape and flat views, because FSDP2 makes both of a shard."""
     if tuple(size) == tuple(weight.shape):
         return _share(weight)
     if len(size) != 1 or size[0] not in (-1, weight.numel()):
@@ -910,7 +913,7 @@ def _copy_(weight: CodedWeight, value: Tensor, *_: object) -> CodedWeight:
 
 
 def _lerp(selves: Any, others: Any, weights: Any) -> object:
-    """Average weights, as `torch.optim.swa_utils` does: whole new values are encoded."""
+    """Average weights, as `torch.optim.swa_utils` does, by encoding the whole new values."""
     if isinstance(selves, Tensor):
         _lerp([selves], [others], weights)
         return selves
@@ -965,15 +968,15 @@ _AT_SECOND = (op.coded_weight_linear, op.coded_weight_linears, op.coded_weight_l
 
 
 def _is_on_weight(func: object, args: Sequence[object]) -> bool:
-    """Return whether the weight argument of a supported op, or one of its several weights, is
-    coded."""
+    """Return whether the weight argument of a supported op, or one of several weight arguments, is
+    compressed."""
     given = args[1 if func in _AT_SECOND else 0]
     several = given if isinstance(given, (list, tuple)) else (given,)
     return any(isinstance(each, CodedWeight) for each in several)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise an error if an op would write to a coded weight."""
+    """Raise an error if an op would write to a compressed weight."""
     schema = compat.schema(func)
     written = [
         kwargs.get(argument.name, args[place] if place < len(args) else None)
@@ -988,8 +991,8 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise an error if an optimizer would update a coded weight, before it changes any
-    parameter."""
+    """Raise an error if an optimizer would update a compressed weight, before the optimizer changes
+    any parameter."""
     computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
     for group in optimizer.param_groups:
         for each in group["params"]:
@@ -1002,7 +1005,7 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 @functools.cache
 def _watch_optimizers() -> RemovableHandle:
     """Check an optimizer's parameters before each step, because an error in the middle of a step
-    would leave some of them changed.
+    would leave some of them updated.
     """
     return register_optimizer_step_pre_hook(refuse_step)
 

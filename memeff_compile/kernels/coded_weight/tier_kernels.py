@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec `tier` on a GPU: a thread has sixteen codes of two bits, and reads further bits from
-two more streams.
+"""GPU kernels of the codec `tier`: a thread reads sixteen 2-bit codes from one stream, and further
+bits from two more streams.
 
-A thread's position in the second stream is the number of codes 3 in the words before its own. To
-find this position takes a bit count and one prefix sum per sixteen weights. A second bit count and
-prefix sum find the thread's position in the third stream.
+A thread's position in the second stream is the number of 2-bit codes equal to 3 in all words before
+its own. The kernel finds this position with one bit count and one prefix sum per sixteen weights. A
+second bit count and prefix sum give the thread's position in the third stream.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _threes(word):
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream from bit `at` on, of which the caller uses at most 33."""
+    """Return 64 bits of a stream, starting at bit `at`; the caller uses at most 33 of them."""
     word = at >> 5
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)
@@ -55,7 +55,7 @@ def _window(stream_ptr, at, is_read):
 
 @triton.jit
 def _long_window(stream_ptr, at, is_read):
-    """Return the 64 bits of a stream from bit `at` on."""
+    """Return 64 bits of a stream, starting at bit `at`."""
     word = at >> 5
     shift = (at & 31).to(tl.int64)
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
@@ -68,13 +68,14 @@ def _long_window(stream_ptr, at, is_read):
 
 @triton.jit
 def _windows(header_ptr):
-    """Return where the windows of 3, 6 and 21 exponents start."""
+    """Return the start of each of the windows of 3, 6 and 21 exponents."""
     return tl.load(header_ptr), tl.load(header_ptr + 1), tl.load(header_ptr + 2)
 
 
 @triton.jit
 def _take(first_codes, FIELD: tl.constexpr, second, third, windows):
-    """Return the exponent of one two-bit field, and the unread bits of the two further streams."""
+    """Return the exponent that belongs to one 2-bit code, and the remaining bits of the two further
+    streams."""
     narrow, middle, wide = windows
     code = (first_codes >> (2 * FIELD)) & 3
     in_second = code == 3
@@ -172,7 +173,7 @@ def _coded_weight_tier_decode_kernel(
 
 @triton.jit
 def _codes(pattern, windows):
-    """Return the codes of the three tiers of a 16-bit pattern, and its sign byte."""
+    """Return the codes of a 16-bit weight pattern in all three windows, and its sign byte."""
     narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
     first = exponent - narrow
@@ -193,7 +194,7 @@ def _codes(pattern, windows):
 def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
     """Count the words of the second stream, those of the third, and the patches of a chunk.
 
-    A patch is a weight whose exponent has no code, so the weight is stored whole.
+    A patch is a weight whose exponent is outside of all windows, so the weight is stored whole.
     """
     chunk = tl.program_id(0).to(tl.int64)
     windows = _windows(header_ptr)
@@ -213,7 +214,8 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of one bit pattern to earlier codes; return all codes and the sign byte."""
+    """Append the codes of one weight pattern to earlier codes; return all codes and the sign
+    byte."""
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)
     first |= code << (2 * FIELD)
@@ -228,9 +230,9 @@ def _put(pattern, FIELD: tl.constexpr, made, windows):
 
 @triton.jit
 def _append(stream_ptr, bits, start, at, room, is_any):
-    """Set up to 64 bits of a stream of zeros from bit `at` after the word `start` on.
+    """Set up to 64 bits in a zeroed stream, starting `at` bits after the word `start`.
 
-    These bits are disjoint from those of other threads, so the order does not matter. Bits after
+    No other thread sets the same bits, so the order of threads does not matter. Bits after
     the stream's `room` words are dropped.
     """
     word = start + (at >> 5)

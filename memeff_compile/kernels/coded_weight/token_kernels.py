@@ -1,19 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Products of one token with lossy win4 weights, in Gluon: codes become fp16 numbers.
+"""Multiply one token by lossy win4 weights, in Gluon; the kernel decodes the codes to fp16 numbers.
 
-The instructions that decode take longer than reading the codes. A code of 4 bits and at most 3
-bits of mantissa fit into fp16, so that one instruction assembles four weights and another one
-expands two of them. The normaliser multiplies sums of a group instead of weights.
+For these weights, the decoding instructions take longer than reading the codes. A 4-bit code and at
+most 3 mantissa bits fit into fp16, so one instruction assembles four weights, and another
+instruction expands two of them. The kernel multiplies the sum over each group by the normaliser,
+instead of each weight.
 
-x becomes fp16 as well: divided by a power of two, so that its largest number is just below 2^15.
-Numbers below 2^-29 of the largest lose bits, at most 2^-39 of the largest. The tensor core
-multiplies 16 rows with 8 columns; all columns are the same token.
+x is converted to fp16 as well, divided by a power of two such that its largest number is just below
+2^15. Numbers in x below 2^-29 of the largest lose bits; their error is at most 2^-39 of the
+largest. The tensor core multiplies 16 rows by 8 columns; all 8 columns are the same token.
 
-The order along K is free, if weights and x have the same order. Word w of a group of 256 columns
-has the columns 128 i + 64 o + 2 w + h, with i, o, h of 0 or 1; operand 2 o + h contains both i of
-each word.
+The order along K is free, as long as weights and x have the same order. Word w of a group of 256
+columns contains the columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1; operand 2 o + h
+contains, for every word, the columns of both i.
 
-Axis letters as in `matrix_kernels`.
+The letters for axes are explained in `matrix_kernels`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HALF_BIAS: gl.constexpr = gl.constexpr(112)
 
 @gluon.jit
 def _bytes_of(high, low, FIRST: gl.constexpr):
-    """Return two fp16 numbers in a word: bytes 0 and 1 of `high` and `low`, or bytes 2 and 3."""
+    """Return two fp16 numbers in one word: bytes 0 and 1 of `high` and `low`, or bytes 2 and 3."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x1504;" if FIRST else "prmt.b32 $0, $1, $2, 0x3726;",
         "=r,r,r",
@@ -45,7 +46,7 @@ def _bytes_of(high, low, FIRST: gl.constexpr):
 
 @gluon.jit
 def _high_byte(high, FIRST: gl.constexpr):
-    """Return two fp16 numbers in a word, whose low bytes are zero."""
+    """Return two fp16 numbers in one word; the low byte of each is zero."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0, 0x1404;" if FIRST else "prmt.b32 $0, $1, 0, 0x3424;",
         "=r,r",
@@ -58,7 +59,7 @@ def _high_byte(high, FIRST: gl.constexpr):
 
 @gluon.jit
 def _load(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load one group of rows: codes; fields, those of several words in one; normalisers."""
+    """Load one group of weights for some rows: codes, sign and mantissa fields, and normalisers."""
     codes_at, fields_at, norms_at, its_group = at
     if IS_EVEN:
         codes = gl.load(codes_at + group * 32, eviction_policy="evict_first")
@@ -73,9 +74,9 @@ def _load(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _numbers(codes, fields, FIELD: gl.constexpr):
-    """Return four words of two fp16 numbers each: the operands 0 to 3 of a word of codes.
+    """Return four words of two fp16 numbers each: operands 0 to 3, decoded from one word of codes.
 
-    A high byte has sign, exponent and two bits of mantissa: s0ccccmm.
+    The high byte of each fp16 number has sign, exponent and two mantissa bits: s0ccccmm.
     """
     even = (codes << 2) & 0x3C3C3C3C
     odd = (codes >> 2) & 0x3C3C3C3C
@@ -108,7 +109,8 @@ def _numbers(codes, fields, FIELD: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, layout: gl.constexpr):
-    """Return words as fp16 along K, in an operand's layout; no register moves."""
+    """Return words as fp16 along K, in a tensor-core operand's layout; no data moves between
+    registers."""
     low = pair.to(gl.int16).to(gl.float16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True)
     joined = gl.join(low, high).reshape([pair.shape[0], pair.shape[1], 2 * pair.shape[2]])
@@ -123,7 +125,8 @@ def _power(exponent):
 
 @gluon.jit
 def _exponent_of(x_ptr, C: gl.constexpr):
-    """Return the exponent by which x is multiplied, so that its largest number is below 2^15."""
+    """Return the exponent of the power of two by which x is multiplied, so that its largest number
+    is below 2^15."""
     size: gl.constexpr = 256 * C.WARPS
     flat: gl.constexpr = gl.BlockedLayout([8], [32], [C.WARPS], [0])
     column = gl.arange(0, size, layout=flat)
@@ -138,7 +141,7 @@ def _exponent_of(x_ptr, C: gl.constexpr):
 
 @gluon.jit
 def _store_x(xs, x_ptr, scale, C: gl.constexpr):
-    """Write x to shared memory: in fp16, and in the order of the operands of each warp."""
+    """Write x to shared memory in fp16, in the order of each warp's operands."""
     share: gl.constexpr = (C.GROUPS + C.WARPS - 1) // C.WARPS
     tile: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [C.WARPS, 1], [1, 0])
     warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, tile))[:, None]
@@ -156,7 +159,7 @@ def _store_x(xs, x_ptr, scale, C: gl.constexpr):
 
 @gluon.jit
 def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constexpr):
-    """Compute 16 products of a token; each warp sums a share of the columns.
+    """Compute 16 outputs for one token; each warp sums over a share of the columns.
 
     The constants are those of `matrix_tile`; GROUPS is K / 256, and BLOCK is at least 256.
     """

@@ -1,11 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec win4 on a GPU: decoding, encoding, and the steps before and after products of several
-tokens.
+"""GPU kernels of the codec win4: decoding, encoding, and the kernels that run before and after
+products of several tokens.
 
-A word of codes contains the exponents of eight weights; two words of signs contain their signs and
-mantissas. No weight depends on a neighbour, so kernels need about ten operations per weight.
+A 32-bit word of codes contains the exponents of eight weights; two words of signs contain their
+signs and mantissas. No weight depends on its neighbours, so kernels need only about ten operations
+per weight.
 
-Names of axes: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
+In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
+codes.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of a pair of weights at their bit positions; code 0 is the exponent 0.
+    """Return the exponents of a pair of weights, shifted to their bit positions; code 0 gives
+    exponent 0.
 
-    `base` is already shifted by 7 bits.
+    The caller passes `base` already shifted by 7 bits.
     """
     code = (codes >> (4 * PAIR)) & 0x000F000F
     is_coded = ((code + 0x000F000F) >> 4) & 0x00010001
@@ -47,8 +50,8 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 @triton.jit
 def _pairs(codes, signs, base):
-    """Return the four pair words that belong to words of codes, with the signs at these
-    positions."""
+    """Return the four pair words that some words of codes and the signs at these positions decode
+    to."""
     even, odd = tl.load(signs), tl.load(signs + 32)
     pair_0 = even_bytes(even) | _exponents(codes, base, 0)
     pair_1 = odd_bytes(even) | _exponents(codes, base, 1)
@@ -72,7 +75,7 @@ def _store_pairs(at, pair_0, pair_1, pair_2, pair_3):
 
 @triton.jit
 def decode_some(program, parts, out_ptr, WORDS: tl.constexpr, PATCHES: tl.constexpr):
-    """Decode WORDS * 8 weights of a lossless format in registers."""
+    """Decode WORDS * 8 weights of a lossless codec in registers."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     first = program.to(tl.int64) * WORDS
     word = tl.arange(0, WORDS)
@@ -105,7 +108,7 @@ def _coded_weight_win4_decode_kernel(
     # BLOCK: weights per normaliser, or 0
     # PACKED: two lossy weights are scaled by one instruction, of assembly
 ):
-    """Decode WORDS * 8 weights, and write them."""
+    """Decode WORDS * 8 weights, and write them to memory."""
     if C.FIELD == 8:
         parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
         decode_some(tl.program_id(0), parts, out_ptr, C.WORDS, C.PATCHES)
@@ -116,8 +119,8 @@ def _coded_weight_win4_decode_kernel(
 
 @triton.jit
 def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
-    """Decode WORDS * 8 lossy weights; `row_kernels` explains the power of two by which codes are
-    scaled."""
+    """Decode WORDS * 8 lossy weights; `row_kernels` explains the power of two that scales the
+    codes."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     first = program.to(tl.int64) * C.WORDS
@@ -142,7 +145,8 @@ def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 def _coded(pattern, base):
-    """Return the code of a 16-bit pattern, its sign byte, and 1 if it is a patch, else 0."""
+    """Return the code of a 16-bit weight pattern, its sign byte, and 1 if the weight is a patch,
+    else 0."""
     code = ((pattern >> 7) & 0xFF) - base
     is_zero = (pattern & 0x7FFF) == 0
     is_coded = (code > 0) & (code < 16)
@@ -153,8 +157,8 @@ def _coded(pattern, base):
 
 @triton.jit
 def _coded_pair(pair, base, PAIR: tl.constexpr):
-    """Return the codes of a pair at their bit positions in a word, its sign bytes, and its number
-    of patches."""
+    """Return the codes of a pair of weights at their bit positions in a word, their sign bytes, and
+    the number of patches among them."""
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
     codes = (low_code | (high_code << 16)) << (4 * PAIR)
@@ -176,9 +180,9 @@ def encode_chunk(
     """Write the codes and signs of one chunk of weights; count its patches and write their
     positions.
 
-    With an optimizer step, a weight is decoded, updated and encoded in registers, so it is read and
-    written once. Updated patches are also written to the gradient's memory, and read back from
-    there.
+    With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
+    read and written once. Updated patches are also written to the gradient's memory, from which the
+    kernel reads them back.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
@@ -233,7 +237,7 @@ def _coded_weight_win4_encode_kernel(
     decay,
     C: tl.constexpr,
 ):
-    """Encode a weight, or update and encode it, by `encode_chunk`."""
+    """Encode a weight, or update and encode it, with `encode_chunk`."""
     parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     encode_chunk(chunk, chunks, weight_ptr, parts, counts_ptr, rate, decay, C)
@@ -253,11 +257,11 @@ def list_chunks(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches in order, and where the patches of each chunk start.
+    """Write the patches in order, and the index at which each chunk's patches start.
 
-    Patches that do not fit the lists are dropped. In that case the weight also goes to the spill
-    buffer, and the start positions stay within the lists, so that decoding reads no other memory.
-    Without a spill buffer, the last start is the length that the lists need.
+    Patches beyond the end of the lists are dropped. If patches are dropped, the weight is also
+    written to the spill buffer, and the start indices stay inside the lists, so that decoding reads
+    no other memory. Without a spill buffer, the last start index is the length that the lists need.
     """
     starts_ptr, places_ptr, values_ptr = lists
     heading_ptr, number, refuge_ptr = refuge
@@ -313,7 +317,7 @@ def _coded_weight_win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches of a weight, and the start of each chunk's patches, by `list_chunks`."""
+    """Write the patches of a weight, and the start of each chunk's patches, with `list_chunks`."""
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
     program = tl.program_id(0)
@@ -355,7 +359,7 @@ def _coded_weight_win4_sum_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up the partial sums over parts of the columns, and round the results."""
+    """Add up the partial sums over blocks of columns, and round the results."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = place < size
     total = tl.zeros((BLOCK,), tl.float32)
@@ -375,7 +379,8 @@ def _coded_weight_win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of columns of x twice: in the order of the wide kernel, and transposed."""
+    """Write one group of columns of x twice: in the order that the wide kernel reads, and
+    transposed."""
     group = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < tokens_count)[:, None]

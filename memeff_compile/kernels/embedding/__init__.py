@@ -1,10 +1,11 @@
-"""Embedding rows whose gradient is summed per token, without an fp32 copy of the table.
+"""An embedding lookup whose weight gradient is summed per token id, without an fp32 copy of the
+embedding table.
 
-`aten.embedding` looks up the rows; only the gradient differs. PyTorch's compilers scatter the
+The lookup itself is `aten.embedding`; only the gradient differs. PyTorch's compilers scatter the
 gradient with atomic additions into an fp32 buffer as large as the table (V x D), round that buffer
-to 16 bits, and add it to the gradient that the table gets from an output projection with the same
-weight. These ops sort the token ids, sum the gradients of each distinct id in fp32 in a fixed
-order, and add every sum, rounded once, to its row of a gradient that exists anyway.
+to 16 bits, and, if an output projection shares the weight, add it to that projection's gradient.
+These ops sort the token ids, sum the gradients of each distinct id in fp32 in a fixed order, round
+each sum once, and add it to a row of a gradient that exists anyway.
 
     embedding             rows; backward gives the gradient of the table
     embedding_tied        rows, and the table itself for the head to read; backward adds the rows'
@@ -12,7 +13,7 @@ order, and add every sum, rounded once, to its row of a gradient that exists any
     embedding_backward    the gradient of the table by itself
     embedding_accumulate  adds the rows' gradient into a gradient of the table
 
-`sharded` has additional ops for tables that DTensor splits over ranks.
+`sharded` contains further ops for tables that DTensor splits over ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Return bytes before and after the rewrite, as formulas in N (tokens looked up), D (hidden size)
-and V (table rows).
+"""The bytes before and after the rewrite, as formulas in N (tokens looked up), D (hidden size) and
+V (table rows).
 
-The formulas leave out the inputs and the one gradient of the table that is returned.
+The formulas do not count the inputs, nor the one returned gradient of the table.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def bytes_before(
     # rows of a rank if DTensor splits the table by rows and no tied head gives a gradient
     held: Size | None = None,
 ) -> sympy.Expr:
-    """Return the bytes of the V x D buffers for the embedding's gradient without this op.
+    """Return the bytes of the V x D buffers that the embedding's gradient needs without this op.
 
-    Inductor scatters the gradient into an fp32 buffer (fp64 for fp64), and then adds this buffer to
-    the head's gradient, or rounds it into a second buffer, which is returned. Run op by op, the
-    gradient is a tensor of the table's dtype. With DTensor the gradient has the rows of all ranks.
+    Inductor scatters the gradient into an fp32 buffer (fp64 for fp64). Inductor then adds this
+    buffer to the output projection's gradient, or rounds the buffer into a second one, which is
+    returned. Without Inductor, the gradient is a tensor of the table's dtype. With DTensor, each
+    rank's gradient has the rows of all ranks.
     """
     v, d = sympy.sympify(vocab), sympy.sympify(depth)
     itemsize = max(dtype.itemsize, 4) if compiled else dtype.itemsize
@@ -49,17 +50,17 @@ def bytes_after(
     # bytes of the partial sums: a symbol for a short formula, or by default those of `piece_bytes`
     pieces: sympy.Expr | None = None,
 ) -> sympy.Expr:
-    """Return an upper bound for the bytes of partial sums, sorted ids and index vectors."""
+    """Return an upper bound of the bytes of partial sums, sorted ids and index vectors."""
     if pieces is None:
         pieces = piece_bytes(tokens, depth, dtype=dtype, engine=engine)
     return pieces + INDEX_BYTES_PER_TOKEN * sympy.sympify(tokens)
 
 
 def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -> sympy.Expr:
-    """Return the bytes of those partial sums that exist at the same time.
+    """Return the bytes of the partial sums that exist at the same time.
 
-    The engine `sorted` has two partial sums per chunk of 32 tokens, in fp32. The engine `reference`
-    has some columns of four fp32 matrices with N rows (fp64 for fp64).
+    The implementation `sorted` has two fp32 partial sums per chunk of 32 tokens. The implementation
+    `reference` has some columns of four fp32 matrices with N rows (fp64 for fp64).
     """
     n, d = sympy.sympify(tokens), sympy.sympify(depth)
     if engine == "sorted":

@@ -1,16 +1,18 @@
-"""memeff::embedding and its parts: schemas, validation, engines, fakes, autograd.
+"""memeff::embedding and its related ops: schemas, validation, choice of implementation, fake
+tensors, autograd.
 
-`embedding` and `embedding_tied` are written in terms of other ops (CompositeImplicitAutograd), so
-the inner compiler sees aten.embedding in the forward pass and fuses it as usual. The backward pass
-calls `embedding_backward`, which is functional, or `embedding_accumulate`, which writes to its
+`embedding` and `embedding_tied` are composed of other ops (CompositeImplicitAutograd), so the inner
+compiler sees aten.embedding in the forward pass and fuses it as usual. The backward pass calls
+`embedding_backward`, which has no side effects, or `embedding_accumulate`, which writes to its
 first argument.
 
-In `embedding_tied` the head's weight is a second output of the lookup. So autograd passes both
-gradients, that of the rows and that of the head, to the lookup's backward pass. This backward pass
-adds the first gradient into the second, so the table has a single gradient buffer.
+In `embedding_tied`, the weight of the output projection is a second output of the lookup. So
+autograd passes two gradients to the lookup's backward pass: that of the rows and that of the output
+projection's weight. The backward pass adds the first gradient to the second in place, so the table
+needs only one gradient buffer.
 
-With `first_row`, both ops treat the weight as one rank's shard of a table, which starts at row
-`first_row`. Ids of other ranks' rows look up zeros and get no gradient.
+With `first_row`, both ops treat the weight as one rank's shard of a table; the shard starts at row
+`first_row`. Ids whose rows other ranks store get zeros in the lookup, and no gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ ENGINES = {
 
 
 def supports(weight: Tensor, ids: Tensor) -> str | None:
-    """Return why a (V, D) table and (...) token ids are not supported, or None if they are."""
+    """Return the reason why a (V, D) table and (...) token ids are not supported, or None if they
+    are."""
     sentence = unplain("weight", weight) or unfloating("weight", weight)
     if sentence is not None:
         return sentence
@@ -47,21 +50,22 @@ def supports(weight: Tensor, ids: Tensor) -> str | None:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the engine for gradients of this device and dtype, which is a key of
-    `ENGINES`."""
+    """Return the name of the implementation, a key of `ENGINES`, for gradients of this device and
+    dtype."""
     return "sorted" if kernels_serve(device, dtype) else "reference"
 
 
 class _Places(NamedTuple):
-    """The map from token ids to rows of a weight, which is the whole table or one rank's shard of
-    it."""
+    """The map from token ids to rows of a weight; the weight is the whole table or one rank's shard
+    of it."""
 
     vocab: int | torch.SymInt  # rows of the weight
     padding_idx: int  # an id, or -1
     first_row: int | None  # the id of the weight's first row, where other ranks hold other rows
 
     def of(self, ids: Tensor) -> tuple[Tensor, int]:
-        """Return each id's row, -1 if another rank has it, and the row of `padding_idx` or -1."""
+        """Return each id's row, or -1 if another rank stores it, and the row of `padding_idx` or
+        -1."""
         if self.first_row is None:
             return ids, self.padding_idx
         here = (ids >= self.first_row) & (ids < self.first_row + self.vocab)
@@ -70,7 +74,7 @@ class _Places(NamedTuple):
         )
 
     def rows(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """Return the embeddings of the ids, with zeros for ids whose row another rank has."""
+        """Return the embeddings of the ids, with zeros for ids whose row another rank stores."""
         places, padding_idx = self.of(ids)
         if self.first_row is not None:
             return rows_or_zeros(weight, places)
@@ -79,7 +83,7 @@ class _Places(NamedTuple):
 
 
 def rows_or_zeros(weight: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of a weight at the indices `places`, and zeros for an index of -1.
+    """Return the rows of a weight at the indices `places`, with zeros for an index of -1.
 
     The weight may be empty.
     """
@@ -90,7 +94,8 @@ def rows_or_zeros(weight: Tensor, places: Tensor) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Run aten.embedding, with `embedding_backward` as its backward pass."""
+    """The autograd function of the lookup: it runs aten.embedding, and `embedding_backward` in the
+    backward pass."""
 
     @staticmethod
     def forward(
@@ -108,9 +113,9 @@ class _Embedding(torch.autograd.Function):
 
 
 class _TiedEmbedding(torch.autograd.Function):
-    """Run aten.embedding, and return the table as a second output.
+    """The autograd function of a lookup that returns the table as a second output.
 
-    The backward pass adds the gradients of both outputs in one buffer.
+    The backward pass of this lookup adds the gradients of both outputs in one buffer.
     """
 
     @staticmethod

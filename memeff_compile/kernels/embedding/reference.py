@@ -1,8 +1,9 @@
-"""The reference engine in plain PyTorch: sort the ids, sum the gradient rows of each id, and add
-each sum to its row of the table's gradient.
+"""The reference implementation in plain PyTorch: sort the ids, sum the gradient rows of each id,
+and add each sum to a row of the table's gradient.
 
-This engine works on any device, never waits for a GPU, and always sums in the same order. The
-engine has no buffer as large as the table: it computes one sum per token, a few columns at a time.
+This implementation works on any device, never waits for a GPU, and always sums in the same order.
+The implementation needs no buffer as large as the table, because it sums a few columns at a time
+for all tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ MIN_COLUMNS = 16
 
 
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
-    """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
+    """Add the gradient of each looked-up row to the row of `grad_weight` with the same id, summed
+    in fp32 and rounded once.
 
-    The rows (N, D) have the dtype of `grad_weight` (V, D). The row of `padding_idx`, an id or -1,
-    stays unchanged. An id that is negative, or at least V, belongs to a row of another rank, and is
-    ignored.
+    The gradient rows (N, D) have the dtype of `grad_weight` (V, D). The row of `padding_idx`, which
+    is an id or -1, does not change. An id that is negative, or at least V, belongs to another
+    rank's row and is ignored.
     """
     tokens, depth = grad_rows.shape
     wide = checks.wide(grad_weight.dtype)
@@ -51,5 +53,6 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
 
 
 def columns(tokens: int, itemsize: int) -> int:
-    """Return how many columns the engine sums at a time: 512 for 1024 tokens in fp32."""
+    """Return how many columns the implementation sums at a time, such as 512 for 1024 tokens in
+    fp32."""
     return max(MIN_COLUMNS, PIECE_BYTES // (PIECES * itemsize * max(tokens, 1)))

@@ -1,10 +1,11 @@
 """Look up embeddings in tables that DTensor splits over ranks: each rank looks up its own rows.
 
     before: x = embedding(ids, W)                 W: Shard(0), x: a sum over ranks, still pending
-    after:  x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)
+    after: x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids), where W_r is the
+        rank's shard
 
-DTensor computes the gradient of all rows of W, V x D, on every rank, and then keeps the rank's
-rows. With these ops, a rank computes only the gradient of its own rows.
+DTensor computes the V x D gradient of all rows of W on every rank, and then keeps only the rank's
+own rows. With these ops, a rank computes only the gradient of its own rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ... import compat
 
 
 class Layout(NamedTuple):
-    """The placements of a lookup's result, and how the rows and ids of the table are split over
+    """The placements of a lookup's result, and how the table's rows and the ids are split over
     ranks."""
 
     placements: tuple[Any, ...]  # of the rows
@@ -29,8 +30,8 @@ class Layout(NamedTuple):
 def layout_of(table: Any, ids: Any) -> Layout | None:
     """Return the layout of a lookup's result, which is the same on all ranks.
 
-    Return None if DTensor would first send ids or table between ranks. The table is a DTensor; the
-    ids are a DTensor, or a plain tensor that is equal on all ranks.
+    Return None if DTensor would first send ids or rows of the table between ranks. The table is a
+    DTensor; the ids are a DTensor, or a plain tensor that is equal on all ranks.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -70,8 +71,8 @@ def parts_of(table: Any) -> tuple[int, int]:
 
 
 class _OverRanks(torch.autograd.Function):
-    """DTensor.from_local with a correct second derivative, because PyTorch's ignores the rows of
-    other ranks."""
+    """DTensor.from_local with a correct second derivative; PyTorch's own second derivative ignores
+    the rows of other ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
@@ -104,7 +105,7 @@ def over_ranks(rows: Tensor, table: Any, ids: Any) -> Any:
 
 
 def added_up(rows: Any) -> Any:
-    """Return the sum of all ranks' rows, on every rank."""
+    """Return the sum of the rows of all ranks, on every rank."""
     return rows.redistribute(placements=_without_sums(rows.placements))
 
 

@@ -1,14 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of the engine `sorted`: for runs inside one chunk, and for runs that cross
-chunks.
+"""The two kernels of the implementation `sorted`: one for runs inside one chunk, one for runs that
+cross chunks.
 
-After the sort, the tokens with one id follow each other: such a sequence is a run. A chunk is CHUNK
-consecutive positions in sorted order. The program of a chunk sums and writes each run that lies in
-that chunk. For a run that crosses a border, each of its chunks writes a partial sum, and the second
-kernel adds these in order. So even a run of half the batch's tokens is summed in parallel. Sums are
-fp32 in a fixed order, so results are the same bit for bit in every execution.
+After the sort, tokens with the same id are neighbours: such a sequence is a run. A chunk is CHUNK
+consecutive positions in sorted order. The program for a chunk sums and writes each run that lies
+completely inside the chunk. For a run that extends over several chunks, each of these chunks writes
+a partial sum, and the second kernel adds the partial sums in order. So the GPU sums even a run of
+half the batch's tokens in parallel. Sums are fp32 in a fixed order, so every execution gives the
+same bits.
 
-Names of axes: places are positions in the sorted tokens (N), columns run over the hidden size (D).
+In variable names, places are positions in the sorted tokens (N), and columns are features (D).
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""A linear layer of the gated product act(gate) * up; its gradients are written over gate and up.
+"""A linear layer applied to the gated product act(gate) * up; its backward pass overwrites gate and
+up with their gradients.
 
-The backward pass of a gated MLP's last linear computes three tensors of tokens x intermediate size
-from three others. The three inputs are gate, up and the product's gradient; the results are the
-product act(gate) * up (for the weight's gradient) and the gradients of gate and up. In Inductor's
-fused kernel, all six exist at once. This op's kernel works in place: it writes its three results
-over its three inputs.
+The backward pass of a gated MLP's last linear computes three tensors of size (tokens, intermediate
+size) from three others. The three inputs are gate, up and the product's gradient; the three results
+are the product act(gate) * up (for the weight's gradient) and the gradients of gate and up. In
+Inductor's fused kernel, all six tensors exist at once. This op's kernel works in place: it writes
+its three results over its three inputs.
 
     gated_linear            linear(act(gate) * up, weight, bias)
     gated_linear_backward   the gradient of the weight; overwrites gate and up with their gradients
 
-Autograd gives the backward pass copies of gate and up, so other readers never see these writes. If
-an activation checkpoint recomputes gate and up for the backward pass, a compiler drops the copies,
-because the originals have no other reader.
+Autograd passes copies of gate and up to the backward pass, so other code that reads gate and up
+never sees these writes. If an activation checkpoint recomputes gate and up for the backward pass, a
+compiler removes the copies, because no other op reads the originals.
 """
 
 from __future__ import annotations

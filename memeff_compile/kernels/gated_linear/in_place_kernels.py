@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels for the gated product, and for its gradients, which they write over their inputs.
 
-Every program processes BLOCK numbers: it reads all of them before it writes any, and accesses no
-others. Results are computed in fp32 and rounded once; offsets are 64-bit.
+Every program processes BLOCK numbers: it reads all of them before it writes any, and it accesses no
+other numbers. The kernels compute in fp32 and round once; offsets are 64-bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WARPS = 4
 
 @triton.jit
 def _value_and_slope(g, ACTIVATION: tl.constexpr):
-    """Return act(g) and act'(g), by the same formulas as in PyTorch's autograd."""
+    """Return act(g) and its derivative act'(g), by the same formulas as PyTorch's autograd."""
     if ACTIVATION == "silu":
         s = 1.0 / (1.0 + tl.exp(-g))
         value = g * s

@@ -1,7 +1,7 @@
-"""Return bytes before and after the rewrite, as formulas in N (tokens) and I (intermediate size).
+"""The bytes before and after the rewrite, as formulas in N (tokens) and I (intermediate size).
 
-The formulas count the tensors of tokens x intermediate size that exist at once while the backward
-pass computes the product and the gradients of gate and up.
+The formulas count the tensors of size (N, I) that exist at once while the backward pass computes
+the product and the gradients of gate and up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..sizes import Size
 
 
 def bytes_before(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of the three inputs and three results of Inductor's fused kernel."""
+    """Return the bytes of the three inputs and the three results of Inductor's fused kernel."""
     return 6 * transient_bytes(tokens, inner, dtype=dtype)
 
 
@@ -23,7 +23,7 @@ def bytes_after(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
 
 
 def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes that an op needs while it runs, besides its arguments and results.
+    """Return the bytes that an op needs while it runs, in addition to its arguments and results.
 
     The forward pass needs a buffer for the product. The backward pass needs a buffer for the
     product's gradient, over which the kernel writes the product.

@@ -1,8 +1,10 @@
-"""memeff::gated_linear and its backward: schemas, validation, engines, fakes, autograd.
+"""memeff::gated_linear and its backward op: schemas, validation, choice of implementation, fake
+tensors, autograd.
 
-The forward pass is functional and saves gate, up and the weight. The backward pass copies gate and
-up and calls `gated_linear_backward`, which writes their gradients over the copies. The GPU's
-library computes the matrix products; an engine computes the elementwise steps between them.
+The forward pass has no side effects and saves gate, up and the weight. The backward pass copies
+gate and up and calls `gated_linear_backward`, which overwrites the copies with the gradients. The
+GPU's matrix library computes the products; this folder's kernels compute the elementwise steps
+between them.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ ENGINES = {
 def supports(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> str | None:
-    """Return why the op does not support gate and up, (..., I), and a linear (D, I), or None if it
-    does."""
+    """Return the reason why the op does not support gate and up, (..., I), and a linear (D, I), or
+    None if it does."""
     if activation not in ACTIVATIONS:
         return f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed."
     named = {"gate": gate, "up": up, "weight": weight, "bias": bias}
@@ -69,8 +71,8 @@ def _shape_problem(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the engine for tensors of this device and dtype, which is a key of
-    `ENGINES`."""
+    """Return the name of the implementation, a key of `ENGINES`, for tensors of this device and
+    dtype."""
     return "in_place" if kernels_serve(device, dtype) else "reference"
 
 
@@ -135,7 +137,7 @@ def _backward(given: _Gradients) -> Tensor:
 
 
 def _in_place(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Run the engine on the buffers, flattened to one row of contiguous numbers."""
+    """Run the kernel on the buffers, flattened to one row of contiguous numbers."""
     flat_gate, flat_up = gate.contiguous(), up.contiguous()
     _engine(gate).gradients(flat_gate.view(-1), flat_up.view(-1), grad, activation)
     for given, flat in ((gate, flat_gate), (up, flat_up)):
@@ -172,7 +174,7 @@ def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _gradients(
     grad: Tensor, gate: Tensor, up: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate, up and weight; gate and up are not changed."""
+    """Return the gradients of gate, up and weight, without changing gate and up."""
     # The copies become the gradients. A compiler removes the copies if gate and up are recomputed.
     gate, up = (each.clone(memory_format=torch.contiguous_format) for each in (gate, up))
     return gate, up, gated_linear_backward(grad, gate, up, *others)

@@ -1,6 +1,8 @@
-"""The reference engine: the gated product and its gradients, some thousand numbers at a time.
+"""The reference implementation: compute the gated product and its gradients, a few thousand numbers
+at a time.
 
-This engine works on any device, computes in fp32 (fp64 for fp64), and rounds each result once.
+This implementation works on any device, computes in fp32 (fp64 for fp64), and rounds each result
+once.
 """
 
 from __future__ import annotations
@@ -15,17 +17,19 @@ PIECE = 1 << 16
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """Write act(gate) * up to ``out``, a separate buffer; all are (n,) of one floating dtype."""
+    """Write act(gate) * up to the separate buffer ``out``; all three tensors are (n,) of one
+    floating dtype."""
     for first in range(0, gate.numel(), PIECE):
         part = slice(first, first + PIECE)
         out[part] = _value(_wide(gate[part]), activation) * _wide(up[part])
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Write the gradient of gate over ``gate``, that of up over ``up``, and the product over
-    ``grad``.
+    """Overwrite ``gate`` with its gradient, ``up`` with its gradient, and ``grad`` with the
+    product.
 
-    All three tensors are (n,) of one floating dtype; ``grad`` is the gradient of act(gate) * up.
+    All three tensors are (n,) of one floating dtype; at first, ``grad`` is the gradient of
+    act(gate) * up.
     """
     for first in range(0, gate.numel(), PIECE):
         part = slice(first, first + PIECE)
@@ -40,7 +44,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _value(g: Tensor, activation: str) -> Tensor:
-    """Return act(g)."""
+    """Return the activation function's value act(g)."""
     if activation == "silu":
         return g * torch.sigmoid(g)
     if activation == "gelu":
@@ -51,7 +55,7 @@ def _value(g: Tensor, activation: str) -> Tensor:
 
 
 def _times_slope(grad: Tensor, g: Tensor, activation: str) -> Tensor:
-    """Return grad * act'(g)."""
+    """Return grad times the activation function's derivative act'(g)."""
     if activation == "silu":
         s = torch.sigmoid(g)
         return grad * (s * (1 + g * (1 - s)))

@@ -1,8 +1,8 @@
-"""Return bytes before and after the rewrite, as formulas in B (sequences), H (query heads), N, M
-and D.
+"""The bytes before and after the rewrite, as formulas in B (sequences), H (query heads), N, M and
+D.
 
-N is the length of the cache, M the number of queries, D the head dimension; all may be symbols or
-numbers. The formulas leave out the cache, the queries and the output.
+N is the cache's length, M the number of queries, D the head dimension; each may be a symbol or a
+number. The formulas do not count the cache, the queries and the output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ..sizes import Size
 def bytes_before(
     batch: Size, heads: Size, keys: Size, depth: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of the copies of keys and values that repeat_kv makes for query heads."""
+    """Return the bytes of the copies of keys and values that `repeat_kv` of transformers makes for
+    the query heads."""
     elements = sympy.sympify(batch) * heads * keys * depth
     return sympy.Integer(2 * dtype.itemsize) * elements
 
@@ -24,9 +25,10 @@ def bytes_before(
 def bytes_after(
     batch: Size, heads: Size, queries: Size, depth: Size, *, splits: Size
 ) -> sympy.Expr:
-    """Return the bytes of the fp32 partial results that the programs of each row write.
+    """Return the bytes of the fp32 partial results that the kernel's programs write.
 
-    `splits_for` is the number of programs per row; a single program writes no partial result.
+    `splits_for` is the number of programs that share a row; a single program writes no partial
+    result.
     """
     if splits == 1:
         return sympy.Integer(0)

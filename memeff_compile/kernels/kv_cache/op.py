@@ -1,9 +1,11 @@
-"""memeff::kv_cache_append and memeff::kv_cache_attention: schemas, validation, engines, fakes.
+"""memeff::kv_cache_append and memeff::kv_cache_attention: schemas, validation, choice of
+implementation, fake tensors.
 
-`kv_cache_append` and `kv_cache_last` are written in terms of other ops (CompositeImplicitAutograd):
-the inner compiler sees the two in-place writes and fuses them with the ops that compute the keys,
-rotary embedding included. `kv_cache_attention` is opaque and functional. This op has no backward
-pass, because it is for generation: if a gradient is requested, it raises an error.
+`kv_cache_append` and `kv_cache_last` are composed of other ops (CompositeImplicitAutograd): the
+inner compiler sees two in-place writes and fuses them with the ops that compute the keys, including
+the rotary embedding. `kv_cache_attention` is a custom op without side effects. `kv_cache_attention`
+has no backward pass, because it is meant for generation; if a gradient is requested, it raises an
+error.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ ENGINES = {
 def supports(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor | None, mask: Tensor | None = None
 ) -> str | None:
-    """Return why the op does not support a call of attention, or None if it does; `last` may be
-    None."""
+    """Return the reason why the op does not support a call of attention, or None if it does; `last`
+    may be None."""
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     return (
         unlike_heads(named)
@@ -78,7 +80,7 @@ def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def supports_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor
 ) -> str | None:
-    """Return a sentence that says why an append is not supported with these inputs, or None."""
+    """Return a sentence that says why these inputs cannot be appended, or None if they can."""
     if positions.dtype not in INDICES or positions.dim() != 1:
         return (
             f"positions is {short(positions.dtype)} with {positions.dim()} dimensions; int32 or "
@@ -99,7 +101,7 @@ def supports_append(
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the engine for this device and dtype, which is a key of `ENGINES`."""
+    """Return the name of the implementation, a key of `ENGINES`, for this device and dtype."""
     return "split" if kernels_serve(device, dtype) else "reference"
 
 

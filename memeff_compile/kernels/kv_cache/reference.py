@@ -1,9 +1,9 @@
-"""The reference engine: PyTorch's attention over the filled part of the cache, one key-value head
-at a time.
+"""The reference implementation: PyTorch's attention over the filled positions of the cache, one
+key-value head at a time.
 
-This engine works on any device and in any floating dtype. On a CPU it reads the number of filled
-positions, and no memory beyond them. On a GPU, the CPU would have to wait for that number, so the
-engine reads the whole cache under a mask. Keys and values are never repeated for the query heads
+This implementation works on any device and in any floating dtype. On a CPU, it reads the number of
+filled positions, and no memory after them. On a GPU, the CPU would have to wait for that number, so
+the whole cache is read under a mask instead. Keys and values are never repeated for query heads
 that share them.
 """
 
@@ -24,9 +24,10 @@ def attend(
     mask: Tensor | None,  # bool (B or 1, 1, M or 1, N), or None
     scale: float,  # factor of the scores
 ) -> Tensor:
-    """Return attention over the keys up to `last` that `mask` does not hide.
+    """Return attention over the keys up to position `last` that `mask` does not hide.
 
-    The result is laid out as (B, M, H, D). A query that may attend to no key gets zeros.
+    The result's memory has the order (B, M, H, D). If a mask hides all keys from a query, the
+    result for it is zero.
     """
     batch, heads, queries, depth = q.shape
     kv_heads, end = k_cache.shape[1], k_cache.shape[2]
@@ -46,8 +47,8 @@ def attend(
 
 
 def _seen(last: Tensor, mask: Tensor | None, end: int) -> Tensor | None:
-    """Return (B or 1, 1, M or 1, end): which of the first keys each query may attend to, or None
-    for all."""
+    """Return (B or 1, 1, M or 1, end), which of the first `end` keys each query may attend to, or
+    None if all are visible."""
     seen = torch.arange(end, device=last.device) <= last[:, None, :, None]
     if mask is not None:
         seen = seen & mask[..., :end]
@@ -56,7 +57,7 @@ def _seen(last: Tensor, mask: Tensor | None, end: int) -> Tensor | None:
 
 
 def _per_row(seen: Tensor, repeat: int, queries: int) -> Tensor:
-    """Repeat a query's visible keys for the heads that share its key-value head."""
+    """Repeat each query's visible keys for all heads that share a key-value head."""
     if seen.shape[2] == 1 or repeat == 1:
         return seen
     batch, _, _, keys = seen.shape

@@ -1,8 +1,8 @@
-"""Choose how the engine `split` divides the work: keys per tile, and programs per sequence and
-head.
+"""Choose how the implementation `split` divides the work: keys per tile, and programs per sequence
+and head.
 
-These sizes depend on static sizes and never on the fill level, so a launch in a CUDA graph stays
-valid as the cache fills up.
+The chosen sizes depend on static sizes, not on the number of cached tokens, so a launch in a CUDA
+graph stays valid as the cache fills up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAST = 0.9
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes for which a launch of the attention kernel is compiled."""
+    """The compile-time sizes of the attention kernel."""
 
     keys: int  # keys per tile
     warps: int  # warps per program
@@ -41,11 +41,11 @@ class Shapes:
 
 
 def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
-    """Return the tile shape for a head dimension, element size, rows per tile and GPU.
+    """Return the tile's sizes, given the head dimension, element size, rows per tile and GPU.
 
-    A pipeline stage is a tile of keys and one of values in shared memory. One program fills a
-    multiprocessor's shared memory with stages: on an H200 that is 3 to 8 % faster than three
-    smaller programs.
+    A pipeline stage is one tile of keys and one tile of values in shared memory. One program fills
+    a multiprocessor's shared memory with its pipeline stages: on an H200 that is 3 to 8 % faster
+    than three smaller programs.
     """
     if itemsize > 2:  # no tensor cores: small tiles, or the registers overflow
         return Shapes(16, 8 if depth <= 128 else 4, 2)
@@ -61,7 +61,7 @@ def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
 
 
 def _shared_memory(gpu: Gpu) -> int:
-    """Return the shared memory that tiles may use, in bytes: a little less than the limit of a
+    """Return the shared memory that tiles may use, in bytes, a little below the limit of one
     program."""
     return gpu.shared - (11 << 10)
 
@@ -71,23 +71,24 @@ def _bytes_per_key(depth: int, itemsize: int) -> int:
 
 
 def programs_per_processor(shapes: Shapes, depth: int, itemsize: int, gpu: Gpu) -> int:
-    """Return how many programs run on a multiprocessor at once, given their shared memory."""
+    """Return how many programs run on a multiprocessor at once, given the shared memory of each."""
     used = shapes.stages * shapes.keys * _bytes_per_key(depth, itemsize)
     return max(1, min(MAX_PROGRAMS, _shared_memory(gpu) // used))
 
 
 def rows_for(rows: int, itemsize: int) -> int:
-    """Return the number of rows in a tile for `rows` query rows per key-value head."""
+    """Return the number of rows of a tile for `rows` query rows per key-value head."""
     most = MAX_ROWS if itemsize <= 2 else MIN_ROWS
     return min(most, max(MIN_ROWS, 1 << (rows - 1).bit_length()))  # (100, 2): 32
 
 
 def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
-    """Return the number of programs that share the keys of one sequence and key-value head.
+    """Return the number of programs among which the keys of one sequence and key-value head are
+    divided.
 
-    A group is one sequence, key-value head and tile of query rows. The number depends on all keys
-    of the cache, filled or not; the GPU runs `slots` programs at once. Examples: 16 for (8, 32768,
-    128, 132), one for (128, 4096, 128, 132).
+    A group is one sequence, key-value head and tile of query rows. The number depends on the
+    cache's length, not on its filled positions; the GPU runs `slots` programs at once. For example,
+    the result is 16 for (8, 32768, 128, 132) and 1 for (128, 4096, 128, 132).
     """
     tiles = -(-keys // tile)
     return min(
@@ -97,7 +98,7 @@ def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
 
 
 def _cost(programs: int, tiles: int, splits: int, slots: int) -> float:
-    """Return the relative time of a launch, in which programs beyond the slots wait for others to
+    """Return the relative time of a launch in which programs beyond `slots` wait until others
     end."""
     waves, rest = divmod(programs, slots)
     time = waves + (max(rest / slots, _LEAST) if rest else 0.0)

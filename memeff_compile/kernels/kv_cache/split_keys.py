@@ -1,12 +1,12 @@
-"""The engine `split` of attention over a cache: several programs share the keys. The engine needs
-CUDA, sm_80 or later.
+"""The implementation `split` of attention over a cache: several programs share the keys. This
+implementation needs a CUDA GPU of sm_80 or later.
 
-The CPU never waits for the GPU or reads a value from it, and the grid follows from static sizes, so
-calls can be captured in CUDA graphs and replayed while the cache fills up. Kernels use no atomic
-operations, so the same inputs give the same bits.
+The CPU never waits for the GPU or reads a value from it, and the launch grid depends only on static
+sizes, so a CUDA graph can capture the calls and replay them while the cache fills up. The kernels
+use no atomic operations, so the same inputs give the same bits.
 
-No launch can be faster than reading the filled keys and values once: 2 * B * Hkv * filled * D
-elements.
+The lower bound of a launch's time is reading the filled keys and values once: 2 * B * Hkv * filled
+* D elements.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of a launch."""
+    """The parameters of a kernel launch: grid, tile, warps and stages."""
 
     shapes: Shapes  # tile, warps and stages of the attention kernel
     rows: int  # query rows per tile
@@ -39,7 +39,7 @@ class Plan:
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
     """Return the launch parameters for (B, H, M, N, D), which depend only on static sizes.
 
-    Without a GPU, return the parameters for an H200.
+    Without a GPU, this function returns the parameters for an H200.
     """
     batch, heads, queries, keys, depth = sizes
     count = queries * (heads // kv_heads)
@@ -53,18 +53,18 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return a number of elements that divides the strides of keys.
+    """Return a number of elements that divides the strides of the keys.
 
-    The result is 1 if Triton detects without help that the strides are divisible by 16.
+    The result is 1 if Triton detects by itself that the strides are divisible by 16.
     """
     common = math.gcd(16, *strides)
     return 1 if common == 16 else common  # 100: 4, 128: 1
 
 
 def _in_units(cache: Tensor, align: int) -> Cells:
-    """Return a cache as kernels take it.
+    """Return a cache tensor in the form that kernels take, with strides in units.
 
-    The stride of keys is given in units of `align` elements, because Triton detects only strides
+    The strides of keys are given in units of `align` elements, because Triton detects only strides
     that are multiples of 16. Without such units, rows of 100 elements would be read element by
     element.
     """
@@ -82,9 +82,9 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return attention over the keys up to `last`; the op has checked the shapes.
+    """Return attention over the keys up to position `last`; the op has already checked the shapes.
 
-    The result is laid out as (B, M, H, D).
+    The result's memory has the order (B, M, H, D).
     """
     from . import split_keys_kernels as kernels
 

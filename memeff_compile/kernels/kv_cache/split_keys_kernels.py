@@ -1,15 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of the engine `split`: attention over a part of the keys, and the combination of
+"""The two kernels of the implementation `split`: one attends to a share of the keys, one combines
 the partial results.
 
-The rows of a tile are the pairs of a query and a query head that share one key-value head, so each
-key and value is loaded once. Program i of n processes the tiles i, i + n, i + 2n and so on of keys,
-up to the last key that any of its rows may attend to. So the programs have equal work at any fill
-level, and programs without tiles end immediately. The partial results are summed in a fixed order.
+The rows of a tile are pairs (query, query head) that share one key-value head, so each key and
+value is loaded once. Program i of n processes the key tiles i, i + n, i + 2n and so on, up to the
+last key that any of its rows may attend to. So all programs have equal work, however full the cache
+is, and programs without tiles end immediately. The second kernel sums the partial results in a
+fixed order.
 
-With UPCAST, operands are widened to fp32, because the interpreter cannot multiply bf16.
+With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 
-Names of axes: rows are (query, head) pairs of one key-value head, keys run over the cache.
+In variable names, rows are (query, head) pairs of one key-value head, and keys are positions of the
+cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A linear layer and cross entropy in one op, which never builds the N x V logits.
 
-Cut Cross-Entropy (arXiv 2411.09009, table 1) computes the loss of a language model's head from the
-hidden states and the head's weight. This folder contains the op memeff::linear_cross_entropy, its
-engines and the formula for the bytes that it saves. For each row of the hidden states the op
-returns
+As in Cut Cross-Entropy (arXiv 2411.09009, table 1), the op computes a language model's loss from
+the hidden states and the weight of the output projection. This folder contains the op
+memeff::linear_cross_entropy, its implementations, and the formulas for the bytes that it saves. For
+each row of the hidden states the op returns
 
     nll        logsumexp(z) - z[target]
     lse        logsumexp(z), for a z-loss
@@ -12,16 +12,16 @@ returns
     top        the index of the largest z_j, the first of equals
 
 with z = softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap), all
-differentiable once except `top`. low (..., R) and up (V, R) are a low-rank term of the head: for a
-LoRA adapter, low is h A^T times the adapter's scale, and up is its B. The op builds neither the sum
-of the two products nor a copy of the head's weight. If low and up are in fp32 and the head in 16
-bits, as PEFT keeps adapters, their products are computed in fp32 from unrounded gradients of the
-logits. Means, sums, class weights of the target and shifts are computed outside the op, by ordinary
-ops on N numbers.
+differentiable once except `top`. low (..., R) and up (V, R) are a low-rank term of the output
+projection: for a LoRA adapter, low is h A^T times the adapter's scale, and up is its B. The op
+builds neither the sum of the two products nor a copy of the projection's weight. If low and up are
+fp32 and the weight has 16 bits, as PEFT keeps adapters, their products are computed in fp32 from
+unrounded gradients of the logits. Ordinary ops on N numbers compute the means, the sums, the class
+weights of targets and the label shift, outside of this op.
 
-`op` calls `walk`, which chooses the engine (`reference`, `library` or `hopper`) and runs it block
-by block. `_head_loss.call` defines the request, `shapes` every size of a block, and
-`_gradient_filter` the walks that drop classes.
+`op` calls `walk`, which chooses the implementation (`reference`, `library` or `hopper`) and runs it
+block by block. `_head_loss.call` defines the arguments of a call, `shapes` all block sizes, and
+`_gradient_filter` the loops that skip classes with small gradients.
 """
 
 from __future__ import annotations

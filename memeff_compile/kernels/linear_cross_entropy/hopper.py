@@ -1,34 +1,36 @@
-"""The engine `hopper`: Triton kernels for every product of the head, on tensor cores of compute
-capability 9.0.
+"""The implementation `hopper`: Triton kernels for every product of the output projection, on GPUs
+of compute capability 9.0.
 
-The forward pass processes all rows. This pass reduces each tile of logits to a maximum and a sum
-per row, and merges these in a fixed order. The tile that contains a row's target also stores the
-target's logit. No other logit is written to memory.
+The forward pass processes all rows. The forward pass reduces each tile of logits to a maximum and a
+sum per row, and merges these numbers in a fixed order. The tile that contains a row's target also
+stores the target's logit; no other logit is written to memory.
 
-The backward pass usually processes one block of R rows after the other. For a block, the engine
-computes the logits again and writes their gradient, G = dloss/dlogits, in 16 bits for the whole
-vocabulary. After this, the engine computes all of dE for these rows, and adds the block's
-contribution to dC. Until the last block, dC is stored in fp16, with a power of two for each class
-and SLICE features, because its sums need three more bits than bf16 has.
+The backward pass usually processes blocks of R rows one after another. For each block, the kernels
+compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
+vocabulary. From G, the kernels compute the complete hidden-state gradient dE of these rows, and add
+the block's contribution to the weight gradient dC. Until the last block, dC is stored in fp16, with
+one power of two for each class and SLICE features, because its sums need three more bits than bf16
+has.
 
-Another form of the backward pass processes one block of classes after the other. This form takes
-less memory, and supports a limited workspace and fp16. For a block of W classes it writes the
-columns of dC once, and adds G C to dE in fp32, with one reduction per element and launch. With the
-minimal workspace, G and the fp32 sums use the memory of the weight's gradient.
+A second form of the backward pass processes blocks of classes one after another. The form with
+blocks of classes takes less memory, and supports fp16 and a workspace limit. For a block of W
+classes, the second form writes the rows of dC once, and adds G C to dE in fp32, with one reduction
+per element and launch. With the minimal workspace, G and the fp32 sums use memory of the weight's
+gradient.
 
-A loss that is one number takes three matrix products for each block of rows. The first product
-writes X (probabilities up to a factor per row) in 16 bits, and fp32 statistics from the same
-registers. Once a row's log-sum-exp is known, the other operands of the products with X are scaled
-by the row's factor. X takes 2RV bytes for R rows. Rows whose logits are far from the expected range
-are computed again; the GPU decides which.
+A loss that is a single number takes three matrix products for each block of rows. The first product
+writes X (the probabilities up to one factor per row) in 16 bits, and computes fp32 statistics from
+the same registers. When a row's log-sum-exp is known, the other operands of the products with X are
+multiplied by the row's factor. For R rows, X takes 2RV bytes. The kernels compute rows again if
+their logits are far from the expected range; the GPU decides which rows.
 
-Ignored rows are left out of all products, by an order of rows that the GPU computes. The CPU never
-waits for the GPU or reads a value from it. The engine needs bf16 or fp16 (only bf16 for blocks of
-rows), a depth that is a multiple of 8, and a contiguous weight.
+Ignored rows are left out of all products, by a permutation of the rows that the GPU computes. The
+CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (only
+bf16 for blocks of rows), a hidden size that is a multiple of 8, and a contiguous weight.
 
-Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12; in one
-walk 3 * 2NDV / 700e12. For a loss that is one number, the times at 790e12 (floors) and the
-predictions are:
+Expected seconds on an H200, forward plus backward: 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12; for
+a loss that is a single number 3 * 2NDV / 700e12. For a loss that is a single number, the lower
+bounds (at 790e12 operations per second) and the predictions are:
 
     N, D, V = 8192, 4096, 128256    32.7 and 38 ms
     N, D, V = 8192, 2304, 256000    36.7 and 45 ms
@@ -82,7 +84,7 @@ from .shapes import (
 
 
 class Forward(Statistics):
-    """The forward pass over all rows, which computes statistics per tile and merges them."""
+    """The forward pass over all rows: it computes statistics per tile of logits and merges them."""
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.given = given._replace(
@@ -143,7 +145,8 @@ class Forward(Statistics):
 
 
 class _Gradient:
-    """Writes the gradient G for some rows and classes, from known statistics of the rows."""
+    """Writer of the logits' gradient G for some rows and classes, from known statistics of the
+    rows."""
 
     def __init__(
         self,
@@ -189,8 +192,8 @@ class _Gradient:
 
 
 class BackwardByClasses(Differentiating):
-    """A backward pass by blocks of classes: it computes all of dC for a block, and adds up dE in
-    fp32."""
+    """The backward pass by blocks of classes: it computes dC of a block completely, and adds up dE
+    in fp32."""
 
     def __init__(
         self,
@@ -247,13 +250,13 @@ class BackwardByClasses(Differentiating):
         self._finish_hidden()
 
     def _blocks_inside(self) -> Iterator[Block]:
-        """Use the last rows of the weight's gradient as temporary memory, and compute those rows
+        """Use the last rows of the weight's gradient as temporary memory, and compute these rows
         last.
 
-        The contribution of their classes to the hidden states' gradient is computed first, while
-        these rows are still temporary memory; so the logits of these classes are computed twice.
-        When the hidden states' gradient is complete, its sums are freed, and G uses only rows that
-        are not yet written.
+        The classes of these rows contribute to the hidden states' gradient first, while their
+        memory is still temporary, so the logits of these classes are computed twice. When the
+        hidden states' gradient is complete, its fp32 sums are freed, and G uses only rows of the
+        weight's gradient that are not yet written.
         """
         room = self.inside
         assert room is not None
@@ -283,7 +286,7 @@ class BackwardByClasses(Differentiating):
             first += width
 
     def _finish_hidden(self) -> None:
-        """Round the sums of the hidden states' gradient to its dtype."""
+        """Round the fp32 sums of the hidden states' gradient to its dtype."""
         if self.sums is None:
             return
         if self.selection.place is None:
@@ -334,19 +337,19 @@ class BackwardByClasses(Differentiating):
 
 
 class ByRows(RowWalk):
-    """A walk over blocks of R rows that computes X of a block, and the gradients from X.
+    """A loop over blocks of R rows that computes X of a block, and then the gradients from X.
 
-    X has R rows and the vocabulary in whole tiles as columns. Up to a factor per row, X is the
-    gradient of the block's logits. `step` is R, `columns` the width of a tile of X and `tiles`
-    their number.
+    X has R rows, and its columns are the vocabulary in whole tiles. X is the gradient of the
+    block's logits, up to one factor per row. `step` is R, `columns` is the width of a tile of X,
+    and `tiles` is the number of tiles.
     """
 
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], *, height: int = 0
     ) -> None:
-        """Allocate the buffers for all blocks.
+        """Allocate the buffers that all blocks share.
 
-        `height`, if it is not 0, is the block height that all ranks use, a multiple of the tile
+        If `height` is not 0, it is the block height that all ranks use, a multiple of the tile
         height.
         """
         self.shapes = shapes = shapes_for(given.hidden.device)
@@ -381,9 +384,10 @@ class ByRows(RowWalk):
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
-        """Add the products of X to the gradients, with the kernels that this Triton supports.
+        """Add the products with X to the gradients, with the kernels that this Triton version
+        supports.
 
-        For dC, X is multiplied by `factor`, (R, D), which is zero after the last row.
+        For dC, X is multiplied by `factor`, (R, D), which contains zeros after the last row.
         """
         if self.grad_hidden is not None or self.grad_weight is not None:
             self._multiply(block, factor)
@@ -441,7 +445,7 @@ class ByRows(RowWalk):
 
 
 class BackwardByRows(ByRows):
-    """The backward pass by blocks of rows, in which X equals G and the factor of each row is 1."""
+    """The backward pass by blocks of rows; here X equals G, and the factor of each row is 1."""
 
     def __init__(
         self,
@@ -474,8 +478,8 @@ class BackwardByRows(ByRows):
 
 
 class Total(ByRows, Statistics):
-    """Computes a loss that is one number: the logits once, and the gradients from the same
-    logits."""
+    """The computation of a loss that is a single number: the logits once, and the gradients from
+    these logits."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.given, self.ranks = given, given.ranks
@@ -551,8 +555,8 @@ class Total(ByRows, Statistics):
         )
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Exchange the statistics of these rows with other ranks, and compute the rows' losses from
-        all of them."""
+        """Exchange the statistics of some rows with other ranks, and compute these rows' losses
+        from all of them."""
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))
@@ -588,7 +592,7 @@ def backward(
 ) -> BackwardByRows | BackwardByClasses:
     """Return the backward pass that computes the gradients that `output_mask` requests.
 
-    Blocks of rows are faster and take more memory, so they are used if the workspace is automatic.
+    Blocks of rows are faster but take more memory, so they are used if the workspace is automatic.
     """
     is_by_rows = triton_compat.has_gluon() and not settings.workspace
     if is_by_rows and given.hidden.dtype == torch.bfloat16:
@@ -607,7 +611,8 @@ def add_columns(
     at: tuple[int, int, int, int, int],  # first row, rows, first column, width and last column
     launch: Any,
 ) -> None:
-    """Add the column sums of X, its rows times their scale, to the sums of the bias's gradient."""
+    """Add the column sums of X, with its rows multiplied by their scale, to the sums of the bias's
+    gradient."""
     launch(
         kernels._linear_cross_entropy_hopper_bias_kernel,
         (-(-x.shape[1] // SUMMED_COLUMNS),),
@@ -620,5 +625,5 @@ def add_columns(
 
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
-    """Return whether a tile of G needs only the registers that the plain loss needs."""
+    """Return whether a tile of G needs no more registers than the plain loss needs."""
     return bias is None and not (settings.softcap or settings.with_logit_sum)

@@ -1,23 +1,25 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `hopper`: matrix products whose epilogue turns a tile of logits into results.
+"""The kernels of the implementation `hopper`: matrix products whose epilogue processes each tile of
+logits in registers.
 
-The epilogue uses a tile of logits in one of three ways. The epilogue reduces the tile to statistics
-of its rows. Or it writes a tile of the logits' gradient G, if the statistics are known. Or it
-writes a tile of X, if the statistics are not known yet. X_ij = exp(z_ij - base_i), times dz/ds if
-there is a softcap, rounded once to 16 bits. base_i is a number near the row's largest logit. This
-base is known before the logits are, so writing X does not wait for the log-sum-exp. The factor that
-turns X into gradients, exp(base_i - lse_i) times the scale, is one number per row; the two products
-of X apply it. At the target of a row, X contains (p - 1) / factor, so that no difference cancels in
-16 bits. If ranks have parts of the vocabulary, they exchange their log-sum-exps after X is written.
+The epilogue (the code after a tile's product) uses the tile of logits in one of three ways: it
+reduces the tile to statistics of its rows; or, if the statistics are known, it writes a tile of the
+logits' gradient G; or, if the statistics are not known yet, it writes a tile of X. X_ij = exp(z_ij
+- base_i), times dz/ds with a softcap, rounded once to 16 bits; base_i is a number near the row's
+largest logit. The base is known before the logits are computed, so writing X need not wait for the
+log-sum-exp. The factor that turns X into gradients, exp(base_i - lse_i) times the scale, is one
+number per row; the two products with X apply this factor. At a row's target, X contains (p - 1) /
+factor, so that no difference of 16-bit numbers loses precision. If ranks split the vocabulary, they
+exchange their log-sum-exps after X is written.
 
-Each program computes several output tiles, one after the other, and loads the operands of the next
-tile during the epilogue of the last one. Rows are compact, which means that ignored rows are left
-out. Kernels read the number of remaining rows on the GPU (`kept_ptr`); the CPU never reads it.
-Logits are in base 2: z2 = z * log2(e).
+Each program computes several output tiles one after another, and loads the operands of the next
+tile during the epilogue of the current one. The kernels process compact rows: ignored rows are left
+out. Kernels read the number of rows that count from GPU memory (`kept_ptr`); the CPU never reads
+this number. Logits are in base 2: z2 = z * log2(e).
 
-Names of axes: n rows, v columns (vocabulary), d features. BM x BN is the shape of an output tile,
-and BK the length of a step of its sum. With UPCAST, operands are widened to fp32, because the
-interpreter cannot multiply bf16.
+In variable names, n stands for rows, v for columns (vocabulary), and d for features. BM x BN is the
+shape of an output tile, and BK the number of terms that one loop iteration adds. With UPCAST,
+operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
 
 from __future__ import annotations
@@ -62,10 +64,10 @@ def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexp
 
 @triton.jit
 def _place(tile, row_blocks, column_blocks, C: tl.constexpr):
-    """Return the row block and the column block of a tile, given its number.
+    """Return the row block and the column block of the tile with a given number.
 
     Tiles are numbered so that GROUP row blocks are processed together, with their rows and a few
-    columns in the L2 cache.
+    column blocks in the L2 cache.
     """
     group = tile // (C.GROUP * column_blocks)
     local = tile % (C.GROUP * column_blocks)
@@ -94,7 +96,7 @@ def _linear_cross_entropy_hopper_statistics_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Reduce each tile of logits to a maximum and a sum per row; pick out the target's logit."""
+    """Reduce each tile of logits to a maximum and a sum per row; store the logit of each target."""
     rows_here = count_rows(kept_ptr, first_row, group_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
@@ -160,7 +162,7 @@ def _linear_cross_entropy_hopper_merge_kernel(
     tiles,  # T
     C: tl.constexpr,
 ):
-    """Merge the statistics of a row's tiles, in a fixed order, into its results."""
+    """Merge the statistics of a row's tiles, in a fixed order, into the row's results."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < group_rows
     if C.HAS_KEPT:
@@ -209,9 +211,9 @@ def _linear_cross_entropy_hopper_merge_kernel(
 
 @triton.jit
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
-    """Return G = dloss/ds for one tile in fp32; rows and columns that do not exist are zero.
+    """Return G = dloss/ds for one tile in fp32, with zeros in rows and columns beyond the tensor.
 
-    `place` contains the rows' indices, a mask of the rows that exist, and the columns' indices.
+    `place` contains the rows' indices, which of the rows exist, and the columns' indices.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -270,7 +272,8 @@ def _linear_cross_entropy_hopper_gradient_kernel(
     cap,  # scale and softcap
     C: tl.constexpr,  # GATHER: read the hidden states row by row, without a gathered copy
 ):
-    """Compute the logits of `width` columns again and write their gradient G in the input dtype."""
+    """Compute the logits of `width` columns again, and write their gradient G in the input
+    dtype."""
     rows_here = group_rows
     if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
@@ -306,9 +309,9 @@ def _linear_cross_entropy_hopper_gradient_kernel(
 
 @triton.jit
 def _store_tile(desc, at, tile, ADD: tl.constexpr, C: tl.constexpr):
-    """Write a tile in quarters, or add it to the tile in memory.
+    """Write a tile in quarters, or add it to the tile in memory, a quarter at a time.
 
-    Only one program of a launch computes this tile.
+    No other program of the launch writes this tile.
     """
     row, first = at
     ROWS: tl.constexpr = tile.shape[0]
@@ -344,10 +347,10 @@ def _linear_cross_entropy_hopper_class_products_kernel(
     C: tl.constexpr,
     # ADD: add to grad_hidden instead of overwriting it
 ):
-    """Write dC = G^T E for these columns, then add G C to dE, in one launch.
+    """Write dC = G^T E for these classes, then add G C to dE, in one launch.
 
-    The second product's tiles use the multiprocessors that the first product's last wave of
-    programs leaves idle.
+    The tiles of the second product use the multiprocessors that the first product's last programs
+    leave idle.
     """
     rows_here = rows
     if C.HAS_KEPT:
@@ -409,10 +412,11 @@ def _linear_cross_entropy_hopper_base_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Write each row's base, from which its logits are subtracted: the logit of its target.
+    """Write each row's base, which is subtracted from its logits; the base is the logit of the
+    row's target.
 
-    In a trained model, a row's largest logit is slightly above this base. If another rank has the
-    target, the base is the logit of another class.
+    In a trained model, a row's largest logit is usually slightly above its target's logit. If
+    another rank has the target's class, the base is the logit of another class.
     """
     row = tl.program_id(0)
     is_row = row < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -455,7 +459,8 @@ def _linear_cross_entropy_hopper_logits_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Write X and its row statistics, tile by tile; rows and columns that do not exist are zero."""
+    """Write X and the statistics of its rows tile by tile, with zeros in rows and columns beyond
+    the tensor."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
@@ -524,11 +529,11 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Merge a row's statistics in a fixed order, after a check that its base is close enough to its
-    largest logit.
+    """Check that a row's base is close enough to its largest logit, then merge the row's statistics
+    in a fixed order.
 
-    If the vocabulary is split over ranks, this kernel only writes the values to exchange, and
-    another kernel finishes the loss.
+    If ranks split the vocabulary, this kernel only writes the numbers to exchange, and another
+    kernel computes the loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -584,7 +589,7 @@ def _linear_cross_entropy_hopper_loss_kernel(
 
 @triton.jit
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
-    """Write X at the target of each row: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1."""
+    """Write X at each row's target: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1."""
     ptrs, mask = at
     scale, softcap = cap
     x = (tl.exp2(-nll2) - 1.0) * mass
@@ -615,9 +620,9 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Finish the loss of a row with the values of all ranks.
+    """Compute the loss of a row from the numbers of all ranks.
 
-    The values are merged in the order of the ranks, so all ranks get the same loss.
+    The kernel merges these numbers in the order of the ranks, so all ranks get the same loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -685,10 +690,10 @@ def _linear_cross_entropy_hopper_products_kernel(
 ):
     """Write dE of a block of rows, and add the block's contribution to dC, in one launch.
 
-    The few tiles of dE, which are sums over the vocabulary, come first; the many tiles of dC, which
-    are sums over the rows, fill the multiprocessors that dE leaves idle, during and after it. A
-    program takes another tile when it has finished one. Each tile is computed by one program, so
-    the order in which programs take tiles changes no bit.
+    The few tiles of dE, which are sums over the vocabulary, are computed first; the many tiles of
+    dC, which are sums over the rows, keep the other multiprocessors busy during and after that. A
+    program that has finished a tile takes the next one that no program has taken. One program
+    computes all of a tile, so the order in which programs take tiles does not change the results.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     depth_blocks = tl.cdiv(depth, C.BN)
@@ -759,7 +764,8 @@ def _linear_cross_entropy_hopper_bias_kernel(
     stop_column,  # columns from here on do not exist
     C: tl.constexpr,
 ):
-    """Add the column sums of X, its rows times their scale, to the gradient of the bias."""
+    """Add the column sums of X, with each row multiplied by its scale, to the gradient of the
+    bias."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     inside = (local < width) & (first_column + local < stop_column)

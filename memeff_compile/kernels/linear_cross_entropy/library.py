@@ -1,32 +1,33 @@
-"""The engine `library`: matrix products by cuBLAS, and one Triton kernel after each product.
+"""The implementation `library`: matrix products by cuBLAS, with a Triton kernel after each product.
 
-The forward pass computes, for each strip of classes, S = E C_v^T in fp32 (from 16-bit inputs). A
-kernel then merges S into a running maximum and sum per row.
+The forward pass computes S = E C_v^T in fp32 (from 16-bit inputs), for one strip of classes after
+another. After each strip, a kernel merges S into a running maximum and sum per row.
 
-The backward pass computes the same strips of S again, for each block of classes. A kernel turns
-each strip into G in the input dtype. Then cuBLAS writes dC_v = G^T E into its rows of the weight's
-gradient (once, without an fp32 copy), and adds G C_v to dE in fp32. G has a buffer of its own.
-Writing G over the fp32 strip would save no memory, because a strip half or a quarter as wide as
-the block takes the same bytes; and results would depend on the order in which warps read and write.
+The backward pass computes the same strips of S again, one block of classes after another. A kernel
+turns each strip into the logits' gradient G in the input dtype. Then cuBLAS writes dC_v = G^T E
+into the block's rows of the weight's gradient (once, without an fp32 copy), and adds G C_v to dE in
+fp32. G has its own buffer. Writing G over the fp32 strip would save no memory, because a narrower
+strip takes the same bytes; the results would also depend on the order in which warps read and
+write.
 
-If the head is frozen and has a LoRA adapter, and the loss is one number, the engine processes
-blocks of rows instead. For each block, the engine computes S for the whole vocabulary once and adds
-the low-rank product. A kernel computes the rows' statistics from S, and then G from S. The engine
-computes dE and the gradient of `low` for these rows from G. The engine sums the gradient of `up` in
-fp32 over the blocks.
+If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
+implementation processes blocks of rows instead. For each such block, it computes S for the whole
+vocabulary once and adds the low-rank product. A kernel computes the rows' statistics from S, and
+then G from S. From G, it computes dE and the gradient of `low` for these rows. The gradient of `up`
+is summed over the blocks in fp32.
 
-The CPU never waits for the GPU, reads no value from it, and launches kernels that do not depend on
-the data's values, so calls can be captured in CUDA graphs. Sums use no atomic operations.
+The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
+on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.
 
-The expected time on an H200, forward plus backward, is at least:
+On an H200, forward plus backward pass take at least this many seconds:
     4 * 2NDV / 790e12       four products (forward, recompute, dC, dE)
     + 10 NV / 4.28e12       S read in forward; S read and G written in backward (16-bit inputs)
     + 8 ND * blocks / 4.28e12   dE read and written once per block
     (+ 8 NV / 4.28e12       S written twice, partly hidden behind the product that writes it)
-For N, D, V = 16384, 2048, 128256: 43.6 + 4.9 + 2.0 (+ 3.9) ms. For N, D, V = 8192, 2304, 256000:
-48.9 + 4.9 + 2.4 (+ 3.9) ms. For a frozen head with an adapter: 2 * 2NDV / 790e12 and, in 16 bits,
-26 NV / 4.28e12 (S written, added to and read twice; G written and read by three products). For N,
-D, V = 8192, 4096, 128256: 21.8 + 6.4 ms.
+For N, D, V = 16384, 2048, 128256: 43.6 + 4.9 + 2.0 (+ 3.9) ms. For N, D, V = 8192, 2304, 256000 it
+is 48.9 + 4.9 + 2.4 (+ 3.9) ms. A frozen output projection with an adapter takes at least 2 * 2NDV /
+790e12 and, in 16 bits, 26 NV / 4.28e12 seconds (S written, added to and read twice; G written once
+and read by three products). For N, D, V = 8192, 4096, 128256 that is 21.8 + 6.4 ms.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Forward(Statistics):
 
 
 class Backward(Differentiating):
-    """A backward pass over blocks of classes, which computes the logits again, strip by strip."""
+    """A backward pass over blocks of classes, which computes the logits again, one strip after
+    another."""
 
     def __init__(
         self,
@@ -158,7 +160,8 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """The loss and gradients of a frozen head with a LoRA adapter, by blocks of rows."""
+    """The loss and gradients of a frozen output projection with a LoRA adapter, by blocks of
+    rows."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.request, self.given = given, _readable(given.operands)
@@ -232,7 +235,7 @@ forward, backward, total = Forward, Backward, Total
 
 
 def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
-    """Write the products of the rows and the classes [first, stop) into fp32 `out`."""
+    """Write the products of the rows with the classes [first, stop) into the fp32 buffer `out`."""
     product_into(given.hidden, given.weight[first:stop].t(), out)
     if given.low is not None and given.up is not None:
         product_into(given.low, given.up[first:stop].t(), out, accumulate=True)
@@ -243,7 +246,7 @@ def _merge(
 ) -> None:
     """Merge a strip of products, fp32 (N, W), into the running statistics of the rows, (N, STATE).
 
-    The strip begins at the class `first`.
+    The strip starts at the class `first`.
 
     The last strip of a call also writes the results.
     """
@@ -274,9 +277,9 @@ def _differentiate(
     first: int,
     settings: Settings,
 ) -> None:
-    """Turn a strip of products into the gradients of these products.
+    """Turn a strip of products into the gradients of these products, in the buffer `g`.
 
-    `g`, in the input dtype, has unit stride along columns and may be `s` itself; `grads` are the
+    `g` has the input dtype and unit stride along columns, and may be `s` itself; `grads` are the
     contiguous fp32 gradients of the per-row results.
     """
     (_, _, bias, target, column_weight, *_), (rows, width) = given, s.shape
@@ -304,8 +307,7 @@ def _widths(given: Operands, settings: Settings) -> Widths:
 
 
 def _readable(given: Operands) -> Operands:
-    """Return operands that kernels and cuBLAS can read, with copies where needed, made once per
-    call."""
+    """Return operands that kernels and cuBLAS can read; necessary copies are made once per call."""
     hidden, weight, bias, target, column_weight, low, up = given
     return Operands(
         hidden if 1 in hidden.stride() else hidden.contiguous(),

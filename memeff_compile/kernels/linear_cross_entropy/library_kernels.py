@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of `library`: one turns matrix products into row statistics, the other into
-gradients.
+"""The two kernels of the implementation `library`: one turns matrix products into row statistics,
+the other turns them into gradients.
 
-Each program processes one row of an N x W block of fp32 products, so no sum is shared by programs,
+Each program processes one row of an N x W block of fp32 products, so no two programs share a sum,
 and every run gives the same bits. 16-bit vectors are converted to fp32 right after each load, so
 all arithmetic is fp32, on the GPU and under Triton's interpreter.
 
-Names of axes: rows are tokens, columns are vocabulary entries counted from `first_column`.
+In variable names, rows are tokens, and columns are vocabulary entries counted from `first_column`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAST = tl.constexpr(2**31 - 1)
 def _cap(u, softcap):
     """Return z = softcap * tanh(u / softcap) and dz/du.
 
-    tanh comes from exp2(-2|u| / softcap), which never overflows and keeps NaN.
+    The kernel computes tanh from exp2(-2|u| / softcap), which never overflows and propagates NaN.
     """
     shrink = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))
     tanh = (1.0 - shrink) / (1.0 + shrink)

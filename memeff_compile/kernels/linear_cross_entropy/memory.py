@@ -1,9 +1,9 @@
-"""Return bytes before and after the rewrite, as formulas in N (rows), D (hidden size) and V
+"""The bytes before and after the rewrite, as formulas in N (rows), D (hidden size) and V
 (vocabulary).
 
-The formulas count the largest buffers besides the inputs and the returned gradients.
-`before` counts the full N x V buffers of a model without this op. `after` is an upper bound of the
-op's bytes: blocks, per-row vectors and the fp32 sum of the hidden gradient.
+The formulas count the largest buffers, except the inputs and the returned gradients. `before`
+counts the full N x V buffers of a model without this op. `after` is an upper bound of the op's
+bytes: blocks, per-row vectors and the fp32 sum of the hidden states' gradient.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ def bytes_before(
     training: bool = True,  # whether gradients follow
     compiled: bool = True,  # Inductor if true, eager otherwise
 ) -> sympy.Expr:
-    """Return the peak bytes of the N x V buffers for the loss without this op.
+    """Return the peak bytes of the N x V buffers that the loss needs without this op.
 
-    Inductor allocates one logits tensor in the compute dtype, which the backward pass overwrites
+    Inductor allocates one logits tensor in the compute dtype, and the backward pass overwrites it
     with the gradient. If the logits are returned to the user, the gradient needs a second tensor.
-    Casts and log_softmax are fused into other kernels. Measured at N, V = 8192, 256000 in bf16:
-    4001 MiB, formula 4000.
+    Inductor fuses casts and log_softmax into other kernels. Measured for N, V = 8192, 256000 in
+    bf16: 4001 MiB; the formula gives 4000 MiB.
 
-    In eager mode, the forward pass has the logits, an fp32 copy if there is a cast, and the output
-    of log_softmax. Eager backward: that output, its gradient and the gradient of its input, each in
-    the cast's dtype, and the logits if they are returned. Measured at the same shape: 24000 MiB
-    (22839 beyond the two gradients, which do not exist yet at the peak), formula 24000.
+    In eager mode, the forward pass has the logits, an fp32 copy if the model casts them, and the
+    output of log_softmax. Eager PyTorch's backward pass has that output, its gradient and the
+    gradient of its input, each in the cast's dtype, and the logits if they are returned. Measured
+    for the same shape: 24000 MiB (22839 more than the two returned gradients, which do not exist
+    yet at the peak); the formula gives 24000 MiB.
     """
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits
@@ -77,8 +78,7 @@ def bytes_before(
 
 
 class How(NamedTuple):
-    """The properties of a call, besides its sizes N, D and V, that decide how many bytes it
-    needs."""
+    """The properties of a call, other than N, D and V, on which its bytes depend."""
 
     dtype: torch.dtype  # dtype of hidden and weight
     engine: str  # "hopper", "library" or "reference", as `engine_for` says
@@ -97,9 +97,9 @@ class How(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The size of the block of logits that exists at one time.
+    """The size of the blocks of logits that exist at one time.
 
-    The fields are the block's bytes, and the number of columns whose weights are copied.
+    Its fields are the bytes of these blocks, and the number of columns whose weights are copied.
     """
 
     bytes: sympy.Expr
@@ -109,14 +109,14 @@ class Pieces(NamedTuple):
 def bytes_after(
     rows: Size, depth: Size, vocab: Size, *, pieces: Pieces | None = None, **how: Any
 ) -> sympy.Expr:
-    """Return an upper bound of the op's bytes in addition to inputs and returned gradients.
+    """Return an upper bound of the op's bytes, without inputs and returned gradients.
 
-    The bound is the larger one of forward and backward pass. The bound counts the workspace of
-    blocks (each at most half as wide as a vocabulary of more than 64 columns), the vectors of N
-    elements, and for 16-bit inputs the fp32 sum of the hidden gradient (4ND). `reference` adds the
-    fp32 copies of 16-bit hidden states and of blocks of the weight, and on a CPU the copies of the
-    rows that are not ignored. `how` is a `How`; `pieces` may be symbols, for a short formula, and
-    are by default the result of `piece_sizes`.
+    The bound is the larger of the bounds for forward and backward pass. The bound counts the
+    workspace of blocks (each at most half as wide as a vocabulary of more than 64 columns), the
+    vectors of N elements, and for 16-bit inputs the fp32 sum of the hidden states' gradient (4ND).
+    For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of blocks of the
+    weight, and on a CPU the copies of the rows that are not ignored. `how` is a `How`; `pieces` may
+    contain symbols, for a short formula, and is by default the result of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given
@@ -137,7 +137,7 @@ def bytes_after(
 def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
     """Return an upper bound of the size of the blocks of logits that exist at one time.
 
-    `how` has the fields of `How` as keyword arguments.
+    `how` has the fields of `How` as its keys.
     """
     given = How(**how)
     dtype, engine, device_type, workspace, has_softcap, with_entropy, training, _ = given
@@ -183,12 +183,13 @@ def total_bytes(
     has_softcap: bool = False,  # likewise
     gradient_filter: str = "exact",  # likewise
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes of a loss that is one number, besides inputs, gradients
-    and 64 bytes per row.
+    """Return an upper bound of the bytes of a loss that is a single number, without inputs,
+    gradients and 64 bytes per row.
 
-    On a GPU, these are X, the statistics of its tiles, and the rows times their scale. In plain
-    PyTorch, these are a block of logits, two more with a softcap, the rows that count and, for
-    16-bit inputs, the fp32 sums of the weight's gradient and a block of the weight.
+    On a GPU, the bound counts X, the statistics of its tiles, and the rows multiplied by their
+    scale. In plain PyTorch, the bound counts a block of logits, two more blocks with a softcap, the
+    rows that count and, for 16-bit inputs, the fp32 sums of the weight's gradient and a block of
+    the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
@@ -205,7 +206,7 @@ def total_bytes(
 def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
-    """Return the upper bound that `total_bytes` has for a frozen head with a LoRA adapter, in
+    """Return the same bound as `total_bytes`, for a frozen output projection with a LoRA adapter in
     `library`."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
@@ -222,8 +223,8 @@ def hopper_bytes(
 ) -> sympy.Expr:
     """Return an upper bound of the bytes of `hopper` when it processes blocks of rows.
 
-    If N is a symbol, the bound is valid for every N. Under a gradient filter, `hopper` has other
-    buffers.
+    If N is a symbol, the bound is valid for every N. With a gradient filter, `hopper` has other
+    buffers, which this bound does not count.
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     if leaves_out(gradient_filter, depth):

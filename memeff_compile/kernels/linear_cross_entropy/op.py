@@ -1,25 +1,27 @@
-"""memeff::linear_cross_entropy and related ops: schemas, validation, fakes, autograd.
+"""memeff::linear_cross_entropy and related ops: schemas, validation, fake tensors, autograd.
 
-Two ops compute, and the first has a backward op; a LoRA adapter of the head is optional in all:
+Two ops compute the loss, and the first of them has a backward op; all three optionally take a LoRA
+adapter of the output projection:
 
     linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
     linear_cross_entropy_total  one number and the gradients of that number,
                                 total = sum over rows of row_weight_i * nll_i, over norm
 
-The first saves its inputs, one lse per row and, if requested, one entropy; its backward pass
-computes the logits again. The forward of the second op also computes its gradients, up to a factor,
-from the same logits: a step takes three products instead of four. Its backward pass multiplies
-these gradients by the gradient of the loss (`_head_loss.scaling`).
+The first op saves its inputs, one lse per row and, if requested, one entropy per row; its backward
+op computes the logits again. The forward pass of the second op also computes its gradients, up to a
+factor, from the same logits, so a training step takes three matrix products instead of four. The
+second op's backward pass multiplies these gradients by the gradient of the loss
+(`_head_loss.scaling`).
 
-Four more ops serve heads whose classes are split over ranks (`vocabulary_parallel`): the statistics
-of a rank, their merging, a rank's total, and the total that all ranks use. Four more names call
-these seven ops, so that graphs are easy to read: `_adapted` and `_adapted_total` (a head with a
-LoRA adapter), `_over_ranks` and `_total_over_ranks` (a head over ranks).
+Four more ops support output projections whose classes are split over ranks (`vocabulary_parallel`):
+one rank's statistics, the merging of statistics, one rank's total, and the total that all ranks
+use. Four more names call these seven ops, so that graphs are easy to read: `_adapted` and
+`_adapted_total` (with a LoRA adapter), `_over_ranks` and `_total_over_ranks` (split over ranks).
 
-Each argument of an op costs the CPU some microseconds, so the many settings for ranks are not
-arguments of the ops for one process.
+Each argument of an op costs a few microseconds of CPU time, so the ops for a single process do not
+have the many arguments for ranks.
 
-All ops are functional, opaque to Inductor and unaffected by autocast.
+No op changes its inputs; Inductor treats the ops as opaque, and autocast does not affect them.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ def supports(
 ) -> str | None:
     """Return the reason why the op does not support these inputs, or None if it does.
 
-    The check reads dtypes, devices, layouts and sizes of real or fake tensors, and never their
-    values. The check adds no guard: the op checks symbolic sizes at run time.
+    The check reads the dtypes, devices, layouts and sizes of real or fake tensors, but never their
+    values. The check adds no guard on symbolic sizes, because the op checks them at run time.
     """
     given = Operands(hidden, weight, bias, target, column_weight, low, up)
     return (
@@ -114,8 +116,8 @@ _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_p
 
 
 def _called(*tensors: Any, **settings: Any) -> _Forward:
-    """Return a checked call, with the settings that the dispatcher omits because they equal their
-    defaults."""
+    """Return a checked call, including the arguments that the dispatcher omits because they equal
+    their defaults."""
     checked = {name: settings[name] for name in _CHECKED if name in settings}
     require("linear_cross_entropy", supports(*tensors, **checked))
     return _Forward(Operands(*tensors), Settings(**settings).served())
@@ -148,7 +150,7 @@ def _fake_backward(given: _Backward) -> tuple[Tensor, ...]:
 
 
 def _fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Return empty tensors for the gradients that are requested."""
+    """Return empty tensors for the gradients that the caller requests."""
 
     def empty(of: Tensor | None, is_needed: bool) -> Tensor:
         if of is None or not is_needed:
@@ -333,7 +335,7 @@ def _fake_agreed(own: Tensor, every: Tensor) -> Tensor:
 
 
 def _counts(target: Tensor, ranks: int, group: str) -> Tensor:
-    """Return how many rows each rank has."""
+    """Return the number of rows on each rank."""
     gather, wait = compat.gathering_ops()
     rows = torch.full((1,), target.numel(), dtype=torch.int64, device=target.device)
     counts: Tensor = wait(gather(rows, ranks, group))
@@ -370,7 +372,8 @@ def _adapted_total(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
 
 
 def _direct(called: library.Function, compute: library.Function) -> library.Function:
-    """Return an op's function for Inductor's code, which calls optional tensors by their names."""
+    """Return an op's Python function for Inductor's code, which passes optional tensors by
+    keyword."""
 
     def direct(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
         named = [settings.pop(name) for name in ("low", "up") if name in settings]

@@ -1,12 +1,13 @@
-"""The engine `reference`: the formula in plain PyTorch, for one block at a time, on any device.
+"""The implementation `reference`: the formula in plain PyTorch, one block at a time, on any device.
 
-For 16-bit and fp32 inputs, products are fp32 and enter exp without rounding; fp64 stays fp64.
-Gradients of the products are computed in full precision, including the target's term. For a loss
-per row, the engine processes blocks of classes, and rounds these gradients once to the input dtype,
-like `library`. For a loss that is one number, the engine processes blocks of rows: the logits of a
-block are computed once for the whole vocabulary, become row statistics, and are then replaced by
-their gradient. The weight's gradient is summed over blocks in the wide dtype. On a CPU, rows with
-an ignored target are left out, because reading targets there does not mean waiting.
+For 16-bit and fp32 inputs, matrix products are fp32 and are not rounded before exp; for fp64 inputs
+they are fp64. Gradients of the logits are computed in full precision, including the target's term.
+For a loss per row, this implementation processes blocks of classes, and rounds the gradients of the
+logits once to the input dtype, like `library`. For a loss that is a single number, it processes
+blocks of rows: it computes a block's logits once for the whole vocabulary, reduces them to row
+statistics, and then overwrites them with their gradient. The weight's gradient is summed over the
+blocks in fp32 (fp64 for fp64). On a CPU, rows with an ignored target are left out, because reading
+the targets there does not wait for a device.
 """
 
 from __future__ import annotations
@@ -126,11 +127,11 @@ class Forward(Statistics):
 
 
 class _Factors(NamedTuple):
-    """The factors, for each row, of the four terms of the gradient.
+    """The per-row factors of the four terms of the logits' gradient.
 
-    The terms are p, 1(j = target), the column's weight, and p (log p + entropy). Every term has to
-    be multiplied by the scale, so the gradients per row (N elements each) are scaled instead,
-    before.
+    The terms are p, 1(j = target), the column's weight, and p (log p + entropy). Every term must be
+    multiplied by the logits' scale, so the per-row gradients (N elements each) are multiplied by it
+    beforehand.
     """
 
     probability: Tensor
@@ -214,7 +215,7 @@ class Backward(Differentiating):
             self.grad_hidden.addmm_(g, weight)
 
     def _differentiate(self, g: Tensor, block: Block) -> None:
-        """Turn scaled products into the gradient of the products, in the same memory."""
+        """Overwrite scaled logits with their gradients, in the same memory."""
         (_, first, stop), settings, factors = block, self.settings, self.factors
         slope = None
         if self.slopes is not None:
@@ -256,8 +257,8 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """The loss and gradients by blocks of rows: logits become probabilities, and then their
-    gradients."""
+    """The loss and gradients by blocks of rows: logits are overwritten with probabilities, and
+    these with gradients."""
 
     def __init__(self, given: ScalarLoss) -> None:
         hidden, weight, bias, target = given[:4]
@@ -352,8 +353,8 @@ class Total(Statistics, Differentiating):
             self.grad_hidden[self.here] = part.to(self.grad_hidden.dtype)
 
     def _columns(self) -> list[tuple[int, int]]:
-        """Return ranges of columns; if the weight must be widened, the copied part is no larger
-        than the buffer for logits."""
+        """Return ranges of columns for the blocks; if the weight must be widened, a block's copy of
+        it is no larger than the buffer of logits."""
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]
@@ -383,7 +384,7 @@ def _rows(
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Return `rows` rows: `part` at the indices `kept`, and zeros elsewhere."""
+    """Return `rows` rows: `part` at the indices `kept`, and zeros in the other rows."""
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole
@@ -392,7 +393,7 @@ def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
 def _width(dtype: torch.dtype, rows: int, weight: Tensor, given: Settings, *, forward: bool) -> int:
     """Return the number of columns in a block.
 
-    This number depends on the number of all rows, including ignored ones.
+    The number of columns depends on the number of all rows, including the ignored ones.
     """
     per_logit = reference_bytes_per_logit(
         dtype.itemsize, given.softcap > 0, not forward, given.with_entropy
@@ -406,9 +407,9 @@ def _scaled_products(
     scale: float,
     out: Tensor,
 ) -> tuple[Tensor, Any]:
-    """Write scale * (hidden @ weight.T + low @ up.T + bias) for a block of classes into `out`.
+    """Write scale * (hidden @ weight.T + low @ up.T + bias) of a block of classes into `out`.
 
-    Return the rows of weight and up for the block, in the wide dtype.
+    Return the block's rows of weight and up, in the wide dtype.
     """
     here, dtype = slice(block.first, block.stop), out.dtype
     weight = given.weight[here].to(dtype)
@@ -424,19 +425,19 @@ def _scaled_products(
 
 
 def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have their target in this block, and a column that is a valid index."""
+    """Return which rows have their target in a block, and for each row a valid column index."""
     is_here = (column >= 0) & (column < width)
     return is_here, column.clamp(0, width - 1).unsqueeze(1)
 
 
 def _round(g: Tensor, dtype: torch.dtype) -> None:
-    """Round the numbers of a tensor with a wide dtype to another dtype, in place."""
+    """Round the numbers of a wide tensor to another dtype, in place."""
     if g.dtype != dtype:
         g.copy_(g.to(dtype))
 
 
 def _product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write left @ right into `out`, rounding once if `out` is narrower."""
+    """Write left @ right into `out`, and round once if `out` has a narrower dtype."""
     if out.dtype == left.dtype:
         torch.mm(left, right, out=out)
     else:

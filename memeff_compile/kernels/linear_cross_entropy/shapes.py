@@ -1,7 +1,8 @@
-"""All sizes in this folder: of blocks of rows and classes, of tiles, and of launches.
+"""All sizes that this folder chooses: blocks of rows and classes, tiles, and launches.
 
-Axis letters as in `_head_loss.shapes`. Engines walk over the rows or over the vocabulary in blocks,
-so that the transient is R x V or N x W, and N x V only if the workspace has room for it.
+The letters for axes are explained in `_head_loss.shapes`. The implementations process the rows or
+the vocabulary in blocks, so a temporary tensor is R x V or N x W, and N x V only if the workspace
+is large enough.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether a workspace is so small that only the minimal mode is possible."""
+    """Return whether a workspace is so small that only the minimal mode can use it."""
     return 0 < workspace <= MINIMAL_BYTES
 
 
@@ -36,7 +37,7 @@ def _round_down(value: int, step: int) -> int:
 
 
 def _half_vocab(vocab: int) -> int:
-    """Return the widest block allowed: half the vocabulary, so that no buffer is N x V."""
+    """Return the widest allowed block, half the vocabulary, so that no buffer is N x V."""
     return max(MIN_WIDTH, -(-vocab // (2 * MIN_WIDTH)) * MIN_WIDTH)
 
 
@@ -55,7 +56,7 @@ def reference_bytes_per_logit(
     with_gradient: bool,  # backward; 16-bit inputs then also need the rounded gradient
     with_entropy: bool = False,  # both passes then keep a second block
 ) -> int:
-    """Return the bytes that the engine `reference` needs per element of a block."""
+    """Return the bytes that the implementation `reference` needs per element of a block."""
     wide = max(itemsize, 4)
     if not with_gradient:
         return wide * (1 + with_entropy)
@@ -65,8 +66,8 @@ def reference_bytes_per_logit(
 def reference_columns(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose the number of columns in a block of classes within the workspace; a workspace of 0 is
-    automatic."""
+    """Choose the number of columns of a block of classes within the workspace; a workspace of 0
+    means automatic."""
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
@@ -76,8 +77,8 @@ def reference_columns(
 def reference_rows(
     rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
-    """Return how many rows of wide logits exist at once, at most half of all rows; a workspace of 0
-    is automatic."""
+    """Return the number of rows whose wide logits exist at once, at most half of all rows; a
+    workspace of 0 means automatic."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else REFERENCE_MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -106,7 +107,7 @@ _SECONDS_PER_BYTE = 1 / 4.28e12
 
 
 class Widths(NamedTuple):
-    """The numbers of columns of products (`strip`) and of gradients (`block`) that exist at one
+    """The number of columns of products (`strip`) and of gradients (`block`) that exist at one
     time."""
 
     strip: int
@@ -117,12 +118,14 @@ class Widths(NamedTuple):
 def library_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose the widths of strips and blocks within the workspace; a workspace of 0 is automatic.
+    """Choose the widths of strips and blocks within the workspace; a workspace of 0 means
+    automatic.
 
     For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
-    gets half of the budget, and a block of gradients in the input dtype (2 bytes). For fp32 inputs
-    the gradient replaces the product in place, so strip and block are one buffer. The block is then
-    narrowed until the weight-gradient product fills whole waves of multiprocessors.
+    gets half of the workspace, and a block of gradients in the input dtype (2 bytes per element).
+    For fp32 inputs the gradient overwrites the product, so strip and block are one buffer. The
+    block is then narrowed until the product for the weight's gradient keeps all multiprocessors
+    busy to its end.
     """
     budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
     per_row = budget // max(rows, 1)
@@ -137,8 +140,7 @@ def library_widths(
 
 
 def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
-    """Return the width in (limit / 2, limit] with the least time by the model of
-    `_block_seconds`."""
+    """Return the width in (limit / 2, limit] for which `_block_seconds` predicts the least time."""
     if limit < 256:
         return _round_down(limit, MIN_WIDTH)
     step = 128 * -(-limit // (128 * 64))  # at most 64 candidates
@@ -150,23 +152,23 @@ def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
 
 
 def _block_seconds(width: int, depth: int, processors: int) -> float:
-    """Estimate the time of those parts of a block that depend on its width.
+    """Estimate the time of the steps of a block that depend on its width.
 
-    These are the product for the weight's gradient, in tiles of 128 x 256, and the addition of the
-    block's part to the gradient of the hidden states.
+    These steps are the product for the weight's gradient, in tiles of 128 x 256, and the addition
+    of the block's contribution to the gradient of the hidden states.
 
-    The result is in seconds per row. The other two products take the same time per column
-    at any width.
+    The result is in seconds per row. The time per column of the other two products does not depend
+    on the width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
 
 
 def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
-    """Return the number of rows in a block, for a head with a LoRA adapter.
+    """Return the number of rows of a block, for an output projection with a LoRA adapter.
 
     A block needs memory for fp32 products and, for 16-bit inputs, for G. By default, a block takes
-    three sixteenths of the bytes that all logits take in the head's dtype, up to 544 MiB.
+    three sixteenths of the bytes that all logits would take in the weight's dtype, up to 544 MiB.
     """
     n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
     share = sympy.Rational(3, 16) * itemsize * n * vocab
@@ -177,7 +179,7 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 
 
 def library_block(width: int) -> int:
-    """Return how many columns a program processes at once: at most 2048.
+    """Return how many columns a program of `library`'s kernels processes at once: at most 2048.
 
     For strips of 64 columns, the result is 128.
     """
@@ -214,8 +216,8 @@ SUMMED_COLUMNS, SUMMED_ROWS = 128, 64
 class Shapes(NamedTuple):
     """Tiles, warps and pipeline stages of the kernels on one kind of GPU.
 
-    `rows` x `columns` is the shape of an output tile, and `step` the length of a step along the
-    summed axis. `programs` is how many run at a time: one per multiprocessor.
+    `rows` x `columns` is the shape of an output tile, and `step` the number of terms that one loop
+    iteration adds. `programs` is how many programs run at a time: one per multiprocessor.
     """
 
     rows: int
@@ -228,7 +230,8 @@ class Shapes(NamedTuple):
     is_interpreted: bool = False
 
     def constants(self, columns: int) -> dict[str, Any]:
-        """Return the constants and launch options of a kernel with tiles of `columns` columns."""
+        """Return the compile-time constants and launch options of a kernel with tiles of `columns`
+        columns."""
         return {
             "BM": self.rows,
             "BN": columns,
@@ -239,7 +242,7 @@ class Shapes(NamedTuple):
         }
 
     def gradient_columns(self, *, is_plain: bool) -> int:
-        """Return the number of columns in a tile of G, which is smaller if a softcap, a bias or
+        """Return the number of columns of a tile of G, which is smaller if a softcap, a bias or
         gathered rows need registers."""
         return self.columns if is_plain else self.rows
 
@@ -253,21 +256,21 @@ def shapes_for(device: torch.device) -> Shapes:
 
 
 def shapes_for_programs(programs: int) -> Shapes:
-    """Return the tile shapes for compute capability 9.0, on which they were measured."""
+    """Return the tile shapes for compute capability 9.0, where they were measured."""
     return Shapes(128, 256, 64, 8, 3, True, programs)
 
 
 def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
-    """Return rows and columns of a tile of dE and dC: of two shapes, the one that has fewer unused
-    columns."""
+    """Return the rows and columns of a tile of dE and dC: of two possible shapes, the one with
+    fewer unused columns."""
     rows, columns = shapes.rows, shapes.columns
     is_turned = 0 < depth % columns <= rows
     return (columns, rows) if is_turned else (rows, columns)
 
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
-    """Return the number of rows in a forward block: whole tiles, such that blocks have about equal
-    height."""
+    """Return the number of rows of a block in the forward pass: whole tiles, so that all blocks
+    have about equal height."""
     tiles = -(-rows // shapes.rows)
     count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
     return -(-tiles // count) * shapes.rows
@@ -277,8 +280,9 @@ def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
 def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
     """Choose how many columns of G the backward pass computes at once.
 
-    Of the widths within the budget, and up to half the vocabulary, it is the one whose launches
-    leave the fewest multiprocessors idle in their last waves. A workspace of 0 is automatic.
+    The function considers widths within the workspace and up to half the vocabulary, and returns
+    the one whose launches leave the fewest multiprocessors idle at their ends. A workspace of 0
+    means automatic.
     """
     step = shapes.columns
     budget = workspace or max(HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW * rows)
@@ -290,8 +294,8 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
 
 
 def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> float:
-    """Model the time of the backward pass, in units of one step of an output tile along the summed
-    axis."""
+    """Predict the time of the backward pass, in multiples of one loop iteration of an output
+    tile."""
     whole, rest = divmod(vocab, width)
     units = whole * _block_units(rows, depth, width, shapes)
     return units + (_block_units(rows, depth, rest, shapes) if rest else 0)
@@ -314,12 +318,12 @@ def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
 
 
 class Room(NamedTuple):
-    """The memory in which a minimal backward pass works: the rows of the weight's gradient from
+    """The memory that a minimal backward pass uses: the rows of the weight's gradient from
     `first_column` on.
 
-    Example: with 8 rows of 4 features, a column of G takes twice the bytes of a column of the
-    weight's gradient, so a block that ends at the last column leaves memory for one third of the
-    remaining columns.
+    Example: with 8 rows of 4 features, a column of G takes twice the bytes of a row of the weight's
+    gradient, so a block that ends at the last column leaves memory for one third of the remaining
+    columns.
     """
 
     first_column: int
@@ -331,10 +335,10 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many columns of the weight's gradient can be computed while their G is stored
-        after them, at the end of the same memory.
+        """Return how many rows of the weight's gradient can be computed while the G of their
+        classes is stored after them, at the end of the same memory.
 
-        Return 0 if no columns fit.
+        Return 0 if no row fits.
         """
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step
@@ -343,8 +347,8 @@ class Room(NamedTuple):
 def room_inside(
     rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_hidden: bool
 ) -> Room | None:
-    """Return the plan of a backward pass that uses only the weight's gradient as memory, or None if
-    that is too small."""
+    """Return the plan of a backward pass whose only temporary memory is the weight's gradient, or
+    None if that memory is too small."""
     step = shapes.columns
     sums = 2 * rows if needs_hidden else 0  # columns whose memory holds the hidden gradient's sums
     half = vocab // 2 // step * step
@@ -358,7 +362,7 @@ def room_inside(
 
 
 def slices_of(depth: int, shapes: Shapes) -> int:
-    """Return how many slices of SLICE features the whole tiles of a gradient have."""
+    """Return how many slices of SLICE features a gradient has, padded to whole tiles."""
     columns = product_tile(depth, shapes)[1]
     return -(-depth // columns) * columns // SLICE
 
@@ -371,10 +375,11 @@ def hopper_rows(
     workspace: int,  # the bytes of X; 0 is automatic
     shapes: Shapes,
 ) -> int:
-    """Return the number of rows in a block: whole tiles, such that blocks have about equal height.
+    """Return the number of rows of a block: whole tiles, so that all blocks have about equal
+    height.
 
-    The number is the same on all GPUs, because ranks may have different GPUs and the report may
-    come from another machine.
+    The number is the same for all GPUs, because ranks may have different GPUs, and a report may
+    describe another machine.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
     tiles, width = -(-rows // tile), -(-vocab // shapes.columns) * shapes.columns
@@ -389,8 +394,7 @@ def hopper_rows(
 
 def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
     """Return the bytes that `hopper` needs for blocks of rows: X, statistics for the narrowest
-    tiles, scaled rows and partial sums of a block, and the scales of dC if there are several
-    blocks.
+    tiles, scaled rows and partial sums of a block, and, with several blocks, the scales of dC.
     """
     width = -(-vocab // shapes.columns) * shapes.columns
     needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))
@@ -400,11 +404,11 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 
 @lru_cache(maxsize=1024)
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
-    """Return how many programs compute the sum for one tile of dE together.
+    """Return how many programs share the sum for one tile of dE.
 
-    A tile of dE is a sum over the vocabulary, which takes long, and a block with few rows has few
-    such tiles. With one program per tile, some programs would still compute dE when all others have
-    finished dC.
+    A tile of dE is a long sum over the vocabulary, and a block with few rows has few such tiles.
+    With one program per tile, a few programs would still compute dE after all others have finished
+    dC.
     """
     if rows > TALLEST_SPLIT:
         return 1

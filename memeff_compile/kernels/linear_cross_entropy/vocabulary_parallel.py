@@ -1,36 +1,36 @@
-"""Compute the loss of a head whose classes are split over ranks: statistics of each rank, and their
-merging.
+"""The loss of an output projection whose classes are split over ranks: statistics on each rank, and
+their merging.
 
-Of P ranks, rank r has the rows of the weight that `torch.chunk` assigns to it. For a loss per row,
-one op computes statistics of the rank's classes, k numbers per row. All ranks gather these
+Rank r of P ranks has the rows of the weight that `torch.chunk` assigns to it. For a loss per row,
+one op computes the statistics of the rank's classes, k numbers per row. All ranks gather these
 statistics. Another op then merges them into the results of `linear_cross_entropy` for all classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)
     nll, lse, logit_sum, entropy, top = linear_cross_entropy_merge(every, h, W_r, None, y, ...)
 
-`linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy of all
-classes, so that its softmax is that of the whole head.
+`linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy over all
+classes, so its softmax is that of the whole output projection.
 
-A loss that is one number needs a row's softmax before its gradients, and no rank has all classes.
-So all ranks walk over the same blocks of rows and exchange once per block: each rank computes its
-logits, sends two numbers per row to the others (`Ranks`), and computes its gradients with the
-numbers of all ranks:
+A loss that is a single number needs a row's softmax before its gradients, and no rank has all
+classes. So all ranks process the same blocks of rows and exchange numbers once per block: each rank
+computes its logits, sends two numbers per row to the others (`Ranks`), and computes its gradients
+with the numbers of all ranks:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
-A compiler does not see that the op in the middle gathers, and could move it past other collectives,
-by its sizes, differently on each rank. A compiler keeps the order of collectives that it sees, so a
-collective of one number before the op and one after it fix the op's position. All ranks use the
-total of the first rank.
+A compiler does not see that the middle op gathers numbers, and could move it past other
+collectives, in a different way on each rank. A compiler keeps the order of the collectives that it
+sees, so a collective of one number before this op and one after it fix the op's position. All ranks
+use the total of the first rank.
 
-All ranks must have equally many rows, so they first gather their row counts; if these differ, every
-rank raises an error. The gathered data and the number of gathers depend only on the number of rows,
-the classes of all ranks, dtype, workspace and the kind of device; engines may differ from rank to
-rank. Each rank gets its own gradients: that of W_r, and its part of dh, which the ranks have to add
-up.
+All ranks must have the same number of rows, so they first gather their row counts; if the counts
+differ, every rank raises an error. The gathered data and the number of gathers depend only on the
+number of rows, the classes of all ranks, the dtype, the workspace and the kind of device, so ranks
+may use different implementations. Each rank gets its own gradients: that of W_r, and its summand of
+dh, which the ranks have to add up.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # as many 
 
 
 class Part(NamedTuple):
-    """The arguments with which one rank computes its statistics for a loss per row."""
+    """The arguments with which one rank computes its statistics, for a loss per row."""
 
     whole: Operands  # of the rank's rows of the weight; targets are classes of the whole head
     settings: Settings  # of the whole head
@@ -76,17 +76,18 @@ class Part(NamedTuple):
 
     @property
     def asked(self) -> tuple[bool, ...]:
-        """Return which of these statistics have: sums of logits, entropies, likeliest classes."""
+        """Return which optional statistics the call requests: sums of logits, entropies, likeliest
+        classes."""
         return self.settings.wanted[2:]
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers per row a rank sends; the likeliest class takes two of them."""
+        """Return how many numbers per row a rank sends; a likeliest class takes two numbers."""
         return 2 + sum(self.asked) + self.asked[-1]
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as columns of this rank, and two masks.
+        """Return targets as column indices of this rank, and two masks.
 
         The first mask tells whether this rank has the target, the second whether another rank has
         it.
@@ -97,8 +98,8 @@ class Part(NamedTuple):
     def own_settings(self) -> Settings:
         """Return the settings for the loss over this rank's columns.
 
-        The filter `mass` limits the probability mass dropped from a row; each rank gets its share
-        of this limit.
+        The filter `mass` limits the probability mass that may be dropped from a row; each rank gets
+        a share of this limit.
         """
         settings = self.settings
         ignored = None if settings.ignore_index is None else NO_COLUMN
@@ -109,10 +110,10 @@ class Part(NamedTuple):
         return settings
 
     def split(self, grads: RowGradients) -> RowGradients:
-        """Turn the gradients of the merged results into gradients of this rank's results.
+        """Convert the gradients of the merged results into gradients of this rank's results.
 
-        Gradient descent raises the target's logit on the rank that has it, and lowers the logits of
-        the other classes on every rank.
+        Gradient descent raises the target's logit on the rank that has the target, and lowers the
+        other logits on every rank.
         """
         _, here, elsewhere = self.columns
         of_lse = grads.lse + grads.nll.where(elsewhere, 0)
@@ -120,7 +121,7 @@ class Part(NamedTuple):
 
 
 def statistics(part: Part, counts: Tensor | None) -> Tensor:
-    """Return the statistics of this rank's columns that ranks merge, (k, ...)."""
+    """Return the statistics of this rank's columns, (k, ...), for merging."""
     if counts is not None:
         check_counts(counts, part.whole.target.numel())
     ignore_index = part.settings.ignore_index
@@ -139,7 +140,7 @@ def statistics(part: Part, counts: Tensor | None) -> Tensor:
 def _logits_of(part: Part, column: Tensor) -> Tensor:
     """Return the logit of one column for each row.
 
-    The order of the sum does not depend on the rank, so equal classes on two ranks have equal
+    The order of the sum does not depend on the rank, so equal weight rows on two ranks give equal
     logits.
     """
     hidden, weight, bias, *_ = part.whole
@@ -158,7 +159,8 @@ def _logits_of(part: Part, column: Tensor) -> Tensor:
 
 
 def merge(part: Part, every: Tensor) -> RowResults:
-    """Return the results for all classes from the statistics of all ranks, in the ranks' order."""
+    """Return the results for all classes, merged from the statistics of all ranks in the order of
+    the ranks."""
     target, settings = part.whole.target, part.settings
     numbers = iter(every.view(part.shard.ranks, part.numbers, *target.shape).unbind(1))
     every_lse, every_nll = next(numbers), next(numbers)
@@ -192,9 +194,9 @@ def rows_of_a_block(
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
-    """Return for how many rows the ranks exchange numbers at a time.
+    """Return the number of rows for which the ranks exchange numbers at a time.
 
-    This number of rows is the block height of every engine.
+    Every implementation uses this number of rows as its block height.
     """
     kind = where_it_runs(device).type
     if kind == "cuda":
@@ -206,7 +208,8 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return a flat request as this rank's engine takes it; `gather` is that of `Ranks`."""
+    """Return a flattened call in the form that this rank's implementation takes; `gather` is that
+    of `Ranks`."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

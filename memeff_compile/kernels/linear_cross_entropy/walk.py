@@ -1,19 +1,19 @@
-"""Run a call with an engine: choose the engine, the order of blocks, and when ranks exchange
-statistics.
+"""Run a call: choose the implementation, the order of blocks, and when ranks exchange statistics.
 
-An engine is a module with three callables. `forward`, `backward` and `total` take a request and
-return a `walks.Walk`: blocks of rows or of classes, and an engine's work on a block. A loss per row
-is two walks: one computes statistics, and the other computes logits again and gradients from them.
-A loss that is one number needs one walk over the rows if an engine supports it: statistics and then
-gradients of each block. Ranks with other classes exchange statistics between the two steps.
+An implementation (engine) is a module with three functions. `forward`, `backward` and `total` take
+the arguments of a call and return a `walks.Walk`: a loop over blocks of rows or of classes, and the
+work on each block. A loss per row takes two such loops: one computes statistics; the other computes
+the logits again, and gradients from them. A loss that is a single number takes one loop over the
+rows, if the implementation supports it: it computes each block's statistics and then its gradients.
+Between these two steps, ranks with different classes exchange statistics.
 
     engine      forward            backward                total
     reference   classes            classes                 rows
     library     classes            classes                 rows, of a frozen head with a LoRA part
     hopper      rows               rows, or classes        rows
 
-An engine is loaded when it runs for the first time; before that, no module with kernels is
-imported.
+An implementation is imported when it runs for the first time; before that, no module with kernels
+is imported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FILTERED = ".._gradient_filter.filtered"
 
 
 class Call(NamedTuple):
-    """The properties of a call by which its engine is chosen."""
+    """The properties of a call on which the choice of its implementation depends."""
 
     device: torch.device  # of the hidden states
     dtype: torch.dtype  # likewise
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """A module that computes calls, and the conditions under which it can do so."""
+    """An implementation: a module that computes calls, and the conditions for using it."""
 
     name: str  # of its module
     how: str
@@ -74,7 +74,7 @@ class Engine(NamedTuple):
 
     @property
     def module(self) -> Any:
-        """Import and return the engine's module."""
+        """Import and return the implementation's module."""
         return importlib.import_module(f".{self.name}", __package__)
 
 
@@ -137,9 +137,9 @@ def engine_for(
     is_adapted: bool = False,
     is_contiguous: bool = True,
 ) -> str:
-    """Return the name of the engine for a call, which is a key of `ENGINES`.
+    """Return the name of the implementation for a call, which is a key of `ENGINES`.
 
-    Device, dtype and depth are those of the hidden states; the other arguments are fields of
+    Device, dtype and hidden size are those of the hidden states; the other arguments are fields of
     `Call`.
     """
     call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
@@ -147,7 +147,7 @@ def engine_for(
 
 
 def engine_of(given: Operands, *, with_top: bool = False) -> Engine:
-    """Return the engine that computes a call with these flattened operands."""
+    """Return the implementation that computes a call with these flattened operands."""
     hidden = given.hidden
     name = engine_for(
         *(hidden.device, hidden.dtype, hidden.shape[-1]),
@@ -168,11 +168,12 @@ def is_read_in_tiles(weight: Tensor) -> bool:
 
 
 def is_faster_in_one_walk(has_kernels: bool) -> bool:
-    """Return whether a loss that is one number is faster in one walk than in two.
+    """Return whether a loss that is a single number is faster in one loop over the blocks than in
+    two.
 
-    One walk takes three matrix products, two walks take four: 46.0 and 60.9 ms at 8192 x 2304 x
-    256000 on an H200 (`nvidia-h200/gradients-in-forward.jsonl`). The speed was not measured on
-    devices without kernels.
+    One loop takes three matrix products, two loops take four: 46.0 and 60.9 ms at 8192 x 2304 x
+    256000 on an H200 (`nvidia-h200/gradients-in-forward.jsonl`). On devices without the kernels,
+    the speed was not measured.
     """
     return has_kernels
 
@@ -187,11 +188,12 @@ def makes_gradients_in_forward(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether to compute a loss that is one number, and its gradients, in one walk.
+    """Return whether to compute a loss that is a single number together with its gradients, in one
+    loop.
 
-    The published filter, a filter of only one gradient, and the minimal workspace without a filter
-    need walks that compute the logits again. The range of fp16 is too small for gradients that are
-    scaled afterwards.
+    Three settings need a second loop that computes the logits again: the published filter, a filter
+    of only one gradient, and the minimal workspace without a filter. The range of fp16 is too small
+    for gradients that are scaled afterwards.
     """
     if filter_parts != "both" or dtype == torch.float16:
         return False
@@ -215,10 +217,12 @@ def makes_gradients_in_forward_adapted(
     trains_weight: bool,  # whether the head's own weight has a gradient
     workspace: int = 0,  # as for the op
 ) -> bool:
-    """Return whether to compute the same loss in one walk for a head with a LoRA adapter.
+    """Return whether to compute a loss that is a single number in one loop, for an output
+    projection with a LoRA adapter.
 
-    The answer is no if the head trains, because its gradient would be rounded once per block, or
-    stored in fp32. The range of fp16 is too small for gradients that are scaled afterwards.
+    The answer is no if the projection's weight trains, because its gradient would be rounded once
+    per block, or stored in fp32. The range of fp16 is too small for gradients that are scaled
+    afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -235,12 +239,13 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether to compute the same loss in one walk for a head that is split over ranks.
+    """Return whether to compute a loss that is a single number in one loop, for an output
+    projection that is split over ranks.
 
-    All ranks of the head get the same answer, whatever their GPUs.
+    All ranks get the same answer, whatever their GPUs.
 
-    The answer is no with a filter, which chooses tiles by the softmax of the whole head, because
-    this walk does not know that softmax in time.
+    The answer is no with a filter: it chooses tiles by the softmax over all classes, which is not
+    known in time in one loop.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -250,7 +255,7 @@ def makes_gradients_in_forward_over_ranks(
 
 
 def forward(engine: Any, given: Operands, settings: Settings) -> RowResults:
-    """Compute the results of every row with an engine."""
+    """Compute the results of every row with an implementation."""
     with on_device(given.hidden):
         walk = engine.forward(given, settings)
         for block in walk.blocks():
@@ -267,7 +272,7 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the gradients that `output_mask` requests, with an engine."""
+    """Compute the gradients that `output_mask` requests, with an implementation."""
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
         for block in walk.blocks():
@@ -277,10 +282,10 @@ def backward(
 
 
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute one number and its gradients in one walk, with an engine.
+    """Compute a single number and its gradients in one loop, with an implementation.
 
-    If the classes are split over ranks, the walk also has a step `meet`, which exchanges statistics
-    of a block's rows.
+    If ranks split the classes, each block also has a step `meet`, which exchanges statistics of the
+    block's rows.
     """
     with on_device(given.hidden):
         walk = engine.total(given)
@@ -294,7 +299,7 @@ def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
-    """Return the module with an engine's walks, or with these walks under the call's gradient
+    """Return the module with an implementation's loops, or the loops under the call's gradient
     filter."""
     hidden, weight = given.hidden, given.weight
     is_served = hidden.dtype in engine.filters and given.low is None and is_read_in_tiles(weight)
@@ -304,7 +309,7 @@ def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
 
 
 def row_results(given: Operands, settings: Settings) -> RowResults:
-    """Compute the results of every row, of operands with any leading dimensions."""
+    """Compute the results of every row, for operands with any leading dimensions."""
     target = given.target
     if target.numel() == 0:
         return RowResults.new(given.hidden, target.shape, settings)
@@ -324,7 +329,7 @@ def row_gradients(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the gradients of flat operands that `output_mask` requests."""
+    """Compute the gradients that `output_mask` requests, for flattened operands."""
     rows = given.target.numel()
     if rows == 0:
         return zero_gradients(given, output_mask)
@@ -339,8 +344,8 @@ def row_gradients(
 
 
 def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
-    """Compute the loss and gradients of inputs that have been flattened; if ranks split the
-    classes, the caller has checked the targets."""
+    """Compute the loss and the gradients of flattened inputs; if ranks split the classes, the
+    caller has already checked the targets."""
     operands = given.operands
     if given.hidden.shape[0] == 0:
         # A total of 0, or nan where a mean of no rows is asked for.
@@ -358,10 +363,11 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 
 
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute one number and its gradients by an engine's forward pass and then its backward pass.
+    """Compute a single number and its gradients by an implementation's forward pass and then its
+    backward pass.
 
-    If the classes are split over ranks, the ranks exchange statistics between the two passes, as
-    often as in one walk.
+    If ranks split the classes, they exchange statistics between the two passes, as often as in one
+    loop.
     """
     operands, settings, ranks = given.operands, given.settings, given.ranks
     if ranks is not None:
@@ -382,8 +388,8 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Exchange statistics block by block, in `order`; return the log-sum-exps and losses of the
-    whole head.
+    """Exchange statistics block by block, in `order`; return the log-sum-exps and losses over all
+    classes.
     """
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
@@ -392,10 +398,10 @@ def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor,
 
 
 def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | None:
-    """Return the rows to compute on a CPU, or None for all rows.
+    """Return the indices of the rows to compute on a CPU, or None for all rows.
 
-    All rows are computed if the caller requests a statistic of ignored rows, and on a GPU, where
-    the CPU would have to wait for the number of rows.
+    The function returns None if the caller requests a statistic of ignored rows, and on a GPU,
+    where the CPU would have to wait for the number of rows.
     """
     wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows
     if wants_all or settings.ignore_index is None or target.device.type != "cpu":

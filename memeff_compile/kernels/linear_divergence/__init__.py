@@ -1,5 +1,5 @@
-"""Compute the divergence between the softmaxes of two heads in one op, without the N x V logits of
-either.
+"""The divergence between the softmaxes of two output projections in one op, without the N x V
+logits of either.
 
 Distillation compares the softmax p of a student's logits with the softmax q of a teacher's logits,
 over the whole vocabulary. With m = share * q + (1 - share) * p, the op returns for each row
@@ -8,15 +8,15 @@ over the whole vocabulary. With m = share * q + (1 - share) * p, the op returns 
                     + a5 sum(q log m) + a6 sum(p log m)
 
 where `Coefficients` are a1 to a6. KL(q || p), KL(p || q), the generalised Jensen-Shannon
-divergence, skewed divergences and a cross entropy with the teacher's probabilities are such sums.
+divergence, skewed divergences and the cross entropy with the teacher's probabilities are such sums.
 The student's logits are scale * (hidden @ weight.T + bias). The teacher's logits are computed in
-the same way from its hidden states and weight, which may have another width, or the caller passes
-them. The teacher gets no gradient.
+the same way from its hidden states and weight, which may have another hidden size, or the caller
+passes the logits. The teacher gets no gradient.
 
-For each block of rows, two matrix products compute logits, from which come row statistics in fp32
-and then the gradient of the student's logits, written over these logits. A loss that is one number
-takes four matrix products, gradients included; losses per row take six, because the backward pass
-computes the logits again.
+For each block of rows, two matrix products compute the logits. From these the op computes row
+statistics in fp32, then the gradient of the student's logits, which overwrites these logits. A loss
+that is a single number takes four matrix products, including gradients; losses per row take six,
+because the backward pass computes the logits again.
 """
 
 from __future__ import annotations

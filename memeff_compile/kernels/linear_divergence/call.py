@@ -1,7 +1,7 @@
-"""The arguments that both engines take, their results, and the sizes of blocks.
+"""The arguments that both implementations take, their results, and the sizes of blocks.
 
-Names of axes: N rows (tokens), D and K features of student and teacher, V classes, R rows of a
-block.
+In variable names, N is rows (tokens), D and K are features of student and teacher, V is classes,
+and R is rows of a block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Coefficients(NamedTuple):
     share: float = 0.0
 
     def times(self, factor: float) -> Coefficients:
-        """Return coefficients for the divergence multiplied by a number."""
+        """Return the coefficients of a number times the divergence."""
         return Coefficients(*(factor * each for each in self))._replace(share=self.share)
 
     @property
@@ -41,11 +41,11 @@ class Coefficients(NamedTuple):
 
     @property
     def has_centre(self) -> bool:
-        """Return whether the gradient for a row has a term that is a sum over the classes."""
+        """Return whether a row's gradient has a term that is a sum over all classes."""
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return coefficients of the same divergence, with a mixture that is neither p nor q."""
+        """Return coefficients of the same divergence, with a mixture m that is neither p nor q."""
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
             return Coefficients(a1, a2 + a5, a3 + a6, a4)
@@ -55,7 +55,7 @@ class Coefficients(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The tensors and settings of a divergence call, with all rows on one axis."""
+    """The tensors and settings of a divergence call, with all rows flattened to one axis."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -70,12 +70,12 @@ class Request(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows in the call."""
         return self.hidden.shape[0]
 
     @property
     def vocab(self) -> int:
-        """Return the number of classes."""
+        """Return the number of classes (vocabulary entries)."""
         return self.weight.shape[0]
 
     @property
@@ -85,7 +85,7 @@ class Request(NamedTuple):
 
 
 class ClassRequest(NamedTuple):
-    """The tensors and settings of a call that computes log-probabilities of some classes in each
+    """The tensors and settings of a call that computes log-probabilities of some classes per
     row."""
 
     hidden: Tensor  # (N, D)
@@ -98,12 +98,12 @@ class ClassRequest(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows in the call."""
         return self.hidden.shape[0]
 
     @property
     def vocab(self) -> int:
-        """Return the number of classes."""
+        """Return the number of classes (vocabulary entries)."""
         return self.weight.shape[0]
 
     @property
@@ -114,7 +114,7 @@ class ClassRequest(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The per-row results of a call, and the gradients that the caller asked for."""
+    """The per-row results of a call, and the gradients that the caller requested."""
 
     rows: Tensor  # (N,) or (N, k), fp32 or fp64
     hidden: Tensor | None = None  # (N, D)
@@ -125,7 +125,7 @@ class Found(NamedTuple):
 def wanted(
     given: Request | ClassRequest, factors: Tensor | None, mask: Sequence[bool]
 ) -> tuple[bool, ...]:
-    """Return which gradients to compute: none, if the rows have no factors."""
+    """Return which gradients to compute: none if the rows have no factors."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)
@@ -140,7 +140,7 @@ REFERENCE_MIN_ROWS = 16
 
 
 def reference_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
-    """Return how many rows of logits the engine `reference` has at once."""
+    """Return how many rows of logits the implementation `reference` has in memory at once."""
     per_row = REFERENCE_BLOCKS * max(itemsize, 4) * sympy.sympify(vocab)
     budget = workspace or REFERENCE_AUTO_BYTES
     fitting = sympy.Max(sympy.floor(budget / per_row), 1 if workspace else REFERENCE_MIN_ROWS)
@@ -167,8 +167,8 @@ AUTO_BYTES = 640 * MIB
 
 
 class Shapes(NamedTuple):
-    """The tile of a product: rows, step along the sum, warps and stages, and the number of programs
-    at a time."""
+    """The tile of a matrix product (rows, terms per iteration, warps, stages), and the number of
+    programs at a time."""
 
     rows: int
     step: int
@@ -180,25 +180,26 @@ class Shapes(NamedTuple):
 
 
 def shapes_for(device: torch.device) -> Shapes:
-    """Return the tiles measured on compute capability 9.0, or small ones without a GPU."""
+    """Return the tile shapes measured on compute capability 9.0, or small tiles without a GPU."""
     if device.type != "cuda":
         return Shapes(32, 16, 4, 1, False, 2, is_interpreted=True)
     return Shapes(128, 64, 8, 3, True, processors(device))
 
 
 def tile_of(given: Request | ClassRequest) -> int:
-    """Return the number of columns in a tile."""
+    """Return the number of columns of a tile."""
     biases = (given.bias, getattr(given, "teacher_bias", None))
     return TILE if biases == (None, None) else TILE_WITH_BIAS
 
 
 def columns_of(vocab: int, tile: int) -> int:
-    """Return the number of columns in a slot, which has whole tiles."""
+    """Return the number of columns of a slot, rounded up to whole tiles."""
     return -(-vocab // tile) * tile
 
 
 class Slots(NamedTuple):
-    """The number of rows in a slot, and the blocks whose gradients are multiplied together."""
+    """Slots, each a buffer for one block's gradients, and how many blocks' gradients are multiplied
+    together."""
 
     rows: int
     blocks: int
@@ -213,7 +214,7 @@ class Slots(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Return the number of rows in all slots."""
+        """Return the number of rows of all slots together."""
         return self.rows * (self.blocks + self.others)
 
 
@@ -227,17 +228,16 @@ def slots_for(
     trains: bool = True,
     lent: int = 0,
 ) -> Slots:
-    """Choose as many slots as fit the workspace, and no more than the rows need.
+    """Choose as many slots as fit into the workspace, and no more than the rows need.
 
     Args:
-        rows: the number of rows of the call.
-        columns: the number of columns of a slot.
+        rows: the number of rows in the call.
+        columns: the number of columns in a slot.
         workspace: the memory limit in bytes; 0 chooses one.
-        itemsize: bytes of an input's element.
-        sides: 2 for student and teacher, 1 if there is no teacher.
+        itemsize: the bytes of one element of an input.
+        sides: 2 if student and teacher have logits, 1 without a teacher.
         trains: whether gradients are computed; otherwise no block waits for another.
-        lent: the number of the teacher's rows for which the memory of the weight's gradient has
-            space.
+        lent: how many rows of the teacher's logits fit into the memory of the weight's gradient.
     """
     rows = max(rows, 1)
     tiles = -(-rows // ROW_STEP) * ROW_STEP
@@ -263,10 +263,10 @@ def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> 
 
 
 def kept_bytes(itemsize: int) -> int:
-    """Return the bytes of a stored logit, which is fp16 for 16-bit inputs and fp32 for others."""
+    """Return the bytes of one stored logit, which is fp16 for 16-bit inputs and fp32 for others."""
     return min(itemsize, 4)
 
 
 def strip_bytes(rows: int, vocab: int) -> int:
-    """Return the bytes of a strip of products."""
+    """Return the bytes of one strip of products."""
     return 4 * rows * min(STRIP, vocab)

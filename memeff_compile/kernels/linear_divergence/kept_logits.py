@@ -1,27 +1,28 @@
-"""The engine `kept_logits` of divergences: products whose logits are kept in 16 bits, and Triton
-kernels that read them.
+"""The implementation `kept_logits` of divergences: matrix products whose logits are stored in 16
+bits, and Triton kernels that read these logits.
 
-For a block of rows, the logits of student and teacher are kept as fp16 relative to the maximum of a
-tile of 256 columns (128 with a bias), with that maximum and the sum of exponentials in fp32. So a
-kept logit is exact to 2^-12 of its distance from the maximum: the error of a likely class is
-invisible, whereas bf16 logits, as a model computes them, have an error of 2^-9 of their size. On
-compute capability 9.0 the epilogue of the product's kernel does this, so fp32 products never leave
-the multiprocessor. On other GPUs, cuBLAS writes strips of fp32 products, and a Triton kernel reads
-these from the L2 cache. The next kernel reads a row's logits of student and teacher, computes the
-row's sums in fp32, and writes the gradient over the student's logits. For inputs of 32 bits, logits
-are kept in 32 bits.
+For a block of rows, the logits of student and teacher are stored in fp16 as differences from the
+maximum of a tile of 256 columns (128 with a bias); the tile's maximum and sum of exponentials are
+stored in fp32. So a stored logit has an error of at most 2^-12 of its distance from the maximum,
+which is negligible for likely classes; bf16 logits, as a model computes them, have an error of 2^-9
+of their size. On compute capability 9.0, the kernel of the matrix product stores the logits itself,
+so fp32 products never leave the multiprocessor. On other GPUs, cuBLAS writes strips of fp32
+products, and a Triton kernel reads them from the L2 cache. The next kernel reads a row's logits of
+student and teacher, computes the row's sums in fp32, and overwrites the student's logits with their
+gradient. For 32-bit inputs, logits are stored in 32 bits.
 
-The memory for the teacher's logits is needed only until the gradient is computed. `call.Slots`
-describes how the gradients of several blocks are placed next to each other, so that the weight's
-gradient is summed in few steps; each step rounds it once, like the op of the loss. If one step
-takes all rows, the teacher's logits use the memory of the weight's gradient, which is written last.
+The memory of the teacher's logits is free again as soon as the gradient is computed. `call.Slots`
+places the gradients of several blocks next to each other, so that the weight's gradient is summed
+in few steps; each step rounds the sum once, as in the op for cross entropy. If a single step takes
+all rows, the teacher's logits use the memory of the weight's gradient, which is written last.
 
-The CPU never waits for the GPU or reads a value from it, and sums use no atomic operations.
+The CPU never waits for the GPU or reads a value from it, and the kernels sum without atomic
+operations.
 
-Expected time on an H200 for a total with its gradients at 8192 x 4096 x 128256: four products at
-790e12 operations per second take 43.6 ms; logits are written and read once, and the gradient is
-written once and read twice, 14 NV bytes in total, which take 3.4 ms at 4.28e12 bytes per second;
-the weight's gradient is read and written three times, 1.5 ms.
+Lower bound on an H200 for a loss with its gradients at 8192 x 4096 x 128256: four products at
+790e12 operations per second take 43.6 ms; reading and writing logits and gradients, 14 NV bytes at
+4.28e12 bytes per second, takes 3.4 ms; reading and writing the weight's gradient three times takes
+1.5 ms.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ from .call import (
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number per row, and the gradients of the rows' sum weighted by `factors`."""
+    """Compute one number per row, and the gradients of the sum of these numbers, weighted by
+    `factors`."""
     given = _readable(given)
     walk = _Divergence(given, factors, wanted(given, factors, mask))
     walk.all_rows()
@@ -65,10 +67,10 @@ def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
 
 
 def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute log-probabilities of some classes of each row, (N, k).
+    """Compute the log-probabilities of some classes of each row, (N, k).
 
-    If `factors`, the gradient of these numbers, is given, compute the gradients of the operands
-    too.
+    If the gradient of these log-probabilities is given as `factors`, also compute the gradients of
+    the operands.
     """
     given = _readable(given)
     walk = _Classes(given, factors, wanted(given, factors, mask))
@@ -77,7 +79,7 @@ def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool
 
 
 class _Walk(ABC):
-    """The buffers of a call, and the loop over its blocks of rows."""
+    """The buffers of a call, and its loop over blocks of rows."""
 
     sides = 1
 
@@ -119,7 +121,8 @@ class _Walk(ABC):
             self.sums = hidden.new_empty(sums, dtype=torch.float32)
 
     def all_rows(self) -> None:
-        """Process all rows: some blocks, then the products of their gradients, and so on."""
+        """Process all rows: compute the gradients of some blocks, multiply them together, and go on
+        with the next blocks."""
         slots, rows = self.slots, self.given.rows
         for first in range(0, rows, slots.together):
             stop = min(first + slots.together, rows)
@@ -130,11 +133,11 @@ class _Walk(ABC):
 
     @abstractmethod
     def block(self, slot: int, here: slice) -> None:
-        """Compute the logits of some rows, their results and their gradient, and store them in a
-        slot."""
+        """Compute the logits of some rows, the rows' results, and the gradient of the logits, which
+        is stored in a slot."""
 
     def student(self, slot: int, here: slice) -> Tensor:
-        """Store the student's logits of some rows in a slot, and return them."""
+        """Store the student's logits of some rows in a slot, and return the stored logits."""
         height, given = self.slots.rows, self.given
         kept = self.kept[slot * height : slot * height + here.stop - here.start]
         self.keep(0, kept, given.hidden[here], given.weight, given.bias, given.scale)
@@ -149,7 +152,8 @@ class _Walk(ABC):
         bias: Tensor | None,
         scale: float,
     ) -> None:
-        """Store the logits of some rows: products with a head, or logits that the caller passed."""
+        """Store the logits of some rows: products with an output projection's weight, or logits
+        that the caller passed."""
         vocab, plane = self.given.vocab, self.sums.stride(1)
         if weight is not None and self._is_tiled(rows, weight):
             self._keep_tiles(side, out, rows, weight, bias, scale)
@@ -201,8 +205,8 @@ class _Walk(ABC):
         )
 
     def _is_tiled(self, rows: Tensor, weight: Tensor) -> bool:
-        """Return whether the GPU can load tiles of both operands, and was measured to be faster
-        with them."""
+        """Return whether the GPU can load tiles of both operands through descriptors, and was
+        measured to be faster with them."""
         are_read = all(
             each.dtype in (torch.bfloat16, torch.float16)
             and each.is_contiguous()
@@ -213,7 +217,8 @@ class _Walk(ABC):
         return are_read and (not rows.is_cuda or gpu(rows.device).is_hopper)
 
     def products(self, first: int, stop: int) -> None:
-        """Multiply the gradients of some blocks of rows by the weight, and by the hidden states."""
+        """Multiply the logits' gradients of some blocks of rows by the weight, and by the hidden
+        states."""
         gradient, given = self.gradient[: stop - first], self.given
         if self.grad_hidden is not None:
             torch.mm(gradient, given.weight, out=self.grad_hidden[first:stop])
@@ -277,7 +282,7 @@ class _Divergence(_Walk):
 
 
 class _Classes(_Walk):
-    """Compute log-probabilities, or logits, of some classes of each row."""
+    """Compute log-probabilities, or logits, of some classes per row."""
 
     given: ClassRequest
 
@@ -332,8 +337,7 @@ def _power_of_two(count: int) -> int:
 
 
 def _readable(given: Any) -> Any:
-    """Return operands that kernels and cuBLAS can read, with copies where needed, made once per
-    call."""
+    """Return operands that kernels and cuBLAS can read; necessary copies are made once per call."""
     hidden, bias = given.hidden, given.bias
     given = given._replace(
         hidden=hidden if 1 in hidden.stride() else hidden.contiguous(),

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of `kept_logits`: one turns products into stored logits, the other turns these
-into results and gradients.
+"""The two kernels of `kept_logits`: one turns products into stored logits, the other turns stored
+logits into results and gradients.
 
-A program of the first kernel computes a tile of a row, and a program of the second a whole row. So
-no sum is shared by programs, and every run gives the same bits. Arithmetic is fp32 throughout.
+A program of the first kernel computes one tile of a row, and a program of the second kernel a whole
+row. So no two programs share a sum, and every run gives the same bits. All arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .._triton.products_kernels import dot
 
 @triton.jit
 def _scaled(part, columns, vocab, scale):
-    """Return the logits of a part of a tile of products, with -inf in columns that do not exist."""
+    """Return the logits of a range of columns of a tile of products, with -inf in columns that do
+    not exist."""
     return part * scale + tl.where(columns < vocab, 0.0, float("-inf"))[None, :]
 
 
@@ -35,7 +36,8 @@ def _linear_divergence_kept_logits_product_kernel(
     scale,
     C: tl.constexpr,
 ):
-    """Store the logits of tiles of products; the fp32 products never leave the multiprocessor."""
+    """Compute tiles of products and store their logits; the fp32 products never leave the
+    multiprocessor."""
     row_blocks = tl.cdiv(rows, C.BM)
     tiles = tl.cdiv(vocab, C.TILE)
     for tile in tl.range(
@@ -129,7 +131,7 @@ def _log_sum(sums_ptr, plane, tiles, PADDED: tl.constexpr):
 
 @triton.jit
 def _times(probability, logarithm):
-    """Multiply a probability by a logarithm; the product is 0 if the probability is 0, even if the
+    """Multiply a probability by a logarithm; if the probability is 0, the product is 0, even if the
     logarithm is minus infinity."""
     return tl.where(probability == 0.0, 0.0, probability * logarithm)
 
@@ -146,7 +148,7 @@ def _mixed(log_p, log_q, share):
 
 @triton.jit
 def _chunk_of(ptr, sums_ptr, lse, tile, tiles, offs, mask):
-    """Return the log-probabilities of one tile of columns for each row of the block."""
+    """Return the log-probabilities of one tile of columns, for each row of the block."""
     kept = tl.load(ptr + offs, mask=mask, other=float("-inf")).to(tl.float32)
     base = tl.load(sums_ptr + tile, mask=tile < tiles, other=0.0)
     return kept + (base - lse)[:, None]
@@ -154,7 +156,8 @@ def _chunk_of(ptr, sums_ptr, lse, tile, tiles, offs, mask):
 
 @triton.jit
 def _slope(p, q, log_p, log_q, log_m, a3, a4, a5, a6, share, HAS_MIXTURE: tl.constexpr):
-    """Return p times the derivative of the sums with respect to p, up to a constant per row."""
+    """Return p times the derivative of the divergence's sums with respect to p, up to a constant
+    per row."""
     found = a3 * _times(p, log_p) + a4 * _times(p, log_q)
     if HAS_MIXTURE:
         of_q = tl.where(q == 0.0, 0.0, tl.exp(log_q - log_m))
@@ -256,7 +259,8 @@ def _linear_divergence_kept_logits_pick_kernel(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write the log-probabilities of some classes of a row; nan for a class that does not exist."""
+    """Write the log-probabilities of some classes of a row, or nan for a class that does not
+    exist."""
     row = tl.program_id(0).to(tl.int64)
     sums_ptr += row * tiles
     offs = tl.arange(0, WIDTH)
@@ -291,8 +295,8 @@ def _linear_divergence_kept_logits_spread_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the part of a row's gradient that comes from its log-sum-exp, or zeros if it has
-    none."""
+    """Write the summand of a row's gradient that comes from its log-sum-exp, or zeros without a
+    log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     sums_ptr += row * tiles
     kept_ptr += row * stride_row
@@ -334,7 +338,8 @@ def _linear_divergence_kept_logits_place_kernel(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write a row's gradient at its classes; for a class that appears twice, add both numbers."""
+    """Write a row's gradient at its listed classes; for a class that is listed twice, add both
+    numbers."""
     row = tl.program_id(0).to(tl.int64)
     index_ptr += row * count
     factor_ptr += row * count

@@ -1,6 +1,6 @@
-"""Return bytes before and after the rewrite, as formulas in N (rows) and V (classes).
+"""The bytes before and after the rewrite, as formulas in N (rows) and V (classes).
 
-The formulas count the largest buffers besides the inputs and the returned gradients.
+The formulas count the largest buffers, except the inputs and the returned gradients.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def bytes_before(
     training: bool = True,
     compiled: bool = True,  # Inductor if true, eager otherwise
 ) -> sympy.Expr:
-    """Return the peak bytes of the N x V buffers for a divergence without this op.
+    """Return the peak bytes of the N x V buffers that a divergence needs without this op.
 
-    Inductor keeps the logits of student and teacher, and writes the gradient over one of them.
-    Eager PyTorch also has both log-probabilities, the divergence of every class, and in the
-    backward pass its gradients.
+    Inductor keeps the logits of student and teacher, and overwrites one of them with the gradient.
+    Eager PyTorch also keeps both log-probabilities, the divergence of every class, and in the
+    backward pass the gradients of these.
     """
     per_logit = dtype.itemsize + teacher_bytes
     if not compiled:
@@ -96,11 +96,12 @@ def bytes_after(rows: Size, held: Size) -> sympy.Expr:
 
 
 def cost_of_few_rows(rows: int) -> str:
-    """Return a remark for the report if the op is slower than Inductor for a total of so few rows.
+    """Return a remark for the report if the op is slower than Inductor, because a call has so few
+    rows.
 
-    The probable cause is one more pass over the weight's gradient, which multiplies it by the
-    gradient of the loss: it takes 0.7 of the 17.8 ms of kernels of the plain function at 2048 rows.
-    The compiled loss was not profiled.
+    The probable cause is that one more kernel reads and writes the weight's gradient, to multiply
+    it by the gradient of the loss: at 2048 rows this takes 0.7 of the 17.8 ms of kernels of the
+    plain function. The loss in a compiled graph was not profiled.
     """
     if rows > FEW_ROWS:
         return ""

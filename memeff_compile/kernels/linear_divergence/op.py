@@ -1,4 +1,5 @@
-"""memeff::linear_divergence and related ops: schemas, validation, fakes, autograd, engines.
+"""memeff::linear_divergence and related ops: schemas, validation, fake tensors, autograd, choice of
+implementation.
 
     linear_divergence        a number per row; its backward computes the logits again
     linear_divergence_total  the weighted sum of the rows, and its gradients
@@ -6,8 +7,9 @@
                              for a teacher who names k classes; its backward as the first op's
 
 The forward pass of the second op also computes its gradients, and its backward pass multiplies them
-by the gradient of the loss, in place if no code can read them again. The teacher gets no gradient.
-All three ops are functional, opaque to Inductor and unaffected by autocast.
+by the gradient of the loss, in place if no other code can read the gradients. The teacher gets no
+gradient. None of the three ops changes its inputs; Inductor treats them as opaque, and autocast
+does not affect them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ MOST_CLASSES = 1024
 
 
 class _Call(NamedTuple):
-    """The arguments of `linear_divergence`, as in the schema."""
+    """The arguments of `linear_divergence`, in the order of its schema."""
 
     hidden: Tensor  # (..., D)
     weight: Tensor  # (V, D)
@@ -64,7 +66,7 @@ class _Call(NamedTuple):
     workspace: int
 
     def request(self) -> Request:
-        """Return the arguments with all rows on one axis."""
+        """Return the arguments with all rows flattened to one axis."""
         hidden, teacher = self.hidden, self.teacher
         rows = math.prod(hidden.shape[:-1])
         return Request(
@@ -169,14 +171,14 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, teacher: torch.dtype | None = None) -> str:
-    """Return the name of the engine for student and teacher of these dtypes, or of one dtype."""
+    """Return the name of the implementation for a student and a teacher of these dtypes."""
     is_served = kernels_serve(device, dtype) and kernels_serve(device, teacher or dtype)
     return "kept_logits" if is_served else "reference"
 
 
 @compat.constant_in_traces
 def makes_gradients_in_forward(dtype: torch.dtype) -> bool:
-    """Return whether to compute the gradients of a scalar loss together with the loss.
+    """Return whether to compute the gradients of a scalar loss in its forward pass.
 
     The range of fp16 is too small for gradients that are scaled afterwards.
     """
@@ -231,7 +233,8 @@ def _backward(given: _Backward) -> tuple[Tensor, ...]:
 
 
 def _as_results(found: Found, call: _Call | _Classes) -> tuple[Tensor, ...]:
-    """Return gradients in the shapes of their operands, and (0,) for those not computed."""
+    """Return gradients in the shapes of their operands, and an empty tensor (0,) for each gradient
+    that was not computed."""
     parts = zip(found[1:], call[:3], strict=True)
     return tuple(
         call.hidden.new_empty(0) if gradient is None or part is None else gradient.view(part.shape)
@@ -289,7 +292,7 @@ def _weight_fault(given: _Total) -> str | None:
 
 
 def _refuse_others(needs_grad: Sequence[bool]) -> None:
-    """Raise an error if an operand other than the student's needs a gradient."""
+    """Raise an error if an operand that is not the student's requires a gradient."""
     names = (*_Call._fields[:6], "row_weight")
     trained = [name for name, needs in zip(names, needs_grad, strict=False) if needs]
     others = [name for name in trained if name not in names[:3]]

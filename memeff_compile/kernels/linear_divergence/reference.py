@@ -1,5 +1,5 @@
-"""The engine `reference` of divergences: the formula in plain PyTorch, for one block of rows at a
-time, on any device and in any dtype."""
+"""The implementation `reference` of divergences: the formula in plain PyTorch, one block of rows at
+a time, on any device and in any dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .call import ClassRequest, Found, Request, reference_rows, wanted
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number per row, and the gradients of the rows' sum weighted by `factors`."""
+    """Compute one number per row, and the gradients of the sum of these numbers, weighted by
+    `factors`."""
     sums = _Gradients(given, wanted(given, factors, mask))
     rows = given.hidden.new_empty(given.rows, dtype=given.wide)
     for here in sums.blocks():
@@ -31,10 +32,10 @@ def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
 
 
 def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute log-probabilities of some classes of each row, (N, k).
+    """Compute the log-probabilities of some classes of each row, (N, k).
 
-    If `factors`, the gradient of these numbers, is given, compute the gradients of the operands
-    too.
+    If the gradient of these log-probabilities is given as `factors`, also compute the gradients of
+    the operands.
     """
     sums = _Gradients(given, wanted(given, factors, mask))
     found = given.hidden.new_empty(given.chosen.shape, dtype=given.wide)
@@ -63,7 +64,7 @@ class _Gradients:
         self.bias = weight.new_zeros(given.vocab, dtype=given.wide) if self.of_bias else None
 
     def blocks(self) -> Iterator[slice]:
-        """Yield the rows of each block as a slice."""
+        """Yield the range of rows of each block, as a slice."""
         given = self.given
         itemsize = given.hidden.itemsize
         step = int(reference_rows(given.rows, given.vocab, given.workspace, itemsize))
@@ -71,7 +72,7 @@ class _Gradients:
             yield slice(first, stop)
 
     def add(self, here: slice, gradient: Tensor) -> None:
-        """Add the part of the operands' gradients that comes from these rows of the logits."""
+        """Add the contribution of some rows of the logits to the operands' gradients."""
         gradient, dtype = gradient * self.given.scale, self.given.wide
         if self.hidden is not None:
             self.hidden[here] = gradient @ self.given.weight.to(dtype)
@@ -91,7 +92,7 @@ class _Gradients:
 def _logits(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the scaled logits of some rows."""
+    """Return the logits of some rows, with the scale applied."""
     logits = rows.to(dtype)
     if weight is not None:
         logits = logits @ weight.to(dtype).t()
@@ -132,7 +133,7 @@ def _divergence(
 
 
 def _product(probability: Tensor, logarithm: Tensor) -> Tensor:
-    """Multiply a probability by a logarithm; the product is 0 where the probability is 0, even if
+    """Multiply a probability by a logarithm; where the probability is 0, the product is 0, even if
     the logarithm is minus infinity."""
     return (probability * logarithm).masked_fill_(probability == 0, 0)
 

@@ -1,17 +1,17 @@
-"""Attention with 8-bit or 4-bit operands, where no gradient is needed (SageAttention2, arXiv
+"""Attention with 8-bit or 4-bit operands, for calls without gradients (SageAttention2, arXiv
 2411.10958).
 
-    quantized_attention           softmax attention: scores from int8 codes; weights and values in
-    E4M3 quantized_attention_by_call   quantized_attention at a level that depends on the number of
+    quantised_attention           softmax attention: scores from int8 codes; weights and values in
+    E4M3 quantised_attention_by_call   quantised_attention at a level that depends on the number of
     calls
 
-8 bits are enough because these means are subtracted before numbers become codes:
+8 bits are enough, because these means are subtracted before numbers are rounded to codes:
 
-- the mean of the keys, which changes no softmax weight;
-- the mean of the values, which is added to every output;
-- for 4-bit codes, the mean of each block of queries, whose exact scores are added.
+- the mean of the keys, whose subtraction does not change softmax weights;
+- the mean of the values, which is added to every output afterwards;
+- for 4-bit codes, the mean of each block of queries, whose scores are computed exactly and added.
 
-Masks are described as in memeff::attention.
+Masks are described in the same way as for memeff::attention.
 """
 
 from __future__ import annotations

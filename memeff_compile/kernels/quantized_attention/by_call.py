@@ -1,20 +1,20 @@
-"""The op memeff::quantized_attention_by_call: attention whose level depends on how often it was
-called.
+"""The op memeff::quantised_attention_by_call: attention whose precision level depends on how often
+it was called.
 
-A diffusion model calls the same graph for every time step, and early steps tolerate fewer bits than
-late ones. The op uses a list of levels in turn and starts again after the last. `counter`, a CPU
-tensor that the op updates, holds the index of the next level, so the host chooses kernels without
-waiting for the GPU.
+A diffusion model runs the same graph for every time step, and early steps tolerate fewer bits than
+late steps. The op uses the levels of a list in turn, and starts again after the last level.
+`counter`, a CPU tensor that the op increments, contains the index of the next level, so the host
+chooses kernels without waiting for the GPU.
 
-A compiled graph has its counters as buffers. If an attention call is compiled again, for example
-for other shapes, it gets the counter of its earlier graph, as long as the model's parameter and
-that graph exist; two models count separately. Calls from several threads are counted one by one.
-Activation checkpoints never recompute the op, because it runs only without gradients.
+A compiled graph stores its counters as buffers. If an attention call is compiled again, for example
+for other shapes, its new graph uses the same counter, as long as the model's parameter and the
+earlier graph exist; two models count separately. If several threads call the op, each call is
+counted. Activation checkpoints never recompute the op, because it runs only without gradients.
 
-If user code captures a CUDA graph, the graph's kernels are chosen once, during the capture. Every
-replay then uses the most precise level, and calls are not counted. Inductor leaves the op out of
-the CUDA graphs that it captures. In float64, which is never quantised, calls are not counted
-either, so a float64 comparison may run in parallel.
+If user code captures a CUDA graph, the capture chooses the graph's kernels once. Every replay then
+uses the most precise level, and replays are not counted. Inductor leaves the op out of the CUDA
+graphs that it captures. In float64, attention is never quantised and calls are not counted, so a
+float64 comparison may run at the same time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakV
 
 
 def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> Tensor:
-    """Return the existing counter of an attention call, or a new one that starts at the first
-    level.
+    """Return the counter of an attention call if it exists, or a new counter that starts at the
+    first level.
 
     `site` distinguishes the attention calls of one owner, such as a model; each list of levels has
-    a separate counter. The counter is deleted when its owner is freed, so a new owner starts at the
+    its own counter. The counter is deleted when its owner is freed, so a new owner starts at the
     first level.
     """
     key = site, tuple(levels), id(owner)
@@ -57,7 +57,7 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
 
 
 def restart() -> None:
-    """Reset the counters of all attention calls to the first level."""
+    """Reset the counters of all attention calls, so that they start at the first level again."""
     for counter in list(_counters.values()):
         counter.zero_()
 
@@ -73,7 +73,7 @@ def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
 
 
 class _Call(NamedTuple):
-    """The arguments of the op; all those after the tables are passed by name."""
+    """The arguments of the op; all arguments after the tables are passed by keyword."""
 
     q: Tensor
     k: Tensor

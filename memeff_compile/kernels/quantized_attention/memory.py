@@ -1,8 +1,7 @@
-"""Return the bytes of the codes, which exist while the op runs, as a formula in B, H, G, M, N and
-D.
+"""The bytes of the codes, which exist while the op runs, as a formula in B, H, G, M, N and D.
 
-G is the number of key heads. The formula includes padding: D to a power of two of at least 64, and
-N to a multiple of 128.
+G is the number of key-value heads. The formula includes padding: D is padded to a power of two of
+at least 64, and N to a multiple of 128.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ def code_bytes(
     *,
     value_bytes: int = 1,  # 1 for E4M3, 2 for fp16
 ) -> sympy.Expr:
-    """Return the bytes of the codes and scales of q, k and v, about half of their bf16 size."""
+    """Return the bytes of the codes and scales of q, k and v, which are about half of their bf16
+    size."""
     padded = sympy.ceiling(sympy.sympify(keys) / BLOCK) * BLOCK
     q = sympy.sympify(batch) * heads * queries * depth
     k = sympy.sympify(batch) * groups * (padded * depth + 4 * padded / BLOCK)

@@ -1,8 +1,7 @@
-"""memeff::quantized_attention: schema, validation, engines, fake.
+"""memeff::quantised_attention: schema, validation, choice of implementation, fake tensors.
 
-The op is opaque and functional: it never writes to q, k or v. Because the op is for inference, it
-has no backward pass, and a request for a gradient raises an error instead of silently dropping the
-gradient.
+Inductor treats the op as opaque, and the op never writes to q, k or v. The op is for inference and
+has no backward pass, so a request for a gradient raises an error.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ def supports(
     granularity: str = "row",  # one of `GRANULARITIES`
     smooth: str | None = None,  # some of the letters q, k and v, or None
 ) -> str | None:
-    """Return a sentence that says why the op does not support these inputs, or None if it does."""
+    """Return a sentence that says why the op does not support these inputs, or None if it supports
+    them."""
     return _unlike_settings(level, granularity, smooth) or supports_attention(
         q, k, v, key_mask, query_ids, key_ids
     )
@@ -65,17 +65,18 @@ def _unlike_settings(level: str, granularity: str, smooth: str | None) -> str | 
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the engine for tensors of this kind, which is a key of `ENGINES`."""
+    """Return the name of the implementation, a key of `ENGINES`, for tensors of this kind."""
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether a device multiplies E4M3 numbers; if not, weights and values are fp16."""
+    """Return whether a device can multiply E4M3 numbers; if not, softmax weights and values are
+    fp16."""
     return where_it_runs(device).type != "cuda" or gpu(device).has_fp8
 
 
 class _Call(NamedTuple):
-    """The arguments of the op."""
+    """The arguments of the op `quantized_attention`."""
 
     q: Tensor
     k: Tensor

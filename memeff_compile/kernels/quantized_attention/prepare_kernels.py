@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels that turn q, k and v into codes, in four launches, each named by its step.
+"""Kernels that encode q, k and v, in four launches, each named by its step.
 
     look     sums and extremes of keys and values, chunk by chunk; sums of some queries or, if the
              mean of queries is subtracted, the mean of each block
@@ -8,12 +8,13 @@
     total    the values' rounding errors, summed over all blocks up to each
     correct  scores of the queries' means with the keys, if these means are subtracted
 
-All values are read, but only every SAMPLE-th key, because the mean of keys may be approximate. Only
-`settle` and `total` accumulate across programs; they read the partial results.
+The kernels read all values, but only every SAMPLE-th key, because the mean of the keys may be
+approximate. Only `settle` and `total` combine results of several programs, which they read from
+memory.
 
-If all queries have a large common mean, the rounding error of a key causes the same error in all
-their scores. `_aligned` rounds keys so that this error almost vanishes: it changes the codes of two
-channels by whole numbers.
+If all queries have a large common mean, the rounding error of a key changes all its scores by the
+same amount. `_aligned` rounds keys so that this error almost vanishes, by changing the codes of two
+channels by integers.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ def _is_counted(place, keys, mask_ptr, HAS_KEY_MASK: tl.constexpr):
 
 @triton.jit
 def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
-    """Return sums and extremes of the keys and values from `start` to `stop`.
+    """Return the sums and extremes of the keys and values at positions `start` to `stop`.
 
-    `k` and `v` are pointers and strides of keys.
+    `k` and `v` are pointers to keys and values with their strides.
     """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     k_sum = tl.zeros((C.KEYS // C.SAMPLE, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -103,7 +104,7 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
 
 @triton.jit
 def _average_queries(q, mean_ptr, block, queries, C: tl.constexpr):
-    """Write the mean of a block of queries, and the sum of squares of their differences from it."""
+    """Write the mean of a block of queries, and the sum of squared differences from that mean."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
@@ -116,7 +117,7 @@ def _average_queries(q, mean_ptr, block, queries, C: tl.constexpr):
 
 @triton.jit
 def _sample_queries(q, sample_ptr, scale, block, queries, C: tl.constexpr):
-    """Write the sums of a block of queries, and of their squares."""
+    """Write the sums of a block of queries, and the sums of their squares."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     q = _load_tile(q, place, place < queries, depth, C) * scale
@@ -184,7 +185,7 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
-    """Return how many keys the kernel sampled (if WHICH is 0) or read (if it is 1), at least 1."""
+    """Return how many keys the kernel sampled (WHICH is 0) or read (WHICH is 1), at least 1."""
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
@@ -217,10 +218,11 @@ def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
-    """Return numbers per channel that divide the queries and multiply the keys.
+    """Return a number per channel by which queries are divided and keys are multiplied.
 
     After this scaling, queries and keys have the same energy (sum of squares) in each channel, and
-    the average energy is unchanged. The numbers are powers of two, so 16-bit numbers stay exact.
+    the average energy is unchanged. The numbers per channel are powers of two, so 16-bit queries
+    and keys stay exact.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY
@@ -238,7 +240,7 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _turn_vector(places, step, COUNT: tl.constexpr):
-    """Apply a Hadamard transform to tensors in memory, at the offsets `places` + i * step."""
+    """Apply a Hadamard transform to vectors in memory, at the offsets `places` + i * step."""
     tl.debug_barrier()
     parts = ()
     for part in tl.static_range(COUNT):
@@ -251,13 +253,13 @@ def _turn_vector(places, step, COUNT: tl.constexpr):
 
 @triton.jit
 def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
-    """Write the factors of the channels, and the common direction of queries.
+    """Write the factors of the channels, and the common direction of the queries.
 
-    The direction is that of the sum of sampled queries. The kernel stores the
+    The common direction is that of the sum of the sampled queries. The kernel stores this
     direction, its Hadamard transform, the transform's elements in two channels, the indices of
-    these channels, and the direction's share of the queries' energy. The direction is zero if this
-    share is small. The first channel is the one with the largest transformed element; in the second
-    one the element is about a third of that.
+    these channels, and the direction's share of the queries' energy. The stored direction is zero
+    if this share is small. The first of the two channels is the one with the largest transformed
+    element; in the second channel, the element is about a third of that.
     """
     samples, queries, chunks = counts
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -340,11 +342,11 @@ def _quantized_attention_prepare_settle_kernel(
 
 @triton.jit
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
-    """Move `x` by whole steps in two channels so that its rounding error is almost orthogonal to
+    """Change `x` by whole steps in two channels so that its rounding error is almost orthogonal to
     `direction`.
 
     Steps in the first channel remove most of the error along `direction`; steps in the second
-    channel remove most of the rest.
+    channel remove most of the remaining error.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
     left = tl.sum((x - _code_of(x, LIMIT)) * direction[None, :], axis=1) / step_size
@@ -404,15 +406,15 @@ def _write_keys(k, mask_ptr, mean_ptr, made, at, keys, C: tl.constexpr):
 
 @triton.jit
 def _key_at(place):
-    """Return the key whose value is at a position of the 8-bit values, as
-    `tiles_kernels._reordered` explains."""
+    """Return the index of the key whose value is stored at a position of the 8-bit values;
+    `tiles_kernels._reordered` explains the order."""
     inside = place % 16
     return place - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
 
 
 @triton.jit
 def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
-    """Return the softmax weights that the queries' mean gives these keys, up to a factor."""
+    """Return the softmax weights of these keys for the queries' mean, up to a factor."""
     direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
     direction *= tl.load(mean_ptr + 2 * DEPTH_BLOCK + 4)
     of_mean = tl.sum(tl.load(mean_ptr + depth) * direction, axis=0)
@@ -422,10 +424,10 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
-    """Write codes of a block of values, and their weighted sum.
+    """Write the codes of a block of values, and the weighted sum of these values.
 
-    The weight is usually 1. If the queries have a large common mean, the weight is the key's
-    softmax weight for this mean.
+    Each value's weight is usually 1. If the queries have a large common mean, a value's weight is
+    the softmax weight of its key for that mean.
     """
     codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests
@@ -465,7 +467,7 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
 
 @triton.jit
 def _write_shift(q, mean_ptr, shift_ptr, scale, at, queries, C: tl.constexpr):
-    """Write, for each query, the number that the keys' mean adds to all its scores."""
+    """Write, for each query, the number by which the keys' mean changes all its scores."""
     row, group, block = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
@@ -549,7 +551,8 @@ def _quantized_attention_prepare_total_kernel(
     C: tl.constexpr,
     # TOGETHER: blocks
 ):
-    """Write, for each block, the sum of the values' rounding errors over all blocks up to it."""
+    """Write, for each block, the sum of the values' rounding errors over all blocks up to this
+    one."""
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -607,9 +610,10 @@ def _quantized_attention_prepare_correct_kernel(
     # MEANS: per program
     # CHANNELS: at a time
 ):
-    """Write the scores of the queries' means with the keys minus the keys' mean.
+    """Write the scores of the queries' means with the keys, after subtracting the keys' mean from
+    the keys.
 
-    If STARTS is set, the scores are in units of the step of the keys' block.
+    If STARTS is set, the scores are multiples of the quantisation step of the keys' block.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,10 +1,10 @@
-"""The reference engine: the arithmetic of the kernels in plain PyTorch, on any device.
+"""The reference implementation: the arithmetic of the kernels in plain PyTorch, on any device.
 
-Codes are whole numbers in fp32, so fp32 sums of their products are exact. Weights and values are
-rounded to their format and multiplied in fp32. Weights are computed for one tile of keys after the
-other, with a running maximum, as in the kernels, because rounding depends on that maximum. Sums
-inside a tile are exact in this engine; on tensor cores they have an error of a thousandth of the
-rounding error.
+Codes are integers in fp32, so fp32 sums of their products are exact. Softmax weights and values are
+rounded to their number format and multiplied in fp32. Softmax weights are computed for one tile of
+keys after another, with a running maximum, as in the kernels, because the rounding depends on that
+maximum. This implementation sums exactly within a tile; on tensor cores, such sums have an error of
+a thousandth of the rounding error.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class Codes:
-    """The codes of q, k and v, in fp32.
+    """The codes of q, k and v in fp32, with their scales and means.
 
-    A number is its code times its scale, plus the subtracted mean.
+    A number equals its code times its scale, plus the subtracted mean.
     """
 
     # (B, H, M, D) whole numbers, D padded to a power of two where heads are turned, and (B, H, M)
@@ -91,9 +91,9 @@ class Codes:
 
 
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
-    """Return codes of q, (B, H, M, D), and of k and v, (B, G, N, D).
+    """Return the codes of q, (B, H, M, D), and of k and v, (B, G, N, D).
 
-    Of the conditions, the function reads only the scale and the mask of keys.
+    Of the masking conditions, this function reads only the scale and the mask of keys.
     """
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.float() * (given.scale * math.log2(math.e)), k.float(), v.float()
@@ -155,16 +155,17 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 
 
 def _rounded(x: Tensor, settings: Settings) -> Tensor:
-    """Return the nearest codes."""
+    """Return numbers rounded to the nearest codes."""
     if not settings.is_odd:
         return x.round()
     return (2.0 * (0.5 * x - 0.5).round() + 1.0).clamp(-settings.limit, settings.limit)
 
 
 def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the sum and the mean of sampled queries, (B, G, D) each.
+    """Return the sum and the mean of the sampled queries, (B, G, D) each.
 
-    Both results are zero if the mean has only a small part of the queries' energy (sum of squares).
+    Both results are zero if the mean has only a small share of the queries' energy (sum of
+    squares).
     """
     seen = _sampled(q, groups)
     found, count = seen.sum(2), seen.shape[2]
@@ -174,7 +175,7 @@ def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _sampled(q: Tensor, groups: int) -> Tensor:
-    """Return the sampled queries for each key head: (B, G, some, D)."""
+    """Return the sampled queries that belong to each key-value head: (B, G, some, D)."""
     stride = sampled_queries(q.shape[2])[0]
     place = torch.arange(q.shape[2], device=q.device)
     seen = q[:, :, place // QUERY_ROWS % stride == 0]
@@ -182,12 +183,13 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 
 
 def turned(x: Tensor, far: int, near: int) -> Tensor:
-    """Return the unscaled Hadamard transform of each row of (..., D), with D padded to a power of
-    two.
+    """Return the Hadamard transform of each row of (..., D), without a scale, with D padded to a
+    power of two.
 
-    The transform combines `near` neighbouring channels and `far` channels that are spread over the
-    head. This distributes a large number in one channel over many channels, so the codes' steps are
-    finer. Both queries and keys are transformed, and their scores grow by the number of channels.
+    The transform combines `near` neighbouring channels, and `far` channels that are spread over the
+    head. The transform spreads a large number in one channel over many channels, so that
+    quantisation steps become finer. Both queries and keys are transformed; their scores are then
+    larger by a factor, the number of channels.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))
@@ -203,14 +205,14 @@ def _signs(size: int, like: Tensor) -> Tensor:
 
 
 def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor:
-    """Return numbers per channel, (B, G, D), that divide the queries and multiply the keys.
+    """Return a number per channel, (B, G, D), by which queries are divided and keys are multiplied.
 
-    Scores do not change, and queries and keys get the same energy (sum of squares) in a channel,
-    estimated from sampled rows. So a few channels with large numbers no longer make the steps of
-    all channels coarser. The average energy over the channels does not change. The numbers are
-    powers of the square root of two. `whole` is the energy of the sampled keys including their
-    mean. If the queries' means have been subtracted, all queries are read, otherwise only sampled
-    ones.
+    Scores do not change, and queries and keys get the same energy (sum of squares) in each channel;
+    the energies are estimated from sampled rows. So a few channels with large numbers no longer
+    make the quantisation steps of all channels coarser. The average energy over the channels does
+    not change. The returned numbers are powers of the square root of two. `whole` is the energy of
+    the sampled keys, including their mean. If the queries' means were subtracted, the function
+    reads all queries, otherwise only the sampled ones.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])
@@ -224,7 +226,7 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
 
 
 def weights_of(mean: Tensor, k: Tensor) -> Tensor:
-    """Return the softmax weights that the mean query (B, G, D) gives the keys (B, G, N), up to a
+    """Return the softmax weights of the keys (B, G, N) for the mean query (B, G, D), up to a
     factor.
     """
     score = torch.matmul(k, mean[..., None])[..., 0]
@@ -232,11 +234,11 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) -> Tensor:
-    """Return codes moved in two channels so that their error is nearly orthogonal to `direction`.
+    """Return codes changed in two channels so that their error is nearly orthogonal to `direction`.
 
     If queries have a large common mean, the rounding error of a key affects all queries in the same
-    way. Most of this error is removed in two channels: by whole steps in the channel where
-    `direction` is largest, then by whole steps in a channel where `direction` is about a third as
+    way. The function removes most of this error by integer changes in two channels: first in the
+    channel where `direction` is largest, then in a channel where `direction` is about a third as
     large.
     """
     size = direction.abs()
@@ -267,7 +269,7 @@ def _by_block(rest: Tensor) -> Tensor:
 
 
 def _weights_of_none(key_mask: Tensor | None, k: Tensor) -> Tensor:
-    """Return (B, G, N): 1 for keys that count, 0 for others."""
+    """Return (B, G, N) with 1 for keys that count and 0 for the others."""
     found = k.new_ones(k.shape[:3])
     return found if key_mask is None else found * key_mask[:, None]
 
@@ -277,7 +279,7 @@ def means(
 ) -> tuple[Tensor, Tensor]:
     """Return the means that are subtracted from keys and values, (B, G, 1, D) each.
 
-    A mean that is not subtracted is zero.
+    If the settings do not subtract a mean, that mean is zero.
     """
     sampled = slice(None, None, SAMPLE)
     k_mean = _mean(k[:, :, sampled], None if key_mask is None else key_mask[:, sampled])
@@ -299,7 +301,7 @@ def _shown(x: Tensor, mask: Tensor | None) -> Tensor:
 def _smooth_queries(
     q: Tensor, k: Tensor, repeat: int, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Subtract from queries the mean of their block.
+    """Subtract from each query the mean of its block of queries.
 
     Return the differences, the means, and the scores of the means with the keys.
     """
@@ -312,7 +314,7 @@ def _smooth_queries(
 
 
 def correction_of(mean: Tensor, k: Tensor, repeat: int) -> Tensor:
-    """Return the scores of the means of queries (B, H, blocks, D) with (B, G, N, D) keys."""
+    """Return the scores of the means of queries (B, H, blocks, D) with the keys (B, G, N, D)."""
     batch, heads, blocks, depth = mean.shape
     grouped = mean.reshape(batch, heads // repeat, repeat * blocks, depth)
     return torch.matmul(grouped, k.transpose(2, 3)).view(batch, heads, blocks, k.shape[2])
@@ -320,7 +322,7 @@ def correction_of(mean: Tensor, k: Tensor, repeat: int) -> Tensor:
 
 def _largest(x: Tensor, groups: Tensor) -> Tensor:
     """Return, for each row of (B, H, L, D), the largest absolute value in the group of rows that
-    shares its scale."""
+    shares the row's scale."""
     size = _sizes(x.abs().amax(3), x.sum(3), LEAST)
     found = size.new_zeros((*size.shape[:2], int(groups.max()) + 1))
     index = groups.expand(size.shape)
@@ -328,18 +330,18 @@ def _largest(x: Tensor, groups: Tensor) -> Tensor:
 
 
 def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
-    """Return absolute values that are safe to divide by: at least `least`, and nan if `total` is
-    not finite."""
+    """Return absolute values by which one can divide: at least `least`, and nan if `total` is not
+    finite."""
     return size.clamp_min(least) + total * 0.0
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, laid out in memory as (B, M, H, D).
+    """Return attention over the keys that count; the result's memory has the order (B, M, H, D).
 
-    The second result is the natural logarithm of the sum of the weights, (B, H, M) fp32, or (B, H,
-    0) if the caller does not request it.
+    The second result is the natural logarithm of the sum of the softmax weights, (B, H, M) in fp32,
+    or (B, H, 0) if the caller does not request it.
     """
     batch, heads, queries, depth = q.shape
     out = q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
@@ -393,10 +395,10 @@ def _attend_block(
 
 
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
-    """Return the mean rounding error of values, (B, G, rows, D), over the visible blocks.
+    """Return the mean rounding error of the values, (B, G, rows, D), over the visible blocks.
 
-    The weights of a query sum to 1, so an error that all values have in common is also in the
-    result.
+    The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
+    the result.
     """
     assert made.rest is not None
     queries, keys = made.q.shape[2], made.k.shape[2]
@@ -413,7 +415,7 @@ def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
 
 
 def _scores(made: Codes, repeat: int, first: int, stop: int, start: int, end: int) -> Tensor:
-    """Return the scores of some queries and keys in base 2, (B, H, rows, keys)."""
+    """Return the scores of some queries and keys, (B, H, rows, keys), in base 2."""
     q = made.q[:, :, first:stop]
     batch, heads, rows, depth = q.shape
     q = q.reshape(batch, heads // repeat, repeat * rows, depth)

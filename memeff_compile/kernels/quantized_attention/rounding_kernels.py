@@ -1,8 +1,9 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device code that rounds to 8 bits, for kernels that write codes and for those that read them.
+"""Device functions that round to 8 bits, for kernels that write codes and for kernels that read
+them.
 
-A number that is not finite gets the scale nan. int8 has no nan, so with an ordinary scale the code
-of such a number would become an ordinary weight.
+A group with a number that is not finite gets the scale nan. int8 has no nan, so with an ordinary
+scale the code of such a number would decode to an ordinary number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LEAST = tl.constexpr(1.0e-16)  # the least scale, for rows of zeros; two scales 
 
 @triton.jit
 def _e4m3_in_fp32(x):
-    """Round to the nearest number of E4M3, ties to even; |x| is at most 448."""
+    """Round to the nearest E4M3 number, ties to even; |x| must be at most 448."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     large = bits.to(tl.float32, bitcast=True)
@@ -27,7 +28,8 @@ def _e4m3_in_fp32(x):
 
 @triton.jit
 def _load_tile(x, place, is_place, depth, C: tl.constexpr):
-    """Load some channels of rows in fp32; x is a pointer to a head's rows and their stride."""
+    """Load some channels of rows in fp32; x is a pair of a pointer to one head's rows and their
+    stride."""
     ptr, stride = x
     mask = is_place[:, None]
     if C.DEPTH != C.DEPTH_BLOCK:
@@ -38,31 +40,32 @@ def _load_tile(x, place, is_place, depth, C: tl.constexpr):
 
 @triton.jit
 def _nearest(x):
-    """Round to the nearest int8, ties to even; |x| is far below 2^22."""
+    """Round to the nearest int8, ties to even; |x| must be far below 2^22."""
     return ((x + MAGIC_VALUE).to(tl.int32, bitcast=True) - MAGIC).to(tl.int8)
 
 
 @triton.jit
 def _whole(x):
-    """Round to the nearest whole number, ties to even, as fp32; |x| is far below 2^22."""
+    """Round to the nearest integer, ties to even, as fp32; |x| must be far below 2^22."""
     return (x + MAGIC_VALUE) - MAGIC_VALUE
 
 
 @triton.jit
 def _size_bits(x):
-    """Return the bits of |x|, which have the same order as the numbers; nan is above infinity."""
+    """Return the bits of |x|, which sort like the numbers; nan is larger than infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _scale_of(size, least, limit):
-    """Return the scale for numbers up to `size`; it is never 0, and nan if `size` is not finite."""
+    """Return the scale for numbers up to `size`; the scale is never 0, and it is nan if `size` is
+    not finite."""
     return (tl.maximum(size, least) + (size - size)) * (1.0 / limit)
 
 
 @triton.jit
 def _codes_of_rows(x, least, LIMIT: tl.constexpr):
-    """Return rows as int8 codes, and each row's scale, which is at least `least`."""
+    """Return rows as int8 codes, and the scale of each row, which is at least `least`."""
     widest: tl.constexpr = LIMIT + (LIMIT == 15)
     scale = _scale_of(tl.max(_size_bits(x), axis=1).to(tl.float32, bitcast=True), LEAST, widest)
     is_least = scale < least
@@ -75,7 +78,7 @@ def _codes_of_rows(x, least, LIMIT: tl.constexpr):
 
 @triton.jit
 def _code_of(x, LIMIT: tl.constexpr):
-    """Return the nearest code as fp32: a whole number, or an odd number with LIMIT 15."""
+    """Return the nearest code as fp32: any integer, or with LIMIT 15 an odd integer."""
     if LIMIT == 15:
         x = 2.0 * _whole(0.5 * x - 0.5) + 1.0
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
@@ -86,7 +89,7 @@ def _code_of(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def _turned_far(parts, COUNT: tl.constexpr):
-    """Return the Hadamard transform over up to 16 tensors, element by element."""
+    """Return the Hadamard transform across up to 16 tensors, element by element."""
     for bit in tl.static_range(4):
         if (1 << bit) < COUNT:
             turned = ()
@@ -122,11 +125,11 @@ def _turned_near(x, NEAR: tl.constexpr):
 
 @triton.jit
 def _load_turned(x, place, is_place, change, C: tl.constexpr, HAS_MEAN: tl.constexpr):
-    """Load rows, scale their channels, and apply the Hadamard transform.
+    """Load rows, scale their channels, and apply a Hadamard transform.
 
-    `change` contains a factor per channel and, if HAS_MEAN is set, a mean to subtract. The
-    transform combines channels that are far apart in the head, and neighbouring channels. A thread
-    loads most of the channels that it combines, so few numbers move between threads.
+    `change` contains one factor per channel and, if HAS_MEAN is set, a mean to subtract. The
+    Hadamard transform combines channels that are far apart in the head, and neighbouring channels.
+    A thread loads most of the channels that it combines, so few numbers move between threads.
     """
     mean_ptr, factor_ptr = change
     width: tl.constexpr = C.DEPTH_BLOCK // C.FAR

@@ -1,4 +1,4 @@
-"""The settings of the op's arithmetic, and the groups of numbers that share a scale."""
+"""The settings of the op's arithmetic, and the groups of rows that share a scale."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SMOOTHABLE = "qkv"
 
 @dataclass(frozen=True)
 class Settings:
-    """The arithmetic of one call."""
+    """The arithmetic settings of one call."""
 
     limit: int = 127  # the largest code of queries and keys, 127, 15 (odd numbers only) or 7
     values: str = "e4m3"  # number format of weights and values, a key of `VALUES`
@@ -74,85 +74,88 @@ class Settings:
 
     @property
     def aligns(self) -> bool:
-        """Return whether keys are rounded with regard to the mean of queries, which the paper does
-        not do."""
+        """Return whether keys are rounded so that errors along the mean query cancel; the paper
+        does not do this."""
         return self.granularity == "row" and "q" not in self.smooth
 
     @property
     def evens(self) -> bool:
         """Return whether queries and keys are scaled to the same energy (sum of squares) in each
-        channel, which the paper does not do."""
+        channel; the paper does not do this."""
         return self.granularity == "row"
 
     @property
     def turns(self) -> bool:
-        """Return whether queries and keys get a Hadamard transform before they become codes.
+        """Return whether queries and keys get a Hadamard transform before they are rounded to
+        codes.
 
-        The transform does not change their scores. A large number in one channel is distributed
-        over the channels of `turned`, so the codes' steps are finer.
+        The Hadamard transform does not change the scores. The transform spreads a large number in
+        one channel over as many channels as `turned` says, so that quantisation steps become finer.
         """
         return self.granularity == "row"
 
     def turned(self, channels: int) -> tuple[int, int]:
-        """Return how many channels the transform combines: channels far apart, and neighbours."""
+        """Return how many channels the Hadamard transform combines: distant channels, and
+        neighbours."""
         return TURNED["small" if self.is_small else "8 bits"][channels]
 
     @property
     def is_small(self) -> bool:
-        """Return whether codes have 4 bits."""
+        """Return whether codes have 4 bits (otherwise 8)."""
         return self.limit <= MOST_ODD
 
     @property
     def is_odd(self) -> bool:
-        """Return whether codes are odd numbers, so that 4-bit codes use all 16 values."""
+        """Return whether all codes are odd integers, so that 4-bit codes use all 16 values."""
         return self.limit == MOST_ODD
 
     @property
     def widest(self) -> int:
-        """Return the size of the largest number, in units of codes: half a step above the largest
-        code."""
+        """Return the largest number that can be encoded, in units of codes: half a step above the
+        largest code."""
         return self.limit + self.is_odd
 
     @property
     def steps(self) -> int:
-        """Return the largest factor by which a key's step may exceed its block's step.
+        """Return the largest factor by which a key's quantisation step may exceed that of its
+        block.
 
-        Products are computed in int8, and a 4-bit code times this multiple still fits in int8. So
-        each key has a scale of its own, although the attention kernel reads one scale per block.
+        Products are computed in int8, and a 4-bit code times this factor still fits into int8. So
+        each key has its own scale, although the attention kernel reads only one scale per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
     @property
     def starts(self) -> bool:
-        """Return whether the int32 sums start from the scores of the queries' means.
+        """Return whether the int32 sums are initialised with the scores of the queries' means.
 
-        These scores have to fit in int32; with codes of 8 bits they might not.
+        The scores of the means must fit into int32, which is not certain with 8-bit codes.
         """
         return self.granularity == "row" and "q" in self.smooth and self.is_small
 
     @property
     def restores(self) -> bool:
-        """Return whether the mean rounding error of values is added back."""
+        """Return whether the mean rounding error of the values is added to the result."""
         return self.granularity == "row" and "v" in self.smooth and self.values == "e4m3"
 
 
 @dataclass(frozen=True)
 class Values:
-    """A number format for weights and values."""
+    """A number format for softmax weights and values."""
 
     dtype: torch.dtype | None  # the format; None for fp32, which does not round
     top: float  # the largest weight of a tile, and of a channel of v, is scaled to this
 
     @property
     def offset(self) -> float:
-        """Return the number that is subtracted from the running maximum, in base 2.
+        """Return the number, in base 2, that is subtracted from the running maximum.
 
-        With this offset, the largest possible weight is `top`.
+        With this offset, the largest possible softmax weight is `top`.
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Return `x`, fp32 and at most `top` in size, rounded to the format."""
+        """Return `x`, which is fp32 and at most `top` in size, rounded to the format."""
         if self.dtype is None:
             return x
         if self.dtype == torch.int8:
@@ -178,7 +181,7 @@ def settings_for(
     with_lse: bool = True,  # whether the logarithms of the sums are wanted
     has_fp8: bool = True,  # whether the device multiplies E4M3; if not, fp16 replaces it
 ) -> Settings:
-    """Return the arithmetic of a level."""
+    """Return the arithmetic settings of a precision level."""
     small = MOST_ODD if granularity == "row" else MOST_SMALL
     limit = small if level == "4b" else MOST_CODE
     values = "e4m3" if has_fp8 and level != "8b+f16" else "f16"
@@ -187,8 +190,8 @@ def settings_for(
 
 
 def sampled_queries(queries: int) -> tuple[int, int, int]:
-    """Return the stride between sampled blocks of `QUERY_ROWS` queries, the number of these blocks,
-    and of their queries."""
+    """Return the stride between the sampled blocks of `QUERY_ROWS` queries, the number of these
+    blocks, and the number of their queries."""
     blocks = -(-queries // QUERY_ROWS)
     stride = max(1, -(-blocks // MOST_SAMPLES))
     samples = -(-blocks // stride)
@@ -209,7 +212,7 @@ position."""
 
 
 def groups_of(granularity: str, queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """Return the group of each query and of each key, (L,) int64 each; the rows of a group share a
-    scale."""
+    """Return the group index of each query and of each key, (L,) int64 each; the rows of a group
+    share a scale."""
     rules = zip(_SHARED[granularity], (queries, keys), strict=True)
     return [rule(torch.arange(rows.shape[2], device=rows.device)) for rule, rows in rules]

@@ -1,6 +1,6 @@
-"""Choose how the engine `tiles` divides the work: tile sizes, warps and stages.
+"""Choose how the implementation `tiles` divides the work: tile sizes, warps and pipeline stages.
 
-All these sizes depend on the head dimension and the kind of GPU, never on values of tensors.
+All these sizes depend on the head dimension and the kind of GPU, never on values in tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .settings import NARROWEST
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes for which the attention kernel is compiled."""
+    """The compile-time sizes of the attention kernel."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile; divides `settings.BLOCK`
@@ -72,21 +72,21 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
 
 
 def channels_together(wide: int) -> int:
-    """Return how many channels' products with the queries' means are added at a time."""
+    """Return the number of channels whose products with the queries' means are added at a time."""
     return min(64, 8192 // wide)  # wider heads would not leave enough registers
 
 
 def write_warps(wide: int) -> int:
-    """Return the number of warps in a program that writes codes."""
+    """Return the number of warps of a program that writes codes."""
     return WRITE_WARPS * (wide // 128 or 1)
 
 
 def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False, has_starts: bool = False) -> Shape:
-    """Return the tile shape of the attention kernel.
+    """Return the tile shape of the attention kernel for a head dimension and GPU.
 
-    With `has_tables`, the kernel also loads masks, ids, corrections or scales of single keys. With
-    `has_starts`, the kernel loads the scores of the queries' means; only Hopper has shared memory
-    for these next to its tiles.
+    With `has_tables`, the kernel also loads masks, ids, corrections or scales of individual keys.
+    With `has_starts`, the kernel loads the scores of the queries' means; only Hopper GPUs have
+    enough shared memory for these scores in addition to the tiles.
     """
     kind, block = gpu.kind, depth_block(depth, NARROWEST)
     has_tables = has_tables or (has_starts and kind != "hopper")

@@ -1,14 +1,14 @@
-"""The engine `tiles` of low-bit attention: it encodes q, k and v, then combines tiles of queries
-with tiles of keys. The engine needs CUDA, sm_80 or later.
+"""The implementation `tiles` of low-bit attention: it encodes q, k and v, then combines tiles of
+queries with tiles of keys. This implementation needs a CUDA GPU of sm_80 or later.
 
-A call has five launches. The first reads keys, values and some queries. The second, a small one,
-computes means and scales. The third encodes keys and values. The fourth, a small one, sums the
-rounding errors of values. The fifth encodes queries and computes attention. Masks and ids need one
-more launch, which finds the tiles to visit. If means of queries are subtracted, another launch
-computes the means' scores first. The CPU never waits for the GPU or reads a value from it, and the
-grids follow from static sizes, so calls can be captured in CUDA graphs. Kernels use no atomic
-operations, so the same inputs give the same bits. The engine reads q, k and v and never writes to
-them.
+A call launches five kernels. The first kernel reads keys, values and some queries. The second
+kernel, a short one, computes means and scales. The third kernel encodes keys and values. The fourth
+kernel, a short one, sums the rounding errors of the values. The fifth kernel encodes queries and
+computes attention. With masks or sequence ids, one more kernel finds the tiles to visit. If means
+of queries are subtracted, another kernel first computes the scores of these means. The CPU never
+waits for the GPU or reads a value from it, and the launch grids depend only on static sizes, so a
+CUDA graph can capture the calls. The kernels use no atomic operations, so the same inputs give the
+same bits. The kernels read q, k and v and never write to them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class Packed:
-    """Codes as the attention kernel reads them; D is padded, and N is a multiple of `BLOCK`."""
+    """Codes in the form that the attention kernel reads; D is padded, and N is a multiple of
+    `BLOCK`."""
 
     # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
     # loads them
@@ -58,7 +59,7 @@ class Packed:
 
 
 def _require_rows_in_reach(queries: int, keys: int) -> None:
-    """Raise an error if there are more rows of codes than a descriptor's 32-bit coordinates can
+    """Raise an error if a call has more rows of codes than a descriptor's 32-bit coordinates can
     address."""
     for name, rows in (("queries", queries), ("keys", keys)):
         if rows >= MOST_ROWS:
@@ -73,10 +74,10 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
-    """Return q, k and v as codes.
+    """Encode q, k and v, and return the codes.
 
-    If `settings.granularity` is "row", four kernel launches do this; otherwise plain PyTorch does.
-    The inputs are bf16, fp16 or fp32. The shape of q is (B, H, M, D); the shape of k and v is (B,
+    If `settings.granularity` is "row", four kernels encode; otherwise plain PyTorch does. The
+    inputs must be bf16, fp16 or fp32. The shape of q is (B, H, M, D); the shape of k and v is (B,
     G, N, D), where G is the number of key-value heads.
     """
     _require_rows_in_reach(
@@ -200,7 +201,8 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
-    """Return the size and the number of chunks of keys that keep the GPU busy in the first step."""
+    """Return the size and the number of the chunks of keys with which the first kernel keeps the
+    GPU busy."""
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
     wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))
     chunk = tiles_of(tiles_of(keys, wanted), shapes.LOOK_KEYS) * shapes.LOOK_KEYS
@@ -234,7 +236,7 @@ def _empty(like: Tensor, sizes: tuple[int, int, int, int, int, int], settings: S
 
 
 def packed(made: reference.Codes, settings: Settings) -> Packed:
-    """Bring codes that PyTorch computed into the layout that the attention kernel reads."""
+    """Convert codes that PyTorch computed to the layout that the attention kernel reads."""
     wide = depth_block(made.v.shape[3], NARROWEST)
     missing = wide - made.v.shape[3]
     after = tiles_of(made.k.shape[2], BLOCK) * BLOCK - made.k.shape[2]
@@ -351,9 +353,10 @@ def attend_packed(
 def _operands(
     made: Packed, q: Tensor, given: Conditions, shape: shapes.Shape, is_described: bool
 ) -> tuple[Any, ...]:
-    """Return the codes of q, k and v, as descriptors if the GPU loads tiles through descriptors.
+    """Return the codes of q, k and v, wrapped in descriptors if the GPU loads tiles through
+    descriptors.
 
-    For a kernel that encodes the queries itself, the result begins with q, its strides and the
+    For a kernel that encodes the queries itself, the result starts with q, its strides and the
     scale.
     """
     asked = (made.k_mean, made.q_mean)

@@ -1,20 +1,21 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of the engine `tiles`: softmax attention over 8-bit codes.
+"""The kernel of the implementation `tiles`: softmax attention over 8-bit codes.
 
-Scores are products of int8 codes, exact in int32. The scales of the codes, one per query and one
-per block of keys (or per key), are folded into the exponent in base 2, so that one multiply-add
-turns a score into the exponent of its softmax weight. Weights are at most 448, the largest number
-of E4M3: to ensure this, an offset is subtracted from the running maximum. The division by the sum
-of the weights cancels the offset.
+Scores are products of int8 codes, which int32 represents exactly. The scales of the codes, one per
+query and one per block of keys (or per key), are folded into the exponent in base 2, so that a
+single multiply-add turns a score into the exponent of its softmax weight. Softmax weights are at
+most 448, the largest E4M3 number, because an offset is subtracted from the running maximum.
+Dividing by the sum of the weights cancels this offset.
 
-Each tile's product of weights and values is computed separately, then added in fp32. Tensor cores
-that multiply 8-bit floats keep only about 14 bits of a sum, too few for many keys.
+The product of a tile's weights and values is computed separately and then added in fp32. The reason
+is that tensor cores which multiply 8-bit floats keep only about 14 bits of a sum, too few for many
+keys.
 
-The registers in which the first product leaves the weights are not those from which the second one
-reads them. So `prepare_kernels` stores the tokens of the values in the order in which registers
-hold the softmax weights; `_reordered` there computes this order.
+The first product leaves the softmax weights in other registers than those that the second product
+reads. So `prepare_kernels` stores the values' tokens in the order in which registers contain the
+softmax weights; `_reordered` computes this order.
 
-With UPCAST, the kernel computes in fp32 with the same rounding, because the interpreter has no
+With UPCAST, the kernel computes in fp32 with the same rounding, because Triton's interpreter has no
 8-bit arithmetic.
 """
 
@@ -44,14 +45,15 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _reordered(weight, C: tl.constexpr):
-    """Pass a tile of 8-bit weights to the second product without moving data between threads."""
+    """Pass a tile of 8-bit softmax weights to the second product without moving data between
+    threads."""
     weight = tl.reshape(weight, (C.ROWS, C.KEYS // 16, 2, 4, 2))
     return tl.reshape(tl.permute(weight, (0, 1, 3, 2, 4)), (C.ROWS, C.KEYS))
 
 
 @triton.jit
 def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
-    """Load a tile of codes through a descriptor, or by addresses without descriptors."""
+    """Load a tile of codes through a descriptor, or by addresses if there is no descriptor."""
     row, column = at
     if C.DESCRIBED:
         found = codes.load([row, column])
@@ -63,8 +65,8 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, start, C: tl.constexpr):
-    """Return q k^T as fp32. With MAGIC_SUM, MAGIC_VALUE is added to it; with STARTS, `start` is
-    added, which has about the same size.
+    """Return the scores q k^T of a tile as fp32. With MAGIC_SUM, MAGIC_VALUE is added to the
+    scores; with STARTS, `start` is added, which has about the same size.
     """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
@@ -85,7 +87,8 @@ def _scores(q, k, start, C: tl.constexpr):
 
 @triton.jit
 def _weighted(weight, v, C: tl.constexpr):
-    """Return the product of a tile's weights with its values, which are stored as (depth, keys)."""
+    """Return the product of a tile's softmax weights with its values, which are stored as (depth,
+    keys)."""
     is_8_bit: tl.constexpr = v.dtype == tl.float8e4nv
     if C.UPCAST:
         if is_8_bit:
@@ -151,9 +154,11 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def _mean_rest(rest_ptr, counts_ptr, first, stop, depth, DEPTH_BLOCK: tl.constexpr):
-    """Return the mean rounding error of values in each channel, over blocks from `first` to `stop`.
+    """Return the mean rounding error of the values in each channel, over the blocks from `first` to
+    `stop`.
 
-    The weights of a query sum to 1, so an error that all values share is also in the result.
+    The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
+    the result.
     """
     stop = tl.maximum(first, stop)
     rest = tl.load(rest_ptr + stop * DEPTH_BLOCK + depth)

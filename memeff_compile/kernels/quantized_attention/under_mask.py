@@ -1,7 +1,7 @@
-"""Compute low-bit attention with a mask that is a tensor: for comparisons, not for speed.
+"""Low-bit attention under a mask tensor, for comparisons of accuracy, not for speed.
 
-The op takes masking conditions, which a pass reads from the graph. A comparison of levels on
-recorded calls has only the mask's tensor.
+The op itself takes masking conditions, which a pass reads from the graph. To compare precision
+levels on recorded calls, only the mask tensor is available.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class _Stored(Conditions):
     mask: Tensor
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
-        """Return all keys."""
+        """Return the mask of keys: every key counts."""
         return 0, keys
 
     def counts(self, first: int, stop: int, low: int, high: int, device: torch.device) -> Tensor:
-        """Return the mask's values for these queries and keys."""
+        """Return the mask's values for the given queries and keys."""
         return self.mask[:, first:stop, low:high]
 
 
@@ -47,8 +47,8 @@ def attend_under_mask(
     scale: float | None = None,  # of the scores
     level: str = "8b",  # a level of the op
 ) -> Tensor | None:
-    """Return attention at a level, or None if this is not supported, as for a mask that is a
-    bias."""
+    """Return attention at a precision level, or None if it is not supported, for example because
+    the mask is a bias."""
     if supports(q, k, v, level=level) is not None:
         return None
     ahead = 0 if is_causal else None
@@ -65,8 +65,7 @@ def attend_under_mask(
 
 
 def _shown(mask: Tensor, sizes: tuple[int, int, int]) -> Tensor | None:
-    """Return a mask as bool (B, M, N), or None for a mask that differs between heads or is a
-    bias."""
+    """Return a mask as bool (B, M, N), or None if the mask differs between heads or is a bias."""
     if mask.dtype != torch.bool:
         is_hidden = mask <= MASKED
         if not bool(((mask == 0) | is_hidden).all()):

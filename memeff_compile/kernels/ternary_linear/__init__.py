@@ -1,8 +1,8 @@
-"""Linears with ternary weights in two bits, and activations in 8 or 4 bits (BitNet b1.58 and a4.8).
+"""Linears with 2-bit ternary weights, and 8-bit or 4-bit activations (BitNet b1.58 and a4.8).
 
 In a model trained with ternary weights, each weight matrix has entries -1, 0 and 1 and one scale,
 and activations are integers with one scale per token. Without these ops, a compiler would multiply
-dense bf16 matrices.
+dense bf16 matrices instead.
 
     ternary_linear_pack              weights -> 2-bit codes, four to a byte
     ternary_linear_repack            the layout of transformers' BitNet checkpoints -> 2-bit codes
@@ -11,7 +11,7 @@ dense bf16 matrices.
     ternary_linear_product           the linears from codes, with straight-through gradients
     ternary_linear_product_backward  the gradients of x, weight and bias
 
-The products of these integers are summed exactly.
+The integer products are summed exactly.
 """
 
 from __future__ import annotations

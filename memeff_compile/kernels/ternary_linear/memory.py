@@ -1,7 +1,7 @@
-"""Return bytes before and after the rewrite, as formulas in N (rows), K (columns) of a weight and M
+"""The bytes before and after the rewrite, as formulas in N (rows) and K (columns) of a weight and M
 tokens.
 
-The formulas count the memory that the forward pass of a linear keeps for the backward pass.
+The formulas count the tensors that the forward pass of a linear saves for the backward pass.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ..sizes import Size
 
 
 def saved_before(rows: Size, columns: Size, tokens: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of the dequantised weight and input that autograd keeps."""
+    """Return the bytes of the dequantized weight and input that autograd saves without the op."""
     return dtype.itemsize * sympy.sympify(columns) * (sympy.sympify(rows) + tokens)
 
 
 def saved_after(rows: Size, columns: Size, tokens: Size) -> sympy.Expr:
-    """Return the bytes of the packed weight, the int8 input and its scales, which the op keeps.
+    """Return the bytes of the packed weight, the int8 input and its scales, which the op saves.
 
     Columns are rounded up to a multiple of 16.
     """
@@ -27,5 +27,5 @@ def saved_after(rows: Size, columns: Size, tokens: Size) -> sympy.Expr:
 
 
 def packed_bytes(rows: Size, columns: Size) -> sympy.Expr:
-    """Return the bytes of a packed weight."""
+    """Return the bytes of a packed (2-bit) weight."""
     return 4 * sympy.sympify(rows) * sympy.ceiling(sympy.sympify(columns) / 16)

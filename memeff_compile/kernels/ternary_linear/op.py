@@ -1,8 +1,9 @@
-"""memeff::ternary_linear and its parts: schemas, validation, engines, fakes, gradients.
+"""memeff::ternary_linear and its related ops: schemas, validation, choice of implementation, fake
+tensors, gradients.
 
-Activations and weights are quantised by separate ops, so that linears with the same input share its
-codes. `ternary_linear_product` also takes the unquantised input and weight. The op does not read
-these two, but passes gradients to them, as a straight-through estimator does.
+Separate ops quantise activations and weights, so that linears with the same input share its codes.
+`ternary_linear_product` also takes the unquantised input and weight. The op does not read the
+unquantised tensors, but passes gradients to them, as a straight-through estimator does.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class _Gradients(NamedTuple):
 
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
-    """Return why the op does not support a linear of x (..., K), as a sentence, or None if it does.
+    """Return a sentence that says why the op does not support a linear of x (..., K), or None if it
+    does.
 
     The weight (N, K) is None if only the packed weight exists; the bias (N,) may be None.
     """
@@ -151,7 +153,7 @@ def _unlike_packed(packed: Tensor, scale: Tensor, like: Tensor) -> str | None:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the engine for this device and dtype, which is a key of `ENGINES`."""
+    """Return the name of the implementation, a key of `ENGINES`, for this device and dtype."""
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 
@@ -165,7 +167,7 @@ def _engine_of(index: int) -> ModuleType:
 
 
 def _engine(tensor: Tensor) -> ModuleType:
-    """Return the module of the engine that computes for a tensor."""
+    """Return the module of the implementation that computes for a tensor."""
     return _engine_of(tensor.get_device()) if tensor.is_cuda else reference
 
 
@@ -372,9 +374,10 @@ def _product(given: _Product) -> list[Tensor]:
 
 
 def _checked_product(given: _Product) -> list[Tensor]:
-    """Multiply operands that were checked before.
+    """Multiply operands that were already checked.
 
-    Inductor's code calls this function, with operands that were checked at compile time.
+    The code that Inductor generates calls this function, with operands that were checked at compile
+    time.
     """
     x, _, *coded = given[:5]
     engine, added = _engine(x), dict(zip(given.biased, given.bias, strict=True))
@@ -445,7 +448,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients; those of weight and bias are None if the result needs no gradient."""
+    """Return the gradients; those of weight and bias are None if the result requires no
+    gradient."""
     needs, count = ctx.needs_input_grad, len(grad)
     given = {place: each.contiguous() for place, each in enumerate(grad) if each is not None}
     of_x = needs[0] and bool(given)
@@ -486,8 +490,8 @@ def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:
-    """Return no gradient, because codes are constants and the product passes gradients to the
-    inputs itself."""
+    """Return no gradient: codes are constants, and the op for the product passes gradients to the
+    unquantised inputs."""
     return (None,) * len(ctx.needs_input_grad)
 
 

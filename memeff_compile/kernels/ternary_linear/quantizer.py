@@ -1,8 +1,8 @@
 """The quantisers of activations: a fixed list that graph passes and modules share.
 
-A quantiser computes a maximum or mean of each token and a scale from it, and rounds the token.
-`scale` is in codes per unit (a value is code / scale), or in units per code if the model uses that
-form (code * scale).
+A quantiser computes the maximum or mean of each token, derives a scale from it, and rounds the
+token. `scale` means codes per unit (a value is code / scale), or units per code if the model uses
+that form (a value is code * scale).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PER_WORD = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to quantise a token."""
+    """A way to quantise a token, by number format and bits."""
 
     levels: float  # the code that the statistic is mapped to
     low: int  # the range of the codes
@@ -45,7 +45,7 @@ FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A kind of quantiser, and the details in which models' implementations of it differ."""
+    """A quantiser's kind, and the details in which models implement it differently."""
 
     kind: str = "int8"  # a key of `KINDS`
     eps: float = 1e-5  # keeps the statistic above zero
@@ -56,13 +56,13 @@ class Quantizer:
     is_native: bool = False  # computed in the dtype of x, each step rounded; otherwise in float32
 
     def arguments(self) -> tuple[str, float, bool, bool, bool]:
-        """Return the fields as arguments of the ops, in order."""
+        """Return the fields in the order of the ops' arguments."""
         return self.kind, self.eps, self.adds_eps, self.is_step, self.is_native
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The operations that are applied to a token before it is quantised."""
+    """The operations that are applied to a token before quantisation."""
 
     # if given, x becomes relu(x) ** 2 * up, the gate of a squared-ReLU GLU
     up: torch.Tensor | None = None
@@ -75,12 +75,12 @@ NO_ENTRY = Entry()
 
 
 def words_for(columns: int) -> int:
-    """Return how many 32-bit words hold a row of `columns` codes."""
+    """Return how many 32-bit words a row of `columns` codes takes."""
     return -(-columns // PER_WORD)
 
 
 def kept(columns: int) -> int:
-    """Return how many of a token's elements remain at least when half of them are dropped."""
+    """Return the minimum number of a token's elements that remain if half of them are dropped."""
     return max(1, columns // 2)
 
 

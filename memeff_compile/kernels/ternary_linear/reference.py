@@ -1,9 +1,9 @@
-"""The reference engine: ternary linears in plain PyTorch, on any device, with exact integer sums.
+"""
 
-Weight codes -1, 0, 1 are stored as 0, 1, 2 in two bits. The 32-bit word t has the codes of columns
-16 t to 16 t + 15: byte b, field j is column 16 t + 4 j + b. Activations are stored in the same
-order: four planes j of bytes c = 4 t + b. So a word of which only field j is kept matches the plane
-j.
+The weight codes -1, 0 and 1 are stored as 0, 1 and 2, in two bits each. The 32-bit word t contains
+the codes of columns 16 t to 16 t + 15: field j of byte b is column 16 t + 4 j + b. Activations are
+stored in the same order, as four planes: plane j contains the bytes c = 4 t + b. So a weight word
+of which only field j is kept matches plane j of the activations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXACT_IN_FLOAT = 1 << 24
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Pack (N, K) codes of -1, 0, 1 into (N, ceil(K / 16)) int32."""
+    """Pack (N, K) codes of -1, 0 and 1 into (N, ceil(K / 16)) int32."""
     rows, columns = codes.shape
     words = words_for(columns)
     fields = codes.new_ones((rows, words * PER_WORD), dtype=torch.uint8)
@@ -43,7 +43,7 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, columns: int) -> Tensor:
-    """Return the (N, columns) int8 codes of packed weights."""
+    """Return the codes of packed weights as (N, columns) int8."""
     rows, words = packed.shape
     held = packed.contiguous().view(torch.uint8).view(rows, words, 4)
     fields = torch.stack([held >> 2 * j & 3 for j in range(4)], dim=2)
@@ -51,18 +51,18 @@ def unpack_codes(packed: Tensor, columns: int) -> Tensor:
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Convert the packed weights of transformers to this module's layout.
+    """Convert packed weights of transformers to the layout of this module.
 
-    Transformers' layout is (N / 4, K) uint8: a byte has the codes of four rows that are N / 4
-    apart.
+    The layout of transformers is (N / 4, K) uint8: a byte contains the codes of four rows that are
+    N / 4 apart.
     """
     codes = torch.cat([packed >> 2 * j & 3 for j in range(4)]).to(torch.int8) - 1
     return pack_codes(codes)
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words), with zeros
-    after column K."""
+    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words); columns after
+    K are zero."""
     rows, columns = codes.shape
     words = words_for(columns)
     wide = codes.new_zeros((rows, words * PER_WORD))
@@ -71,14 +71,14 @@ def to_planes(codes: Tensor) -> Tensor:
 
 
 def from_planes(planes: Tensor, columns: int) -> Tensor:
-    """Return the (M, columns) codes from the planes that `to_planes` returned."""
+    """Return the (M, columns) codes from planes that `to_planes` returned."""
     rows, _, width = planes.shape
     codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
     return codes[:, :columns]
 
 
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
-    """Multiply or divide (N, K) weights by one scale, round them to -1, 0, 1, and pack them."""
+    """Multiply or divide (N, K) weights by one scale, round them to -1, 0 or 1, and pack them."""
     pieces = []
     dtype = compute_dtype(weight.dtype, is_native=is_native)
     factor = scale.reshape(()).to(dtype)
@@ -91,9 +91,9 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def enter(x: Tensor, entry: Entry) -> Tensor:
-    """Return the tensor to quantise: x after the gate and the norm that the entry describes.
+    """Return the tensor to quantise: x after the gate and the norm that `entry` describes.
 
-    The result has the dtype of x.
+    The returned tensor has the dtype of x.
     """
     if entry.up is not None:
         x = x.relu().square() * entry.up
@@ -107,7 +107,7 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
 def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """Quantise each token (row) of x, (M, K); return codes (M, K) int8 and scales (M,) float32.
 
-    A token that contains nan, or for which no valid scale exists, has the scale nan.
+    A token that contains nan, or for which no valid scale exists, gets the scale nan.
     """
     kind = KINDS[quantizer.kind]
     values = x.to(compute_dtype(x.dtype, is_native=quantizer.is_native))
@@ -133,7 +133,8 @@ def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_fp4(scaled: Tensor) -> Tensor:
-    """Return twice the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 for values in units of a half."""
+    """Return twice the nearest FP4 magnitude (0, .5, 1, 1.5, 2, 3, 4 or 6), for values given in
+    halves."""
     size = scaled.abs()
     code = torch.zeros_like(size)
     for place, threshold in enumerate(FP4_THRESHOLDS):
@@ -143,7 +144,7 @@ def _nearest_fp4(scaled: Tensor) -> Tensor:
 
 
 def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
-    """Return the exact products of (M, K) codes and packed weights, (M, N), as float32 or float64.
+    """Return the exact products of (M, K) codes and packed weights, as (M, N) float32 or float64.
 
     Sums of integers below 2 ** 24 are exact in float32 in any order.
     """
@@ -158,7 +159,8 @@ def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (N, K) weights, as the model itself would multiply them."""
+    """Return the dequantised (N, K) weights, equal to those that the model itself would
+    multiply."""
     codes = unpack_codes(packed, columns).float()
     scale = scale.reshape(()).float()
     return (codes * scale if is_step else codes / scale).to(dtype)
@@ -167,7 +169,7 @@ def dequantized_weights(
 def quantize(
     x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes in planes, scales, and the sum of the codes of each token."""
+    """Return codes in planes, scales, and the sum of each token's codes."""
     codes, scale = codes_and_scale(enter(x, entry), quantizer)
     return to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)
 
@@ -189,7 +191,7 @@ def product(
 ) -> Tensor:
     """Return (M, N) or (*leading, N): the integer products, scaled in float32, plus the bias.
 
-    The result is no view, so an in-place op may follow.
+    The result is not a view, so a later in-place op is safe.
     """
     by_token = scale if is_step else 1.0 / scale
     by_weight = weight_scale.reshape(()).float()
@@ -207,6 +209,7 @@ def product(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (M, K) activations, as the model itself would multiply them."""
+    """Return the dequantised (M, K) activations, equal to those that the model itself would
+    multiply."""
     values, scale = from_planes(codes, columns).float(), scale[:, None]
     return (values * scale if is_step else values / scale).to(dtype)

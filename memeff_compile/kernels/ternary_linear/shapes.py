@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels: rows and tokens per program, and warps."""
+"""Tile sizes of the Triton kernels for ternary linears: rows and tokens per program, and warps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_COLUMNS = 1 << 15
 
 @dataclass(frozen=True)
 class VectorShapes:
-    """Sizes of a launch for few tokens, which uses no tensor cores.
+    """The sizes of a launch for few tokens, which does not use tensor cores.
 
     The fields are the rows of weights per tile, the warps, and the tiles per program.
     """
@@ -30,9 +30,10 @@ class VectorShapes:
 
 @dataclass(frozen=True)
 class TileShapes:
-    """Sizes on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
+    """The sizes of a launch on tensor cores: tokens, rows and bytes of weights per tile, warps and
+    stages.
 
-    `group` consecutive tiles of rows use the same tile of tokens, which is then in the cache.
+    `group` consecutive tiles of rows use the same tile of tokens, which the cache then contains.
     """
 
     tokens: int
@@ -45,11 +46,10 @@ class TileShapes:
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch for `tokens` <= 4, which was the fastest or nearly the fastest of those
-    measured.
+    """Return the sizes for `tokens` <= 4 that were the fastest, or nearly the fastest, on an H200.
 
     `words` is the number of 32-bit words in a row of weights; `rows` is the number of rows of all
-    matrices in the launch.
+    matrices of the launch.
     """
     wide = 1 << (words - 1).bit_length()
     if tokens == 1 and wide == 256 and 16 * processors < rows <= 32 * processors:
@@ -78,14 +78,14 @@ def quantizes_first(words: int, rows: int) -> bool:
 def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
     """Return whether integer dot products are faster than tensor cores, whose tiles have 16 tokens.
 
-    On an H200 with nine sizes of weights, dot products were always faster for two tokens and never
+    On an H200, for nine sizes of weights, dot products were always faster for two tokens and never
     for four.
     """
     return tokens < 3 or (tokens == 3 and not quantizes_first(words, rows))
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch for up to 4 quantised tokens, which was the fastest of those measured."""
+    """Return the sizes for up to 4 quantised tokens that were the fastest on an H200."""
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
         return VectorShapes(8, 4)
@@ -95,11 +95,10 @@ def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorS
 def tile_shapes(
     tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
 ) -> TileShapes:
-    """Return the launch for more tokens, which was the fastest or nearly the fastest of those
-    measured.
+    """Return the sizes for more tokens that were the fastest, or nearly the fastest, on an H200.
 
-    A row of weights has `width` bytes. On Hopper, four warps have enough registers for the sums of
-    a 128 x 128 tile.
+    A row of packed weights has `width` bytes. On Hopper GPUs, four warps have enough registers for
+    the sums of a 128 x 128 tile.
     """
     large = TileShapes(128, 128, 64, 4 if is_hopper else 8, 3)
     if tokens > 64:

@@ -1,9 +1,9 @@
-"""The engine `tiles` of ternary linears: launches of the Triton kernels. The engine needs CUDA,
-sm_80 or later.
+"""The implementation `tiles` of ternary linears: it launches the Triton kernels. This
+implementation needs a CUDA GPU of sm_80 or later.
 
-The CPU never waits for the GPU or reads a value from it, so calls can be captured in CUDA graphs.
-Sums of integers do not depend on their order, so the same inputs give the same bits, whatever the
-tiles.
+The CPU never waits for the GPU or reads a value from it, so a CUDA graph can capture the calls.
+Sums of integers do not depend on their order, so the same inputs give the same bits with any tile
+sizes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """Return the module with the kernels; it imports Triton, so this happens only when a kernel
-    runs."""
+    """Return the module with the kernels; importing it imports Triton, so the import happens only
+    when a kernel runs."""
     from . import tiles_kernels
 
     return tiles_kernels
@@ -91,7 +91,7 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 
 
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
-    """Multiply or divide (N, K) weights by one scale, round them to -1, 0, 1, and pack them."""
+    """Multiply or divide (N, K) weights by one scale, round them to -1, 0 or 1, and pack them."""
     rows, columns = weight.shape
     words = words_for(columns)
     packed = weight.new_empty((rows, words), dtype=torch.int32)
@@ -113,7 +113,7 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def _entering(x: Tensor, entry: Entry) -> tuple[Any, ...]:
-    """Return the kernel argument that describes the operations on x before quantisation."""
+    """Return the kernel arguments that describe the operations on x before quantisation."""
     up = x if entry.up is None else _with_unit_stride(entry.up)
     norm = x if entry.norm is None else entry.norm.contiguous()
     return x, x.stride(0), up, up.stride(0), norm
@@ -127,11 +127,11 @@ def quantize(
     is_chained: bool = False,
     is_early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32.
+    """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums of codes (M,) int32.
 
-    If `is_chained` is set, the next kernel of the stream, which must be a `product` or `vectors`
-    with `is_chained`, may start before this one has ended. If `is_early` is set, this kernel may
-    start before the kernel before it has ended.
+    With `is_chained`, the next kernel in the stream may start before this one has ended; it must be
+    a `product` or `vectors` with `is_chained`. With `is_early`, this kernel may start before the
+    previous kernel in the stream has ended.
     """
     x = _with_unit_stride(x)
     tokens, columns = x.shape
@@ -155,7 +155,7 @@ def quantize(
 
 @dataclass(frozen=True, eq=False)
 class QuantizePlan:
-    """The launch arguments of a quantiser: numbers, and compile-time constants."""
+    """The launch arguments of a quantiser kernel: numbers, and compile-time constants."""
 
     numbers: tuple[int | float, ...]
     constants: dict[str, Any]
@@ -169,7 +169,7 @@ def _quantize_plan(
     is_cuda: bool,
     asked: tuple[bool, ...],
 ) -> QuantizePlan:
-    """Return the launch of a quantiser for these numbers of tokens and columns."""
+    """Return the launch arguments of a quantiser kernel for a number of tokens and columns."""
     tokens, columns = sizes
     constants = dict(_settings(quantizer, dtype, columns, is_cuda))
     numbers = constants.pop("numbers")
@@ -188,7 +188,7 @@ _ASKED = ("HAS_UP", "HAS_NORM", "IS_CHAINED", "IS_EARLY")
 
 
 def _quantize_warps(columns: int, tokens: int) -> int:
-    """Return the number of warps per token, which is large if there are few tokens."""
+    """Return the number of warps per token, which is large if tokens are few."""
     if tokens <= MAX_VECTORS:
         return max(1, min(16, columns // 512))
     return max(1, min(16, max(4, columns // 1024), columns // 32))
@@ -213,9 +213,9 @@ def vectors(
     """Multiply up to four tokens by up to three matrices, and quantise the tokens in the same
     kernel.
 
-    Results are (M, N), or (*leading, N). If `coded` is given, `x` contains tokens that are
-    quantised already. If `is_early` is set, the kernel may start, and read weights, while the
-    kernel before it is still running.
+    Each result is (M, N), or (*leading, N). If `coded` is given, `x` contains tokens that are
+    already quantised. With `is_early`, the kernel may start, and read weights, while the previous
+    kernel in the stream still runs.
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
@@ -286,7 +286,7 @@ def product(
     bias: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    """Return the product of quantised tokens with one matrix, like `products`."""
+    """Return the product of quantised tokens and one matrix, computed as in `products`."""
     return products(codes, scale, sums, [packed], [weight_scale], [bias], **settings)[0]
 
 
@@ -308,10 +308,10 @@ def products(
 ) -> list[Tensor]:
     """Multiply M quantised tokens by each matrix, and return one result per matrix.
 
-    A result has the shape (M, N), or (*leading, N) if `leading` is given, whose product is M.
+    Each result has the shape (M, N), or (*leading, N) if `leading`, whose product is M, is given.
 
-    One launch multiplies up to three matrices, but only one if it also adds a residual. If
-    `is_chained` is set, the kernel before this one is a `quantize` with `is_chained`.
+    One launch multiplies up to three matrices, but only one matrix if it also adds a residual. With
+    `is_chained`, the previous kernel in the stream must be a `quantize` with `is_chained`.
     """
     kinds = {t.dtype for t in weight_scale}, {None if t is None else t.dtype for t in bias}
     if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
@@ -375,7 +375,7 @@ def _plan(
     is_chained: bool,
     shapes: TileShapes | None,
 ) -> Plan:
-    """Return the launches of products for these numbers of tokens, rows and bytes per row."""
+    """Return the launch parameters of products for a number of tokens, rows and bytes per row."""
     tokens, rows, width = sizes
     if shapes is None:
         is_hopper = gpu(device).is_hopper
@@ -431,7 +431,8 @@ def _dequantize(
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (N, K) weights, as the model itself would multiply them."""
+    """Return the dequantised (N, K) weights, equal to those that the model itself would
+    multiply."""
     packed = packed.contiguous()
     out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
     _dequantize(
@@ -448,7 +449,8 @@ def dequantized_weights(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (M, K) activations, as the model itself would multiply them."""
+    """Return the dequantised (M, K) activations, equal to those that the model itself would
+    multiply."""
     codes = codes.contiguous()
     out = codes.new_empty((codes.shape[0], columns), dtype=dtype)
     held, words = codes.view(torch.int32), codes.shape[2] // 4

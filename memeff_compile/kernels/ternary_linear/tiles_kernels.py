@@ -1,18 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Device code of the engine `tiles` of ternary linears.
+"""Triton kernels of the implementation `tiles` of ternary linears.
 
-A word of packed weights has the codes of 16 columns, as four fields of two bits in each of four
-bytes. A word of which only one field is kept has four codes 0, 1, 2, ready for an integer product
-with four bytes of the activations' plane for that field. Because weight codes are stored plus one,
-the sum of a token's codes is subtracted at the end.
+A 32-bit word of packed weights contains the codes of 16 columns: each of its four bytes has four
+2-bit fields. If a kernel keeps only one field of each byte, the word has four codes 0, 1 or 2,
+ready for an integer product with four bytes of the activations' plane for that field. Weight codes
+are stored plus one, so the kernel subtracts the sum of a token's codes at the end.
 
-Launch these kernels with enable_fp_fusion=False: a product and the rounding after it must be two
-steps, as in PyTorch.
+Launch these kernels with enable_fp_fusion=False, because a product and the rounding after it must
+be two steps, as in PyTorch.
 
-With BYTEWISE, integer products are computed byte by byte, because the interpreter has no assembler.
+With BYTEWISE, integer products are computed byte by byte, because Triton's interpreter cannot run
+assembly code.
 
-Names of axes: rows are those of the weights (N), tokens those of the activations (M), words and
-bytes run over the columns.
+In variable names, rows are rows of the weights (N), tokens are rows of the activations (M), and
+words and bytes run along the columns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _scale_of_token(
     eps_rounded,
     C: tl.constexpr,
 ):
-    """Return the scale of a token, which may be invalid; `_checked` checks it."""
+    """Return the scale of a token, which `_checked` has yet to check for validity."""
     if C.IS_MEAN:
         total = tl.sum(tl.abs(x), axis=0)
         statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), C.DTYPE)
@@ -59,10 +60,10 @@ def _scale_of_token(
 
 @triton.jit
 def _larger_half(x, kept, LOW_BIT: tl.constexpr):
-    """Set all elements of a token to zero except the `kept` ones with the largest absolute values.
+    """Set all elements of a token to zero, except the `kept` ones with the largest absolute values.
 
-    The smallest kept value is found from its highest bits down, two bits at a time: one sum has the
-    counts for all three possible values of the two bits.
+    The kernel finds the smallest kept value from its highest bits down, two bits at a time: one sum
+    contains the counts for all three possible values of the two bits.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
@@ -115,8 +116,8 @@ def _entering_token(
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return a token in float32 after the operations before quantisation, rounded wherever PyTorch
-    rounds to its dtype.
+    """Return a token in float32 after the operations that precede quantisation, rounded wherever
+    PyTorch would round to the token's dtype.
 
     If HAS_UP is set, x becomes relu(x) ** 2 * up; if HAS_NORM is set, an RMS norm follows.
     """
@@ -144,10 +145,10 @@ def _quantized_token(
     COLUMNS: tl.constexpr,  # a power of two
     C: tl.constexpr,
 ):
-    """Return a token's codes, four per word in the order of the columns, its scale, and the sum of
-    its codes.
+    """Return a token's codes, four per 32-bit word in the order of the columns, the token's scale,
+    and the sum of its codes.
 
-    Word 4 t + j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
+    Word 4 t + j contains the columns 16 t + 4 j to 16 t + 4 j + 3.
     """
     norm_eps, kept, eps, eps_rounded = numbers
     offs = tl.arange(0, COLUMNS)
@@ -289,7 +290,7 @@ def _ternary_linear_tiles_tokens_kernel(
 
 @triton.jit
 def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
-    """Add the products of four unsigned bytes with four signed bytes."""
+    """Add the products of four unsigned bytes and four signed bytes."""
     if BYTEWISE:
         for byte in tl.static_range(4):
             acc += ((code >> (8 * byte)) & 255) * ((x << (24 - 8 * byte)) >> 24)
@@ -306,7 +307,7 @@ def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
 
 @triton.jit
 def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
-    """Add the products of one field of a tile of weights with the field's plane of the token."""
+    """Add the products of one field of a tile of weights and the field's plane of the token."""
     code, x = tl.broadcast((weight >> (2 * FIELD)) & 0x03030303, plane[None, :])
     return _dot4(code, x, acc, BYTEWISE)
 
@@ -324,7 +325,7 @@ def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
 
 @triton.jit
 def _factor(scale, weight_scale, C: tl.constexpr):
-    """Return the factor that turns an integer product into a number of the result."""
+    """Return the factor that scales an integer product to the linear's output."""
     by_token = scale
     by_weight = weight_scale.to(tl.float32)
     if not C.IS_STEP:
@@ -336,13 +337,13 @@ def _factor(scale, weight_scale, C: tl.constexpr):
 
 @triton.jit
 def _plane(codes_ptr, place, word, words):
-    """Load a plane of the codes of a token."""
+    """Load one plane of a token's codes."""
     return tl.load(codes_ptr + place * words + word, mask=word < words, other=0)
 
 
 @triton.jit
 def _sum_with(found, added_ptrs, mask):
-    """Add the residual to the product, which is rounded first."""
+    """Round the product, then add the residual to it."""
     added = tl.load(added_ptrs, mask=mask, other=0.0)
     return found.to(added.dtype).to(tl.float32) + added.to(tl.float32)
 
@@ -443,7 +444,7 @@ def _ternary_linear_tiles_vectors_kernel(
 
 @triton.constexpr_function
 def _keep_field(FIELD):
-    """Return assembly code that keeps one field, two bits of each of four bytes."""
+    """Return assembly code that keeps one field (two bits) of each of four bytes."""
     if FIELD == 0:
         return "and.b32 $0, $1, 0x03030303;"
     return f"{{ .reg .b32 t; shr.b32 t, $1, {2 * FIELD}; and.b32 $0, t, 0x03030303; }}"

@@ -1,1 +1,1 @@
-"""Functions for a model's attention: calibration of low bits."""
+"""Functions that change a model's attention: calibration of low-bit attention."""

@@ -1,10 +1,10 @@
-"""Measure, on the user's inputs, which attention of a model may run in low bits.
+"""Measure, on the user's inputs, which attention calls of a model may run in low bits.
 
-The model runs with its usual attention. Each call of PyTorch's attention is also computed at every
-level, on the same queries, keys and values, and compared with the call's result. The model
-continues with the exact result, so that no error of one layer reaches the next. As in
-SageAttention2, levels are chosen per layer and, for diffusion models, per time step. A level's
-worst score decides, not the mean.
+During the measurement, the model runs with its usual attention. In addition, each call of PyTorch's
+attention is computed at every level, on the same queries, keys and values, and compared with the
+exact result. The model continues with the exact result, so an error in one layer does not reach the
+next layer. As in SageAttention2, a level is chosen per layer and, for diffusion models, per time
+step. The worst score of a level decides, not the mean score.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
 class Calibration(VerbReport, dict[str, Any]):
-    """A table of levels, which `memeff.attention` takes; it can be stored as JSON.
+    """A table of levels for the option `memeff.attention`; it can be stored as JSON.
 
-    The table's keys are: `levels`, for each attention a level, or a list with a level per call;
-    `scores`, for each attention, level and call, the mean and standard deviation over inputs, and
-    the worst; and `min_score`, or `share` if a share of calls was requested.
+    The table's keys are: `levels`, which contains for each attention a level, or a list with a
+    level per call; `scores`, which contains for each attention, level and call the mean and
+    standard deviation over inputs, and the worst score; and `min_score`, or `share` if a share of
+    calls was requested.
     """
 
     def __str__(self) -> str:
-        """Return how many attention modules run in low bits, and the table as text, the worst one
-        first."""
+        """Return how many attention modules run in low bits, and the table as text, starting with
+        the worst module."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
         asked = (
@@ -75,15 +76,15 @@ class Calibration(VerbReport, dict[str, Any]):
         return "\n".join([note, *rows])
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the table as JSON, which the option `memeff.attention` takes too."""
+        """Return the table as JSON, which the option `memeff.attention` accepts too."""
         return json.dumps(self, indent=indent)
 
     def plot(self, path: str | Path) -> None:
         """Draw, for each attention and level, the mean and the standard deviation of the scores
         over calls.
 
-        The extension of `path` sets the format, which is SVG if there is no extension. Raise
-        CalibrationError if matplotlib is not installed.
+        The extension of `path` determines the file format; without an extension, the format is SVG.
+        Raise CalibrationError if matplotlib is not installed.
         """
         scores, tried = self._scores()
         series = {level: [_spread(found[level]) for found in scores.values()] for level in tried}
@@ -125,32 +126,33 @@ def calibrate_attention(
     """Score each attention of a model at each level, and choose the first level that is good
     enough.
 
-    A score is cosine similarity x (1 - relative L1) of a level's result and the call's result. The
-    lowest score over all inputs counts. An attention is named by the path of the module that calls
-    it; `#1` is appended for the second attention in one call of the module, and so on. If a module
-    is called several times for one input, as in the steps of a diffusion model, each call has a
-    score and a level.
+    A score is the cosine similarity of a level's result and the exact result, multiplied by (1 -
+    their relative L1 distance). The lowest score over all inputs counts. An attention is named by
+    the path of the module that calls it; the second attention in one call of the module has `#1`
+    appended to that name, and so on. If a module is called several times for one input, as in the
+    steps of a diffusion model, each call has its own score and level.
 
     Args:
-        model: It runs eagerly, without gradients, and is not changed.
-        inputs: For each run a mapping of keyword arguments, a tuple or list of arguments, or the
-            only argument. A single mapping or tensor is one run.
+        model: The model to calibrate; it runs eagerly, without gradients, and is not changed.
+        inputs: The inputs of each run: a mapping of keyword arguments, a tuple or list of
+            arguments, or a single argument. A single mapping or tensor is one run.
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
             `share`.
-        share: Instead of `min_score`: the share of all calls that gets the second of two levels, as
-            in SageAttention2. The second level goes to the calls with the worst scores at the first
-            level.
+        share: An alternative to `min_score`: the share of all calls that gets the second of two
+            levels, as in SageAttention2. The second level is chosen for the calls with the worst
+            scores at the first level.
         levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
-            is good enough, `exact` is chosen. For `share`, two levels, by default `4b` and `8b`;
-            the second may be `exact`.
-        run: A function that runs the model on one input, if that is not `model(input)`; for example
-            a whole sampling loop.
+            reaches the score, `exact` is chosen. With `share`, there must be two levels, by default
+            `4b` and `8b`; the second may be `exact`.
+        run: A function that runs the model on one input, if `model(input)` does not; for example a
+            whole sampling loop.
 
     Returns:
-        A table for `memeff.attention`, which can be printed, and stored as JSON.
+        A table for `memeff.attention`, which can be printed and stored as JSON.
 
     Raises:
-        CalibrationError: There are no inputs, no attention was called, or an argument is no level.
+        CalibrationError: There are no inputs, the model called no attention, or an argument is not
+            a level.
 
     Example:
         >>> table = calibrate_attention(model, batches, min_score=0.99)  # doctest: +SKIP
@@ -190,8 +192,7 @@ def calibrate_attention(
 def _levels(
     min_score: float | None, share: float | None, levels: Sequence[str] | None
 ) -> Sequence[str]:
-    """Return the levels to choose from, or raise an error if the arguments contradict each
-    other."""
+    """Return the levels to choose from; raise an error if the arguments contradict one another."""
     for name, number in (("min_score", min_score), ("share", share)):
         if number is not None and not 0.0 <= number <= 1.0:
             raise CalibrationError(f"{name} is {number}; a number between 0 and 1 is needed.")
@@ -219,8 +220,9 @@ def _levels(
 def restart_attention_calls() -> None:
     """Reset all counts of attention calls to the first call, for use after an interrupted loop.
 
-    If a table lists levels by call, calls use these levels in order, and start again after the
-    last. Loops that always make the same number of calls as in the calibration do not need this.
+    If a table lists a level for each call, calls use these levels in order, and start again after
+    the last level. Restarting is not needed after loops that make the same number of calls as in
+    the calibration.
 
     Example: memeff_compile.restart_attention_calls()
     """
@@ -228,7 +230,7 @@ def restart_attention_calls() -> None:
 
 
 def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return for each attention call the first level whose worst score is at least `least`."""
+    """Return, for each attention call, the first level whose worst score is at least `least`."""
     return {
         site: [
             next((level for level in levels if min(by_level[level][place]) >= least), EXACT)
@@ -270,8 +272,8 @@ def _table(found: _Found, by_call: Mapping[str, list[str]], **asked: float) -> C
 
 
 def score(found: Tensor, wanted: Tensor) -> float:
-    """Return cosine similarity x (1 - relative L1), at least 0; 0 if there are numbers that are not
-    finite."""
+    """Return the cosine similarity multiplied by (1 - relative L1), at least 0; if a number is not
+    finite, return 0."""
     ours, theirs = found.flatten().double(), wanted.flatten().double()
     size = theirs.abs().sum()
     if not float(size):
@@ -285,7 +287,7 @@ def score(found: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def _watched(model: nn.Module, levels: Sequence[str], found: _Found) -> Iterator[None]:
-    """Add the scores of every attention that a model calls while it runs on one input."""
+    """While a model runs on one input, add the scores of every attention that it calls."""
     paths, inside = [""], [0]  # of the modules that run, and how often each has called attention
     calls: Counter[str] = Counter()  # that were scored, by site
 

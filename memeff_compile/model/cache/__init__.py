@@ -1,1 +1,1 @@
-"""KV caches as objects, and functions that make a model use them."""
+"""KV caches as objects, and functions that make a model use these caches."""

@@ -1,9 +1,9 @@
-"""Measure how a lossy KV cache changes a model's answers, on the user's inputs.
+"""Measure how a lossy KV cache changes a model's predictions, on the user's inputs.
 
 The model runs twice on each input: with an exact cache, and with a `KVCache` that contains the
-prompt, from which it predicts the last tokens of the input. These tokens come from the input; they
-are not generated. The report compares both runs' probabilities of the next token. The similarity of
-neighbouring layers shows whether merging them can work.
+prompt, from which the model predicts the last tokens of the input. The predicted tokens come from
+the input; they are not generated. The report compares both runs' probabilities of the next token.
+The similarity of adjacent layers shows whether merging these layers can work.
 
 Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
 """
@@ -40,18 +40,18 @@ _KINDS = ("keys", "values")
 
 @dataclass(frozen=True)
 class FidelityReport(VerbReport):
-    """The result of `fidelity_report`, which can be printed and stored as JSON.
+    """The result of `fidelity_report`; it can be printed and stored as JSON.
 
     Attributes:
-        settings: the settings of the cache that was compared with an exact one.
-        pairs: for each two neighbouring layers: their `layers`; for keys and for values, the mean
+        settings: the settings of the cache that was compared with an exact cache.
+        pairs: for each pair of adjacent layers: their `layers`; for keys and for values, the mean
             cosine between their rows, the 5th percentile of the cosines, and a histogram of `BINS`
-            from -1 to 1; `aligned`, the mean cosines of `keys` and of `values` when the two
-            layers are aligned; `has_window`, whether one of them attends to a window: such layers
-            stay exact and never merge; and with `each_pair` the `kl` of a cache that merges these
-            two layers alone.
-        attention: for each call of attention that both runs made, the `mean` and the `worst` cosine
-            between its results; empty if the model calls no scaled_dot_product_attention.
+            from -1 to 1; `aligned`, the mean cosines of `keys` and of `values` after the two layers
+            are aligned; `has_window`, whether one of them attends to a window (such layers stay
+            exact and never merge); and with `each_pair` the `kl` of a cache that merges only these
+            two layers.
+        attention: for each attention call that both runs made, the `mean` and the `worst` cosine
+            between its two results; empty if the model never calls scaled_dot_product_attention.
         logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
             `kl_worst`, `agreement`, the share of positions with the same most likely token, and the
             losses `loss_exact` and `loss` of the actual tokens.
@@ -65,7 +65,7 @@ class FidelityReport(VerbReport):
         maps: for each two neighbouring layers, the maps that align them on all inputs: the
             rotations of keys and of values, (heads, 2, depth, depth), and the lower layer's head
             for each head of the upper layer. A cache that is created with this report uses these
-            maps from the beginning. The maps are not part of the JSON.
+            maps from its first token on. The JSON does not contain the maps.
     """
 
     settings: dict[str, Any]
@@ -97,9 +97,10 @@ class FidelityReport(VerbReport):
         return f"{here}. Use it if {_without(best)} is too large; that loses less."
 
     def cheapest(self, count: int) -> tuple[int, int] | None:
-        """Return `start_layer` and `end_layer` of the `count` pairs in a row that cost least.
+        """Return `start_layer` and `end_layer` of those `count` consecutive pairs that cost least.
 
-        The cost is the sum of what each pair costs alone. None if no such pairs were measured.
+        The cost is the sum of the losses that each pair causes when only that pair merges. If the
+        costs of such pairs were not measured, return None.
         """
         costs = {pair["layers"][0]: pair["kl"] for pair in self.pairs if "kl" in pair}
         starts = [
@@ -111,7 +112,8 @@ class FidelityReport(VerbReport):
         return start, start + 2 * count
 
     def _other_layers(self) -> str:
-        """Return advice to merge other layers, if each pair was measured and others cost less."""
+        """Return advice to merge other layers, if each pair was measured and other pairs cost
+        less."""
         merged = [tuple(line["layers"]) for line in self.merged]
         found = self.cheapest(len(merged))
         if found is None or found == (merged[0][0], merged[-1][1] + 1):
@@ -161,11 +163,11 @@ class FidelityReport(VerbReport):
         return json.dumps(named, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the similarity of neighbouring layers: the mean cosine, and the range of the middle
-        90 % of the rows.
+        """Draw the similarity of adjacent layers: the mean cosine, and the range of the middle 90 %
+        of the rows.
 
-        The ending of `path` sets the format, which is SVG if there is no ending. Raise
-        CalibrationError if matplotlib is not installed.
+        The extension of `path` determines the file format; without an extension, the format is SVG.
+        Raise CalibrationError if matplotlib is not installed.
         """
         names = ["-".join(map(str, pair["layers"])) for pair in self.pairs]
         series: dict[str, list[Spread]] = {"keys": [], "values": []}
@@ -189,23 +191,25 @@ def fidelity_report(
 
     Args:
         model: a causal language model of transformers; it runs eagerly, without gradients, in eval
-            mode, and its mode is restored.
+            mode, and its mode is restored afterwards.
         inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, if prompts are
-            padded on the left, ``attention_mask``; or a list of these. Use long inputs: the last
-            `recent` tokens are exact in every cache.
+            padded on the left, ``attention_mask``; or a list of these. Use long inputs, because the
+            last `recent` tokens are exact in every cache.
         bits: as in `KVCache`.
         merge: as in `KVCache`.
-        steps: number of tokens at the end of an input whose predictions are compared, at least 2.
-        each_pair: also measure each two neighbouring layers merged alone, which shows where merging
-            costs least. It takes one more run for each pair and input.
-        settings: settings of `KVCache`, except `max_cache_len`.
+        steps: the number of tokens at the end of an input whose predictions are compared, at least
+            2.
+        each_pair: also measure each pair of adjacent layers when only that pair merges; this shows
+            where merging costs least. With each_pair, the model runs once more for each pair and
+            input.
+        settings: further settings of `KVCache`, except `max_cache_len`.
 
     Returns:
-        A report on the similarity of layers, attention's results, the divergence of probabilities,
-        and memory.
+        A report on the similarity of layers, the results of attention, the divergence of
+        probabilities, and memory.
 
     Raises:
-        CalibrationError: There are no inputs, an input is too short, or `steps` is.
+        CalibrationError: There are no inputs, an input is too short, or `steps` is too small.
 
     Example:
         >>> report = fidelity_report(model, ids, bits=4, merge="minicache")  # doctest: +SKIP
@@ -254,7 +258,7 @@ def fidelity_report(
 
 
 def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
-    """Return ids and mask of an input."""
+    """Return the token ids and the mask of an input."""
     is_named = isinstance(given, Mapping)
     ids = given.get("input_ids") if is_named else given
     mask = given.get("attention_mask") if is_named else None
@@ -273,7 +277,7 @@ def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: AN
 
 
 class _Run(NamedTuple):
-    """The logits and attention results for an input's last tokens, and the cache."""
+    """The logits and attention results for an input's last tokens, and the cache that was used."""
 
     logits: Tensor
     attention: list[Tensor]
@@ -282,9 +286,9 @@ class _Run(NamedTuple):
 
 @torch.no_grad()
 def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = None) -> _Run:  # noqa: ANN401
-    """Run the model on all tokens of an input; if there is a cache, put the prompt into it first.
+    """Run the model on all tokens of an input; if there is a cache, first fill it with the prompt.
 
-    With a cache, the last tokens then attend to its contents.
+    With a cache, the input's last tokens then attend to the cache's contents.
     """
     from memeff_compile.model.cache.layers import CACHE_NAME  # transformers, slow to import
 
@@ -337,7 +341,7 @@ def _all_bits(codes: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Gathered:
-    """The measurements of all inputs, by kind."""
+    """The measurements of all inputs, grouped by kind."""
 
     def __init__(self) -> None:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
@@ -354,19 +358,19 @@ class _Gathered:
         self.others[which] += size
 
     def alone(self, at: int, exact: _Run, found: _Run) -> None:
-        """Record the answers of a cache that merges one pair of layers."""
+        """Record the predictions with a cache that merges only one pair of layers."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "alone", at)
 
     def mergeable(self) -> list[int]:
-        """Return the number of the lower layer of each pair that can merge."""
+        """Return the number of the lower layer in each pair that can merge."""
         return [at for at, has_window in self.have_windows.items() if not has_window]
 
     def _add(self, figures: Tensor, *of: object) -> None:
         self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
-        """Record how similar the rows of neighbouring layers are."""
+        """Record how similar the rows of adjacent layers are."""
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())
@@ -391,7 +395,7 @@ class _Gathered:
                 self._add(found, kind, at)
 
     def answers(self, exact: _Run, found: _Run, ids: Tensor) -> None:
-        """Record how far the answers are from those with an exact cache."""
+        """Record how far the predictions are from those with an exact cache."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl")
         self._add(wanted.argmax(-1) == got.argmax(-1), "same")

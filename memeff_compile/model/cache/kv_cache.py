@@ -1,9 +1,9 @@
 """A low-bit KV cache for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
-Old tokens are stored as codes of 8, 4, 3 or 2 bits; the latest and the first few tokens stay exact.
-Layers with a sliding window stay exact. Without the backend, each step decodes all keys and values;
-results are then correct but slower. With the backend, attention reads the codes directly
-(passes/compress_kv_cache.py).
+Old tokens are stored as codes of 8, 4, 3 or 2 bits; the latest tokens and the first few tokens stay
+exact. Layers with a sliding window store all their tokens exactly. Without the backend, each
+decoding step decodes all keys and values, so results are correct but slower. With the backend,
+attention reads the codes directly (passes/compress_kv_cache.py).
 
 This module needs transformers, and imports it.
 """
@@ -56,27 +56,28 @@ _POOLED = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 class KVCache(Cache):
-    """A low-bit KV cache, to pass as ``past_key_values``, or as ``cache`` since transformers 5.24.
+    """A low-bit KV cache that you pass as ``past_key_values``, or as ``cache`` since transformers
+    5.24.
 
     Args:
         config: the model's config.
-        max_cache_len: the largest number of tokens that fit. On a CPU, appending more tokens raises
-            an error. On a GPU, where the CPU does not wait for the number of tokens, logits are nan
-            from there on.
+        max_cache_len: the largest number of tokens that fit into the cache. On a CPU, appending
+            more tokens raises an error. On a GPU, where the CPU does not wait for the number of
+            tokens, the logits of further tokens are nan.
         bits: 16 (exact), 8, 4, 3 or 2.
         value_bits: the bits of values, if they are not those of keys: values need fewer.
         scheme: ``kivi`` (a scale and a zero point per channel of keys and per token of values) or
             ``per_head`` (one scale per token and head).
         group: number of tokens that are encoded together: 32, 64 or 128.
-        recent: at least this many of the latest tokens stay exact; a multiple of 16.
-        keep_first: this many of a sequence's first tokens stay exact, because in most models all
-            tokens attend to them.
-        attention_mask: for prompts padded on the left: (batch, tokens) with 0 for padding. With a
-            mask, `keep_first` counts from the first token after the padding, and scales ignore
-            padding.
-        merge: None, ``"minicache"``, or a `MiniCache` with settings: neighbouring layers share the
-            directions of their older tokens. Merging loses more than codes of 3 bits. A warning
-            appears unless you pass the result of `fidelity_report` for your model.
+        recent: the minimum number of latest tokens that stay exact; a multiple of 16.
+        keep_first: the number of a sequence's first tokens that stay exact, because in most models
+            all tokens attend to them.
+        attention_mask: the mask of prompts that are padded on the left: (batch, tokens) with 0 for
+            padding. With this mask, `keep_first` counts from the first token after the padding, and
+            scales ignore padding.
+        merge: None, ``"minicache"``, or a `MiniCache` with settings: adjacent layers then share the
+            directions of their older tokens. Merging layers loses more accuracy than 3-bit codes.
+            Merging shows a warning unless you pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -137,7 +138,8 @@ class KVCache(Cache):
         *args: Untyped,
         **how: Untyped,
     ) -> tuple[Tensor, Tensor]:
-        """Append new keys and values to a layer, and return those that attention reads."""
+        """Append new keys and values to a layer, and return the keys and values that attention
+        reads."""
         if layer_idx >= len(self.layers):
             refuse(
                 f"layer {layer_idx} of a model was given to a cache of {len(self.layers)} layers, "
@@ -146,12 +148,11 @@ class KVCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **how)
 
     def merged(self) -> list[dict[str, Any]]:
-        """Return one line per pair of layers that share directions; this waits for the device.
+        """Return one line per pair of layers that share directions; the CPU waits for the device.
 
         A line contains the pair's `layers`; the number of `merged` tokens; `kept`, the mean number
-        of rows that were kept unchanged per sequence and head, without first tokens; and
-        `left_over`, the number of rows per sequence and head that should have been kept but did not
-        fit.
+        of rows per sequence and head that stayed unmerged, without first tokens; and `left_over`,
+        the number of rows per sequence and head that should have stayed unmerged but did not fit.
         """
         found = []
         for layer in self.layers:
@@ -163,8 +164,8 @@ class KVCache(Cache):
         return found
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
-        """Empty the cache; its tensors keep their memory. The argument is the attention mask of the
-        next prompts; None means no padding.
+        """Empty the cache, whose tensors keep their memory. The argument is the attention mask of
+        the next prompts; None means no padding.
         """
         ours = (layer for layer in self.layers if isinstance(layer, InPlace))
         held = {tensor.shape[0] for layer in ours for _, tensor in layer.tensors()}
@@ -175,18 +176,19 @@ class KVCache(Cache):
     def begin_with_a_step(self) -> None:
         """Let a prompt of one token run as a decoding step, whose graph is compiled anyway.
 
-        Caches that cannot be compiled are not changed, because their attention has no mask to
-        exclude empty positions.
+        Caches that cannot be compiled are not changed, because their attention has no mask that
+        hides empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
                 layer.is_empty = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every layer; a negative argument is minus their number.
+        """Remove the last tokens of every layer; a negative argument is minus the number of tokens
+        to remove.
 
-        If a layer cannot remove as many tokens, or has a sliding window, raise
-        UnsupportedInputError and remove none.
+        If a layer cannot remove that many tokens, or has a sliding window, raise
+        UnsupportedInputError and remove no token.
         """
         remove = remaining(tokens_to_remove)
         if remove == 0:
@@ -235,22 +237,22 @@ class KVCache(Cache):
     def is_croppable(self) -> bool:
         """Return whether every layer can remove its last tokens.
 
-        The layers of transformers declare this from version 5.17 on.
+        The layer classes of transformers declare this property since version 5.17.
         """
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
     def exact_tensors(self) -> list[Tensor]:
-        """Return the tensors of keys and values in the layers that stay exact."""
+        """Return the key and value tensors of the layers that stay exact."""
         exact = (layer for layer in self.layers if not isinstance(layer, CodedLayer))
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 
     def windows(self) -> list[WindowLayer]:
-        """Return the layers with a sliding window."""
+        """Return the numbers of the layers that have a sliding window."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no layer of this cache has tokens."""
+        """Return whether no layer of this cache contains tokens."""
         return all(layer.is_empty for layer in self.layers if isinstance(layer, InPlace))
 
     @property
@@ -277,13 +279,13 @@ _BOUNDED = "a window bounds what such a layer keeps"
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Warn once of a setting without effect, because generate() creates a new cache in each
-    call."""
+    """Warn the user only once about a setting without effect, because generate() creates a new
+    cache in each call."""
     warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def _kept_exact(layers: list[Untyped], bits: int) -> str:
-    """Return in words which layers stay exact although the user asked for low bits, or ""."""
+    """Return as text which layers stay exact although the user requested low bits, or ""."""
     ours = [n for n, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
     coded = [n for n in ours if isinstance(layers[n], CodedLayer)]
     exact = [n for n in ours if n not in coded]
@@ -300,7 +302,7 @@ def _kept_exact(layers: list[Untyped], bits: int) -> str:
 
 
 def _listed(numbers: list[int]) -> str:
-    """Return how many layers there are, and the numbers of the first few."""
+    """Return as text how many layers there are, and the numbers of the first few."""
     shown = [*map(str, numbers[:_MOST_NAMED]), *(["..."] if len(numbers) > _MOST_NAMED else [])]
     return f"{len(numbers)} layer{'s' * (len(numbers) > 1)} ({', '.join(shown)})"
 
@@ -309,7 +311,7 @@ _MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
-    """Return the tensors of any layer; tensors that layers share appear once."""
+    """Return the tensors of any layer; tensors that several layers share appear once."""
     if isinstance(layer, InPlace):
         return list(layer.tensors())
     held = [((layer, name), getattr(layer, name, None)) for name in ("keys", "values")]
@@ -317,7 +319,7 @@ def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
 
 
 def _keeps(layer: Untyped, remove: int) -> str | None:
-    """Return why a layer cannot remove its last tokens, or None if it can."""
+    """Return the reason why a layer cannot remove its last tokens, or None if it can."""
     if isinstance(layer, InPlace):
         return layer.keeps(remove)
     if getattr(layer, "is_croppable", False) and hasattr(layer, "crop"):
@@ -349,7 +351,7 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """Replace neighbouring layers that can be merged, from a start layer on, by layers that share
+    """From a start layer on, replace pairs of adjacent layers that can merge by layers that share
     directions.
     """
     text = config.get_text_config(decoder=True)
@@ -424,15 +426,17 @@ def _check(
 
 
 def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
-    """Return the cache among the arguments of a model call, under the name that callers use."""
+    """Return the cache among the arguments of a model call, and the argument name under which it
+    was passed."""
     cache = kwargs.get(CACHE_NAME)
     return kwargs.get(OLDER_CACHE_NAME) if cache is None else cache
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call whose first graphs are valid for prompts, and caches, of any length.
+    """Return a compiled call whose first graphs are valid for prompts and caches of any length.
 
-    Before a step, windows are moved, so the same compiled step works whether they are full or not.
+    Before a decoding step, windows are moved, so the same compiled step works whether the windows
+    are full or not.
     """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:
@@ -463,10 +467,11 @@ _HOOK = "_prepare_cache_for_generation"
 
 @dataclasses.dataclass
 class _Hook:
-    """Replaces a method of the model that generate() calls, and stores the original.
+    """A hook that replaces a method of the model which generate() calls, and stores the original
+    method.
 
-    The replacement refers to the model, so that copies of the model, including pickled ones, get
-    hooks of their own.
+    The hook refers to the model, so that copies of the model, including pickled ones, get their own
+    hooks.
     """
 
     model: Any
@@ -487,7 +492,8 @@ class _Hook:
         *args: object,
         **kwargs: object,
     ) -> Untyped:
-        """Put a KVCache into the arguments of the model, unless the call requests another cache."""
+        """Put a KVCache into the arguments of a model call, unless the call requests another
+        cache."""
         model = self.model
         given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         is_named = named_cache(model_kwargs) is not None
@@ -523,15 +529,15 @@ class _Hook:
 
     @property
     def is_off(self) -> bool:
-        """Return whether an option of this package or of PyTorch turns everything off."""
+        """Return whether an option of this package or of PyTorch switches all changes off."""
         if is_disabled() or compat.compiling_is_off():
             return True
         compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))
         return compiled is not None and compiled[1].get("memeff.preset") == "off"
 
     def undo(self) -> None:  # of this use alone
-        """Let the model create the same caches as before this setting, unless an earlier setting
-        has been undone as well."""
+        """Make the model create the same caches as before this setting, unless an earlier setting
+        has also been undone."""
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)
@@ -547,7 +553,7 @@ class _Hook:
     def _cache(
         self, config: Untyped, mode: Untyped, batch_size: int, tokens: int, mask: Tensor | None
     ) -> KVCache:
-        """Return an empty cache, which is an earlier one if its tensors are no longer in use."""
+        """Return an empty cache; an earlier cache is reused if its tensors are no longer in use."""
         model = self.model
         sequences = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
 
@@ -593,28 +599,28 @@ _COMPILED_STEP = "_compiled_call"
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Undo:
-    """Let every later ``model.generate(...)`` use a `KVCache`, also in pipelines.
+    """Make every later ``model.generate(...)`` use a `KVCache`, also inside pipelines.
 
-    A call that passes a cache, or ``use_cache=False``, is not changed. Lengths of caches are
+    A call that passes its own cache, or ``use_cache=False``, is not affected. Cache lengths are
     rounded up to a few sizes, and a cache that generate() does not return is reused in later calls.
-    On a GPU generate() compiles decoding by itself, with this backend unless you choose another
-    one. The most recent `use_kv_cache_` applies until you undo it. Copies of the model keep the
-    setting.
+    On a GPU, generate() itself compiles the decoding step, with this backend unless you choose
+    another one. The most recent `use_kv_cache_` applies until you undo it. Copies of the model
+    inherit the setting.
 
     Args:
-        model: a model of transformers that generates, also with PEFT's adapters or compiled.
-        bits: as for `KVCache`.
-        max_cache_len: the largest number of tokens that fit; by default the number that each call
-            needs, rounded up.
-        settings: as for `KVCache`.
+        model: a transformers model that generates; it may have PEFT adapters or be compiled.
+        bits: the number of bits, as for `KVCache`.
+        max_cache_len: the largest number of tokens that fit into a cache; by default the number
+            that each call needs, rounded up.
+        settings: further settings, as for `KVCache`.
 
     Returns:
-        An object that reverts the setting: call it, or use it in a ``with`` statement. The object
-        is also a report.
+        An object that reverts the setting: call it, or use it in a ``with`` statement. The returned
+        object is also a report.
 
     Raises:
-        UnsupportedInputError: The model does not generate, is an encoder-decoder or has a cache of
-            another kind, or a setting is not supported.
+        UnsupportedInputError: The model does not generate, is an encoder-decoder or uses another
+            kind of cache, or a setting is not supported.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

@@ -1,6 +1,7 @@
-"""The exact and the coded layers of a `KVCache`, and their common base.
+"""The exact layers and the low-bit layers of a `KVCache`, and their common base class.
 
-This module needs transformers; if it is missing, the import raises an error that says so.
+This module needs transformers; if it is missing, importing this module raises an error that names
+it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def refuse(sentence: str) -> None:
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Return the properties in which a tensor must equal the buffer to which it is written."""
+    """Return the properties that a tensor must share with the buffer to which it is written."""
     batch, heads, _, depth = tensor.shape
     return batch, heads, depth, tensor.dtype, tensor.device
 
@@ -60,7 +61,7 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def remaining(tokens_to_remove: int) -> int:
-    """Return how many tokens remain to be removed, given the argument of `crop`."""
+    """Return how many tokens must still be removed, given the argument of `crop`."""
     if tokens_to_remove > 0:
         raise ValueError(
             f"crop was given {tokens_to_remove}; a negative number is needed: how many tokens to "
@@ -74,7 +75,7 @@ Place: TypeAlias = tuple[object, str]
 
 
 class InPlace(CacheLayerMixin):
-    """The base of a KVCache's layers, whose tensors are changed in place and never moved."""
+    """The base class of a KVCache's layers, whose tensors are changed in place and never move."""
 
     is_compileable = True
     is_sliding = False
@@ -92,7 +93,8 @@ class InPlace(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new tokens; return only these if the cache was empty, otherwise all tokens."""
+        """Write new tokens; if the cache was empty, return only the new tokens, otherwise all
+        tokens."""
         new = key_states, value_states
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
             refuse(
@@ -109,32 +111,32 @@ class InPlace(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """Return `max_cache_len`.
+        """Return the largest number of tokens that fit (`max_cache_len`).
 
-        If a buffer of the layer has `max_cache_len` rows, read the number from the buffer's shape,
-        so that compiled code accepts any length.
+        If a buffer of the layer has that many rows, read the number from the buffer's shape, so
+        that compiled code accepts any length.
         """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
         return self.max_cache_len
 
     def lengthy(self) -> list[Tensor]:
-        """Return the tensors whose third size depends on the length of the cache."""
+        """Return the tensors whose third dimension depends on the length of the cache."""
         return [getattr(self, name) for name in self.long]
 
     @abstractmethod
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens, after the caller has checked that they fit."""
+        """Write new tokens; the caller has already checked that they fit."""
 
     @abstractmethod
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return all keys and values, including the newly written ones."""
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise an error for tokens that do not fit the cache, before any are written.
+        """Raise an error for tokens that do not match the cache, before any token is written.
 
-        The number of tokens is checked only if the CPU knows how many are in the cache: not on a
-        GPU, and not in a compiled graph.
+        The number of tokens is checked only if the CPU knows how many the cache contains, which it
+        does not on a GPU or in a compiled graph.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:
@@ -154,30 +156,30 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that have an element per sequence, once they exist."""
+        """Yield the tensors that have one element per sequence, once these tensors exist."""
         if self.is_initialized:
             for name in self.held:
                 yield (self, name), getattr(self, name)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this layer's tensors, without those that it shares with other
+        """Return the bytes of this layer's tensors, without tensors that it shares with other
         layers."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last `remove` tokens cannot be removed, or None.
+        """Return the reason why the last `remove` tokens cannot be removed, or None.
 
-        A layer of this kind can remove any number of tokens.
+        A layer of this class can remove any number of tokens.
         """
         return None
 
     @abstractmethod
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens, after `keeps` has allowed this."""
+        """Remove the last tokens; `keeps` has already allowed this."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; a negative argument is minus their number, as in transformers."""
+        """Remove the last tokens; as in transformers, a negative argument is minus their number."""
         remove = remaining(tokens_to_remove)
         why = self.keeps(remove)
         if why is not None:
@@ -185,36 +187,36 @@ class InPlace(CacheLayerMixin):
         self.remove_last(remove)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that the mask covers."""
+        """Return the length and the offset of the keys that the mask covers."""
         return (query_length if self.is_empty else self.room), 0
 
     def get_max_length(self) -> int:
-        """Return the number of tokens that fit."""
+        """Return the largest number of tokens that fit."""
         return self.max_cache_len
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the sequences into another order, as beam search requires."""
+        """Put the sequences into another order, as beam search needs."""
         for _, tensor in self.tensors():
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def offload(self) -> None:
-        """Raise an error, because the tensors must keep their addresses."""
+        """Raise an error, because the tensors of this layer must keep their addresses."""
         refuse("offloading is not supported; the cache is small because it is coded.")
 
     prefetch = offload
 
 
 class AsTheyCome(InPlace, StaticLayer):
-    """A layer that stores keys and values unchanged, each in the dtype in which it arrives.
+    """A layer that stores keys and values unchanged, each in its own dtype.
 
-    Under autocast the dtypes differ: keys are rotated in fp32, values have 16 bits.
+    Under autocast the two dtypes differ, because keys are rotated in fp32 and values have 16 bits.
     """
 
     keys: Any
     values: Any
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate tensors for keys and values like the given ones."""
+        """Allocate the tensors for keys and values, with the shape and dtype of the given ones."""
         super().lazy_initialization(key_states, value_states)
         if self.values.dtype != value_states.dtype:  # transformers before 5.24: that of the keys
             self.values = self.values.to(value_states.dtype)
@@ -222,7 +224,7 @@ class AsTheyCome(InPlace, StaticLayer):
 
 
 class ExactLayer(AsTheyCome):
-    """A layer with memory for all tokens."""
+    """An exact layer with memory for all tokens."""
 
     is_croppable = True
     buffers = held = long = "keys", "values"
@@ -232,7 +234,8 @@ class ExactLayer(AsTheyCome):
         self.is_empty = True
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise an error also if the new tokens do not fit after the existing ones."""
+        """Raise an error for tokens that do not match the cache, or that do not fit after the
+        existing tokens."""
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
             return
@@ -269,12 +272,13 @@ class ExactLayer(AsTheyCome):
 
 
 class WindowLayer(AsTheyCome):
-    """A sliding-window layer with memory for a few more tokens than the window.
+    """A sliding-window layer with memory for slightly more tokens than the window.
 
     New tokens are written after the existing ones. When new tokens do not fit, the window is moved
-    to the front; with more memory, this happens less often. Masks select the visible tokens. The
-    number of tokens is counted on the CPU, for masks, and on the device, for write positions. If
-    the cache is not longer than this layer, no token ever leaves it.
+    to the front of the memory; with more memory, this happens less often. Attention masks select
+    the visible tokens. The number of tokens is counted twice: on the CPU for masks, and on the
+    device for write positions. If the cache is not longer than this layer's memory, no token ever
+    leaves the layer.
     """
 
     buffers = held = long = "keys", "values"
@@ -295,7 +299,7 @@ class WindowLayer(AsTheyCome):
 
     @property
     def here(self) -> int:
-        """Return the number of tokens that this layer still stores."""
+        """Return the number of tokens that this layer still contains."""
         return min(self.filled - _NONE, self.max_cache_len)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -324,9 +328,9 @@ class WindowLayer(AsTheyCome):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write to all positions at once with index_copy_, like exact layers.
+        """Write to all positions at once with index_copy_, like exact layers do.
 
-        With copy_, a memory snapshot showed the prompts of all layers at the GPU's peak.
+        With copy_ instead, a memory snapshot showed the prompts of all layers at the GPU's peak.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -334,8 +338,8 @@ class WindowLayer(AsTheyCome):
 
     @property
     def kept(self) -> int:
-        """Return how many tokens remain when the window is moved: those that the next token attends
-        to."""
+        """Return how many tokens remain when the window is moved: the tokens to which the next
+        token attends."""
         return min(self.filled - _NONE, self.window - 1)
 
     def _latest(self, kept: int) -> tuple[Tensor, Tensor]:
@@ -343,9 +347,10 @@ class WindowLayer(AsTheyCome):
         return self.keys.index_select(2, places), self.values.index_select(2, places)
 
     def make_room(self, new: int) -> None:
-        """Move the window to the front if ``new`` tokens do not fit after the existing ones.
+        """Move the window to the front if ``new`` tokens do not fit after the existing tokens.
 
-        This runs before a compiled step, so that a single compiled step, which appends, is enough.
+        This method runs before a compiled step, so that a single compiled step, which only appends,
+        is enough.
         """
         if self.is_empty or self.filled + new <= self.room + _NONE or self.kept + new > self.room:
             return
@@ -357,7 +362,7 @@ class WindowLayer(AsTheyCome):
         self.filled = kept + _NONE
 
     def require_room(self, new: int) -> None:
-        """Raise an error if tokens do not fit and the cache is not longer than the window."""
+        """Raise an error if tokens do not fit into a cache that is not longer than the window."""
         there = self.total - _NONE
         if self.holds_all and there + new > self.max_cache_len:
             counted = f"{there} tokens and {new} more" if there else f"{new} tokens"
@@ -373,7 +378,7 @@ class WindowLayer(AsTheyCome):
         return found
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that the mask of the next tokens covers."""
+        """Return the length and the offset of the keys that the mask of the next tokens covers."""
         if self.is_empty:
             return query_length, 0
         if self.filled + query_length <= self.room + _NONE:
@@ -381,12 +386,12 @@ class WindowLayer(AsTheyCome):
         return max(self.kept + query_length, self.room), self.total - _NONE - self.kept
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens that have been in the cache."""
+        """Return the number of tokens that were ever appended to the cache."""
         return self.total - _NONE
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last tokens cannot be removed, because earlier ones have left the window,
-        or None."""
+        """Return the reason why the last tokens cannot be removed, or None; earlier tokens may
+        already have left the window."""
         if self.total - _NONE == self.here or self.here - remove >= self.window - 1:
             return None
         return (
@@ -412,13 +417,13 @@ _NONE = 2
 
 
 def room_of(window: int) -> int:
-    """Return how many tokens fit into a layer with a window of this size: a sixteenth more, at
-    least 16 more."""
+    """Return how many tokens fit into a layer with a window of this size: a sixteenth more than the
+    window, at least 16 more."""
     return window + max(16, window // 16)
 
 
 class CodedLayer(InPlace):
-    """A layer whose older tokens are codes."""
+    """A low-bit layer, whose older tokens are stored as codes."""
 
     buffers = "k_window", "v_window"
     held: Sequence[str] = op_folder.POOL[:8]
@@ -443,8 +448,8 @@ class CodedLayer(InPlace):
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate tensors for keys and values like the given ones; raise an error for those that
-        cannot be encoded."""
+        """Allocate the tensors for keys and values with the shape and dtype of the given ones;
+        raise an error if those cannot be encoded."""
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:
             refuse(
@@ -482,9 +487,10 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the maps of a layer that is aligned to another one, or none.
+        """Return the maps of a layer that is aligned to another layer, or an empty result for other
+        layers.
 
-        The maps are the last arguments of the ops.
+        These maps are the last arguments of the ops.
         """
         return ()
 
@@ -503,8 +509,8 @@ class CodedLayer(InPlace):
         return 0 if self.is_empty else self.counts[op_folder.LENGTH]
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last `remove` tokens cannot be removed, because they are already encoded,
-        or None."""
+        """Return the reason why the last `remove` tokens cannot be removed, or None; the tokens may
+        already be encoded."""
         if remove == 0 or self.is_empty:
             return None
         length, coded = int(self.counts[op_folder.LENGTH]), int(self.counts[op_folder.CODED])
@@ -537,7 +543,8 @@ class CodedLayer(InPlace):
 
 
 class Starts:
-    """The start of each sequence and the positions of kept tokens, which all layers share."""
+    """The start of each sequence and the positions of the exact first tokens, which all layers
+    share."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
@@ -551,10 +558,10 @@ class Starts:
         self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
-        """Start again with other sequences, in the existing tensors; if an error is raised, nothing
-        has changed.
+        """Start again with other sequences, in the existing tensors; if this method raises an
+        error, it has changed no tensor.
 
-        `held` contains the batch sizes that the layers' tensors have.
+        `held` contains the batch sizes of the layers' tensors.
         """
         other = Starts(attention_mask)
         for sequences in held:
@@ -564,8 +571,8 @@ class Starts:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
     def allocate(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
-        """Allocate the positions for layers of this shape and length, unless they are allocated
-        already."""
+        """Allocate the positions for layers of this shape and length, unless they are already
+        allocated."""
         if self._shape == shape:
             return
         if self._shape:
@@ -579,7 +586,7 @@ class Starts:
         self.span = torch.empty(0, 0, tokens, device=device)
 
     def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the positions of the kept tokens."""
+        """Return the positions of the exact first tokens."""
         order = torch.arange(shape[2], dtype=torch.int32, device=device)
         return (order + self.first_tokens(shape[0], device)[:, None, None]).expand(shape).clone()
 
@@ -608,7 +615,7 @@ class Starts:
 
 
 def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Iterator[Any]:  # noqa: ANN401
-    """Yield a layer of the right kind for each layer of the model."""
+    """Yield a layer of the right class for each layer of the model."""
     types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if isinstance(settings, dict):  # transformers before 5.20 has one for all
         settings = [settings] * len(types)

@@ -1,9 +1,9 @@
-"""The layers of a KVCache that share directions, two by two.
+"""The layers of a KVCache that share directions, in pairs of two.
 
-In a forward pass, the lower layer of a pair is read before the upper layer's keys and values exist.
-So a single token is written to the lower layer's window at once, and the upper layer's append
-merges the complete groups of both layers. If several tokens are appended at once, those of the
-lower layer wait for those of the upper layer.
+In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
+exist. So a single token is written to the lower layer's window immediately, and the upper layer's
+append merges the complete groups of both layers. If several tokens are appended together, the lower
+layer's tokens wait for those of the upper layer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that the two layers of a pair share, and the tokens of the lower layer that
-    wait."""
+    """The state that the two layers of a pair share, and the lower layer's waiting tokens."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class Pair:
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the shared tensors, once they exist, and the maps that align the layers."""
+        """Yield the shared tensors, once these exist, and the maps that align the layers."""
         if self.shape is not None:
             for name in (*op_folder.SHARED, *(op_folder.MAPS if self.is_aligned else ())):
                 yield (self, name), getattr(self, name)
@@ -57,17 +56,18 @@ class Pair:
     def maps(self) -> list[Tensor]:
         """Return the tensors that align the layers, in the ops' order.
 
-        The property is None if the layers are not aligned.
+        If the layers are not aligned, the property is None.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
     def find_angles(self, depth: int, device: torch.device) -> None:
-        """Find the angles of the keys' rotary embedding, by which maps are fitted."""
+        """Find the angles of the keys' rotary embedding, which are needed to fit alignment maps."""
         found = None if self.config is None else angles_of(self.config, depth)
         self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
-        """Return the error text for tokens that wait because a forward pass was interrupted."""
+        """Return the message of the error for tokens that wait because a forward pass was
+        interrupted."""
         lower, upper = self.numbers
         return (
             f"a forward pass ended between layers {lower} and {upper}, which are merged: layer "
@@ -103,8 +103,7 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two neighbouring layers, whose older tokens have a shared direction and two
-    lengths."""
+    """One of two adjacent layers whose older tokens share one direction but have two lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
@@ -123,8 +122,8 @@ class MergedLayer(CodedLayer):
         self.settled = "merged" if settings["bits"] == op_folder.PLAIN else "in codes"
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors with an entry per sequence; the lower layer yields the shared ones
-        too."""
+        """Yield the tensors with one entry per sequence; the lower layer also yields the shared
+        tensors."""
         if self.is_initialized and not self.is_upper:
             yield from self.pair.tensors()
         yield from super().tensors()
@@ -173,8 +172,8 @@ class MergedLayer(CodedLayer):
             )
 
     def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
-        """Raise an error for a report of another model, and put the report's rotations on the
-        device."""
+        """Raise an error if a report belongs to another model, and move the report's rotations to
+        the device."""
         if self.pair.common is None:
             return
         turns, slots = self.pair.common
@@ -188,8 +187,8 @@ class MergedLayer(CodedLayer):
         self.pair.common = turns.to(self.device), slots.to(self.device)
 
     def lengthy(self) -> list[Tensor]:
-        """Return the tensors whose third size depends on the cache's length, including kept
-        rows."""
+        """Return the tensors whose third dimension depends on the cache's length, including those
+        of unmerged rows."""
         shared = (tensor for tensor in self.pair.shared() if tensor.dim() > 2)
         return [*super().lengthy(), *shared]
 
@@ -198,16 +197,16 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise an error also if an interrupted forward pass has left different tokens in the two
-        layers."""
+        """Raise an error for unsuitable tokens, or if an interrupted forward pass has left
+        different tokens in the two layers."""
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write a single token into the window, or let several tokens wait for the upper layer.
+        """Write a single token into the window, or keep several tokens waiting for the upper layer.
 
-        The upper layer writes its tokens and the waiting ones of the lower layer, and merges
+        The upper layer writes its own tokens and the lower layer's waiting tokens, and merges
         complete groups.
         """
         if not self.is_upper:
@@ -234,7 +233,7 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_lower(*held, key_states, value_states, self.room)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values decoded, including waiting tokens, or nan if they do not
+        """Return all keys and values decoded, including waiting tokens, or nan if the tokens do not
         fit."""
         if self.pair.parked is None:
             return self._view()
@@ -249,7 +248,7 @@ class MergedLayer(CodedLayer):
         return keys, values
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last `remove` tokens cannot be removed, or None."""
+        """Return the reason why the last `remove` tokens cannot be removed, or None."""
         return super().keeps(remove) if self.pair.parked is None else self.pair.torn()
 
     def remove_last(self, remove: int) -> None:
@@ -263,6 +262,7 @@ class MergedLayer(CodedLayer):
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the maps, so that the next tokens find new ones as the first tokens did."""
+        """Delete the alignment maps, so that the next tokens fit new maps as the first tokens
+        did."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

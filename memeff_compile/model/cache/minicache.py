@@ -1,4 +1,4 @@
-"""The settings for merging: which layers of a KV cache share directions, and how.
+"""The settings for merging: which layers of a KV cache share directions, and in which way.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -36,14 +36,15 @@ _WHY = {"align": " There is no map over all heads together: each head would read
 
 
 class Measured(Protocol):
-    """An object with the similarity of layers, such as a `FidelityReport`."""
+    """An object that contains the similarity of layers, such as a `FidelityReport`."""
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
-        """Return, for each pair of layers, its `layers` and the cosines of its keys and values.
+        """Return, for each pair of layers, its `layers` and the cosines between their keys and
+        between their values.
 
         The `mean` cosines are those of the unchanged rows; the cosines under `aligned` are those
-        when the two layers are aligned.
+        after alignment.
         """
 
     @property
@@ -56,13 +57,14 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class MiniCache:
-    """How neighbouring layers of a `KVCache` are merged; `fidelity_report` measures the loss.
+    """The settings with which adjacent layers of a `KVCache` are merged; `fidelity_report` measures
+    the loss.
 
     Args:
-        start_layer: layers before it are not merged; pairs are this layer and the next, and so on,
-            by default from the middle layer on.
-        end_layer: this layer and later ones are not merged; by default, all layers up to the last
-            are. The last layer alone may cost the most: see `fidelity_report`.
+        start_layer: earlier layers are not merged; pairs start with this layer and the next one, by
+            default with the middle layer.
+        end_layer: this layer and later layers are not merged; by default, layers up to the last one
+            are merged. The last layer by itself may cost the most; `fidelity_report` shows this.
         align: ``heads`` subtracts each layer's mean from its rows, matches the heads of two layers,
             and rotates the upper layer's rows towards those of the lower layer before they are
             merged; the maps are fitted on the first tokens that the cache gets. ``none`` merges the
@@ -140,12 +142,13 @@ class MiniCache:
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """Return the report's rotations and slots for a pair of layers, if it has them."""
+        """Return the rotations and slots that the report contains for a pair of layers, if it
+        does."""
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many rows a cache for so many tokens can keep, such as 328 of 32768 by
-        default."""
+        """Return how many unmerged rows a cache of this length can contain, by default 328 for
+        32768."""
         return math.ceil(self.retained * tokens)
 
 
@@ -203,9 +206,9 @@ def _named(pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of neighbouring layers of one kind from `start` on, and before `end`.
+    """Return the pairs of adjacent layers of one kind between layers `start` and `end`.
 
-    Each layer is in at most one pair; layers of the kind None are in no pair.
+    Each layer belongs to at most one pair; layers of the kind None belong to none.
     """
     found: list[tuple[int, int]] = []
     for lower, upper in pairwise(range(len(kinds))[start:end]):

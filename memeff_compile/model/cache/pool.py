@@ -1,8 +1,8 @@
-"""Reuse the caches of generate(), so that their addresses stay the same from call to call.
+"""Reuse the caches of generate(), so that their addresses are the same in every call.
 
-A CUDA graph of a step depends on the addresses of its cache, and compiled code on its sizes. So
-lengths are rounded up to a few sizes, tensors are allocated before the first prompt runs, and a
-cache that is no longer in use is emptied and used again.
+The CUDA graph of a decoding step depends on the addresses of its cache, and compiled code depends
+on the cache's sizes. So lengths are rounded up to a few sizes, tensors are allocated before the
+first prompt runs, and a cache that is no longer in use is emptied and reused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Made = TypeVar("Made")
 
 
 def bucket(tokens: int) -> int:
-    """Return the length of a cache for this many tokens: at most an eighth more, and at least
+    """Return the length of a cache for a number of tokens: at most an eighth more, and at least
     256."""
     step = max(_SMALLEST, (1 << (tokens - 1).bit_length() - 1) // 8) if tokens > 1 else _SMALLEST
     return -(-tokens // step) * step  # 12288 for 12096
@@ -49,7 +49,7 @@ class _Kept:
 
 
 class Pool:
-    """The caches of one model; a copy of the model starts without caches."""
+    """The reusable caches of one model; a copy of the model starts without caches."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class Pool:
         _pools.add(self)
 
     def clear(self) -> None:
-        """Delete all caches; those in use exist as long as their users."""
+        """Delete all reusable caches; caches in use live as long as their users."""
         with self._lock:
             self._kept.clear()
 
@@ -68,7 +68,7 @@ class Pool:
         mask: Tensor | None,  # of padding, for the cache
         make: Callable[[], Made],  # makes one, with the mask, for the first of these lengths
     ) -> Made:
-        """Return an empty cache of a kind, which is an earlier one if one is free."""
+        """Return an empty cache of a kind; an earlier cache is reused if one is free."""
         with self._lock:
             alike = [k for k in self._kept if k.kind == kind and k.tokens in tokens]
             for kept in alike:
@@ -88,7 +88,7 @@ class Pool:
             return made
 
     def __reduce__(self) -> Any:  # noqa: ANN401
-        """Let pickling and copying create an empty pool."""
+        """Make pickling and copying create an empty pool."""
         return Pool, ()
 
 
@@ -96,21 +96,21 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def forget_caches() -> None:
-    """Empty the pools of all models, which keep caches for reuse."""
+    """Empty the pools of all models, which keep unused caches for later calls."""
     for pool in list(_pools):
         pool.clear()
 
 
 def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
-    """Return whether a model is split over processes by other code than transformers."""
+    """Return whether code other than transformers splits a model over processes."""
     is_theirs = (getattr(model, "_tp_size", None) or 1) > 1
     return not is_theirs and any(map(compat.is_tensor_parallel, model.parameters()))
 
 
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
-    """Return key-value heads and head dimension of this process's cache.
+    """Return the number of key-value heads and the head dimension of this process's cache.
 
-    Return None if these are only known when the first keys arrive.
+    If these are known only when the first keys arrive, return None.
     """
     if is_cut_elsewhere(model):
         return None

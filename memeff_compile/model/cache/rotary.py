@@ -1,8 +1,9 @@
-"""Find the angles by which a model's rotary embedding rotates keys, if a cache can know them.
+"""Find the angles by which a model's rotary embedding rotates keys, if the model's config
+determines them.
 
-A cache only gets keys after their rotary embedding, and the model's config. The angles follow from
-the config; which channels rotate together follows from the `rotate_half` of the model's module,
-which is tried on a few numbers.
+A cache only receives keys after their rotary embedding, and the model's config. The config
+determines the angles; the function `rotate_half` of the model's module, tried on a few numbers,
+shows which channels rotate together.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def _pairs_halves(name: str) -> bool:
 def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
     """Return the angle per position by which channels i and i + D / 2 rotate, (D / 2,).
 
-    Return None if the angles are unknown: if neighbouring channels rotate together, if some
-    channels do not rotate, or if the embedding's scaling depends on the length.
+    Return None if the angles are not known: if adjacent channels rotate together, if some channels
+    do not rotate, or if the embedding's scaling depends on the length.
     """
     text = config.get_text_config(decoder=True)
     if not _pairs_halves(type(text).__module__.replace(".configuration_", ".modeling_")):

@@ -1,10 +1,10 @@
-"""Let generate() run without waiting for each token: the CPU prepares a step while another one
-runs.
+"""Let generate() run without waiting for each token: the CPU prepares a decoding step while the GPU
+runs the previous one.
 
 After each token, generate() checks whether all sequences have ended. For this check, the CPU waits
-for the GPU, and then the GPU waits for the CPU. transformers can check one step late
+for the GPU, and afterwards the GPU waits for the CPU. transformers can check one step late
 (`DeferredStopCheck`) and discard the extra step, but only on one kind of device. With this module,
-transformers also checks one step late on a GPU, for the caches that `use_kv_cache_` creates; other
+transformers also checks one step late on a GPU, for caches that `use_kv_cache_` creates; other
 caches are not affected.
 """
 
@@ -24,7 +24,7 @@ _MARK = "_may_run_ahead"
 
 
 def let_run_ahead(cache: object) -> None:
-    """Let generate() check one step late whether it has ended, while it fills this cache."""
+    """Let generate() check one step late whether it has finished, while it fills this cache."""
     from transformers.generation import utils  # slow to import; who generates has it
 
     check: Any = getattr(utils, "DeferredStopCheck", None)
@@ -54,10 +54,10 @@ def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def may_be_late(loop: Mapping[str, Any]) -> bool:
-    """Return whether the user cannot observe one extra step, judged from generate()'s local
-    variables.
+    """Return whether the user cannot observe one extra step, judged by the local variables of
+    generate().
 
-    If only the length ends the loop, there is no extra step. Otherwise an extra step could have
+    If only the length ends generation, there is no extra step. Otherwise, an extra step could have
     visible effects: it may draw one more random number, and it calls processors and criteria, whose
     state is unknown, once more.
     """
@@ -72,8 +72,8 @@ def may_be_late(loop: Mapping[str, Any]) -> bool:
 
 
 def _is_theirs(asked: object) -> bool:
-    """Return whether a processor or criterion belongs to transformers and calls no user
-    function."""
+    """Return whether a logits processor or stopping criterion belongs to transformers and calls no
+    user function."""
     kind = type(asked)
     is_theirs = kind.__module__.partition(".")[0] == "transformers"
     return is_theirs and kind.__name__ != "PrefixConstrainedLogitsProcessor"

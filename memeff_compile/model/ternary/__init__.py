@@ -1,1 +1,1 @@
-"""Functions that make a model's linears ternary, or pack them."""
+"""Functions that make a model's linears ternary, or pack ternary weights."""

@@ -1,8 +1,9 @@
-"""Find the activation function of a model's gated MLPs, and replace it by the paper's squared ReLU.
+"""Find the activation function of a model's gated MLPs, and replace it by the squared ReLU of
+BitNet a4.8.
 
-BitNet a4.8 is made for `down(relu(gate(x)) ** 2 * up(x))`. Classes have different names for the
-layers of a gated MLP. So each MLP's forward runs once on stand-in layers, which shows which module
-is the activation.
+BitNet a4.8 is designed for `down(relu(gate(x)) ** 2 * up(x))`. Model classes use different names
+for the layers of a gated MLP. So each MLP's forward runs once with stand-in layers, which shows
+which module is the activation function.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _TOKENS = 2
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """The MLP before a down projection, as its run on stand-in layers showed it."""
+    """The MLP that contains a down projection, as found by running it with stand-in layers."""
 
     path: str
     module: nn.Module
@@ -43,7 +44,7 @@ class GatedMLP:
 
     @property
     def place(self) -> str:
-        """Return the path of the activation function in the model, or the MLP's path."""
+        """Return the path of the activation function in the model, or the path of the MLP."""
         return ".".join(filter(None, (self.path, self.name)))
 
 
@@ -75,7 +76,7 @@ class _Notes(nn.Module):
 
 
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
-    """Return a module as a gated MLP, from the roles of its children: "gate or up", or "down"."""
+    """Return a module as a gated MLP, given the roles of its children: "gate or up", or "down"."""
     kind = type(module).__name__
     into = [name for name, role in roles.items() if role == "gate or up"]
     (down, *others) = [name for name, role in roles.items() if role == "down"]
@@ -97,22 +98,23 @@ def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedML
 
 
 def _may_activate(child: nn.Module) -> bool:
-    """Return whether a module can be an activation function: it has no children and no tensors."""
+    """Return whether a module may be an activation function, because it has no children and no
+    tensors."""
     is_plain = not (child._parameters or child._buffers or child._modules)
     return is_plain and not isinstance(child, nn.Dropout | nn.Identity)
 
 
 @dataclass(frozen=True)
 class _StandIn:
-    """Runs a module's forward on the CPU, with stand-in layers that return fixed numbers."""
+    """Runner of a module's forward on the CPU, with stand-in layers that return fixed numbers."""
 
     module: nn.Module
     into: tuple[str, ...]  # gate and up, in either order, or one projection to both
     down: str
 
     def is_gated_by(self, name: str) -> bool:
-        """Return whether the down projection's input is activation(gate) * up, with this
-        activation."""
+        """Return whether the down projection's input is activation(gate) * up for a given
+        activation function."""
         first, second, active = self._draw(3)
         activation = _Notes(active)
         seen = self._into_down(first, second, {name: activation})
@@ -123,7 +125,7 @@ class _StandIn:
 
     def squares(self) -> bool | None:
         """Return whether the down projection's input is relu(gate) ** 2 * up, or None if that is
-        unknown."""
+        not known."""
         first, second = self._draw(2)
         first, second = first - 1.5, second - 1.5
         plain = {n: child for n, child in self.module.named_children() if _may_activate(child)}
@@ -140,7 +142,7 @@ class _StandIn:
         return [torch.rand(size, generator=draw, device="cpu") + 1 for _ in range(count)]
 
     def _into_down(self, first: Tensor, second: Tensor, own: Mapping[str, nn.Module]) -> Tensor:
-        """Return the down projection's input, or an empty tensor if forward computes something
+        """Return the input of the down projection, or an empty tensor if forward computes something
         else."""
         end = _Notes()
         parts: dict[str, nn.Module] = {part: nn.Identity() for part in self.module._modules}
@@ -166,7 +168,7 @@ def _equal(found: Any, wanted: Tensor) -> bool:  # noqa: ANN401
 
 
 def require_activation(name: str | None) -> None:
-    """Raise OptionError for an unsupported activation."""
+    """Raise OptionError for an unsupported activation function."""
     if name is not None and name not in ACTIVATIONS:
         raise OptionError(
             f"activation is {name!r}; 'relu2' (the paper's squared ReLU) or None is needed."
@@ -174,7 +176,7 @@ def require_activation(name: str | None) -> None:
 
 
 def require_gated(mlps: list[GatedMLP]) -> None:
-    """Raise OptionError unless each MLP has an activation that can be replaced."""
+    """Raise OptionError unless each MLP has an activation function that can be replaced."""
     if not mlps:
         raise OptionError(
             "activation='relu2' replaces the activation of gated MLPs, and none of the linears "
@@ -190,7 +192,7 @@ def require_gated(mlps: list[GatedMLP]) -> None:
 
 
 def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
-    """Return the activations, by path, that are used before a down projection and are not the
+    """Return the activation functions, by path, that come before a down projection and are not the
     squared ReLU."""
     return {
         mlp.place: type(mlp.activation if mlp.name else mlp.module).__name__
@@ -200,10 +202,10 @@ def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
 
 
 def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Put the squared ReLU into each MLP, and name it in the model's config.
+    """Put the squared ReLU into each MLP, and write its name into the model's config.
 
     Returns:
-        The new state of each module by its path, and the values that a config could not store.
+        The new state of each module by its path, and the values that the config could not store.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -233,7 +235,8 @@ def unsquare(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Restore every activation that `square` replaced, for `undo`.
 
     Returns:
-        The new state by path, and the reasons, by path, for those that stay.
+        The new state by path, and the reasons, by path, for activation functions that were not
+        restored.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -272,6 +275,6 @@ def _names_of(config: Any, activation: nn.Module) -> dict[str, str]:  # noqa: AN
 
 
 def _comes_back(config: Any) -> bool:  # noqa: ANN401
-    """Return whether a config still names the squared ReLU after it is saved and loaded."""
+    """Return whether a config still names the squared ReLU after it was saved and loaded."""
     saved = type(config).from_dict(config.to_dict())
     return any(getattr(saved, key, None) == "relu2" for key in CONFIG_KEYS)

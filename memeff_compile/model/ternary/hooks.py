@@ -1,4 +1,4 @@
-"""Let the core make a model's linears ternary before it is compiled, and undo this."""
+"""Let the core make a model's linears ternary before compilation, and undo this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SWITCHES = ("exact", "off")
 
 
 class TernaryHooks(Hooks):
-    """Make the linears of a model ternary before it is compiled, and undo that."""
+    """The hooks that make the linears of a model ternary before compilation, and undo that."""
 
     def refuse(self, options: Options) -> None:
         if options.ternary not in _SWITCHES:
@@ -58,11 +58,12 @@ class TernaryHooks(Hooks):
 
 
 def _module(request: Request) -> Any:  # noqa: ANN401
-    """Return the model of a request; `ternarize_` refuses an object that is not a module."""
+    """Return the model of a request, if it is a module; `ternarize_` raises an error for any other
+    object."""
     return request.model
 
 
 def _skip(options: Options) -> tuple[str, ...]:
-    """Return the module paths to leave dense: those that the ternary passes skip."""
+    """Return the module paths that stay dense, because the ternary passes skip them."""
     passes = ("*", *(each.facts.name for each in SYSTEM.passes))
     return tuple(path for name in passes for path in options.skip.get(name, ()))

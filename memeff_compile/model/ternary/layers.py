@@ -1,4 +1,4 @@
-"""Linears with ternary weights as modules: one for training, one with packed codes."""
+"""Linears with ternary weights as modules: one class for training, one with packed codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EPS = 1e-5
 
 
 def require_kind(kind: str) -> str:
-    """Return the name of a known quantiser of tokens, or raise an error."""
+    """Return the name of a token quantiser if it is known, otherwise raise an error."""
     if kind not in KINDS:
         raise UnsupportedInputError(
             f"The kind is {kind!r}; one of {', '.join(map(repr, KINDS))} is needed."
@@ -31,7 +31,7 @@ def require_kind(kind: str) -> str:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a dense linear's result for this input."""
+    """Return the dtype of the result that a dense linear would return for this input."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -46,8 +46,9 @@ class SquaredReLU(nn.Module):
     """The activation function relu(x) ** 2 of BitNet a4.8's gated MLP.
 
     Attributes:
-        was: the activation that it replaced and that `undo` restores, or None.
-        names: the entries of `config` that named that activation, and their values.
+        was: the activation function that this one replaced and that `undo` restores, or None.
+        names: the entries of `config` that named the replaced activation function, and their
+            values.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class SquaredReLU(nn.Module):
 
     @property
     def was(self) -> nn.Module | None:
-        """Return the activation that this one replaced; it is not registered as a child, because it
-        must not be part of the model."""
+        """Return the activation function that this one replaced; it is not registered as a child,
+        because it must not be part of the model."""
         return self._was[0]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -73,14 +74,14 @@ class SquaredReLU(nn.Module):
 class TernaryLinear(nn.Linear):
     """A trainable linear that rounds its weight to -1, 0, 1 and its input to few bits.
 
-    The weight stays a parameter in full precision. The forward pass multiplies the weight by a
-    scale, 1 / mean(abs(weight)), and rounds it; tokens are quantised by `kind`. Gradients pass
-    through both roundings unchanged. For the backward pass, the layer keeps two bits per weight and
-    a byte per input.
+    The weight remains a full-precision parameter. The forward pass multiplies the weight by a
+    scale, 1 / mean(abs(weight)), and rounds it; `kind` determines how tokens are quantised.
+    Gradients pass through both roundings unchanged. For the backward pass, the layer saves two bits
+    per weight and one byte per input element.
 
     Attributes:
-        kind: "int8", "int4", "fp4" or "topk8"; may be set at any time.
-        was_dense: whether `ternarize_` made it from an nn.Linear, which `undo` restores.
+        kind: "int8", "int4", "fp4" or "topk8"; you may change it at any time.
+        was_dense: whether `ternarize_` created the module from an nn.Linear, which `undo` restores.
 
     Example:
         >>> TernaryLinear(64, 128, kind="int4")  # doctest: +SKIP
@@ -102,7 +103,7 @@ class TernaryLinear(nn.Linear):
         self.kind = require_kind(kind)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (..., out_features)."""
+        """Return the linear's output, (..., out_features)."""
         weight, bias = self.weight, self.bias
         if hasattr(weight, "placements"):  # a DTensor; FSDP2 gathers weights before
             raise UnsupportedInputError(
@@ -126,21 +127,21 @@ class TernaryLinear(nn.Linear):
         return out
 
     def extra_repr(self) -> str:
-        """Return the settings for print(model)."""
+        """Return the settings as text, for print(model)."""
         return f"{super().extra_repr()}, kind={self.kind!r}"
 
 
 class PackedTernaryLinear(nn.Module):
-    """A linear with ternary weights in two bits each; for inference.
+    """An inference linear whose ternary weights take two bits each.
 
     The buffers, which are part of the state dict, are:
         packed: (out_features, ceil(in_features / 16)) int32.
-        weight_scale: one float32 number: a weight is its code divided by this scale.
-        bias: (out_features,), if there is one.
+        weight_scale: one float32 number; a weight is its code divided by this number.
+        bias: (out_features,), or no buffer if the linear has no bias.
 
     Attributes:
         kind: how tokens are quantised.
-        norm: a module applied to the input first, or None.
+        norm: a module that is applied to the input first, or None.
     """
 
     packed: Tensor
@@ -166,7 +167,8 @@ class PackedTernaryLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Raise an error with a remedy if a model reads the weight without calling the linear."""
+        """Raise an error with a remedy if a model reads the weight instead of calling the
+        linear."""
         if name == "weight":
             raise AttributeError(
                 "A packed ternary linear has no weight in full precision, and this model reads "
@@ -176,7 +178,7 @@ class PackedTernaryLinear(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: object, recurse: bool = True) -> PackedTernaryLinear:
-        """Move or cast the layer with the model, but keep the scale in float32."""
+        """Move or cast the layer with its model, but keep the scale in float32."""
         scale = self.weight_scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight_scale.dtype != torch.float32:
@@ -184,7 +186,7 @@ class PackedTernaryLinear(nn.Module):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return (..., out_features)."""
+        """Return the linear's output, (..., out_features)."""
         input = input if self.norm is None else self.norm(input)
         out: Tensor
         held, how = ([self.packed], [self.weight_scale], [self.bias]), Quantizer(self.kind)
@@ -192,7 +194,7 @@ class PackedTernaryLinear(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """Return the settings for print(model)."""
+        """Return the settings as text, for print(model)."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, kind={self.kind!r}"

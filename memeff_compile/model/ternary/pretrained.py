@@ -1,8 +1,8 @@
 """Save and load packed ternary models with transformers' save_pretrained and from_pretrained.
 
 config.json lists the packed linears, and from_pretrained creates them before it loads weights. This
-module needs transformers, and is imported while transformers loads its quantizers, before its
-models exist. So large imports wait until a packed model is used.
+module needs transformers, and transformers imports it together with its quantizers, before
+transformers' models exist. So this module imports large modules later, when a packed model is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METHOD = "memeff_ternary"
 
 
 class PackedTernaryConfig(QuantizationConfigMixin):
-    """The entry of a packed model in config.json, by the paths of its linears."""
+    """The entry in config.json that describes a packed model, by the paths of its linears."""
 
     def __init__(
         self,
@@ -41,13 +41,14 @@ class PackedTernaryConfig(QuantizationConfigMixin):
         self.norm_eps, self.low_bit_heads = norm_eps or {}, low_bit_heads or {}
 
     def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401
-        """Return a value as a dictionary does, because from_pretrained treats a config as one."""
+        """Return a value by key, like a dictionary, because from_pretrained treats a config as
+        one."""
         return getattr(self, name, default)
 
 
 class PackedTernaryQuantizer(HfQuantizer):
-    """Puts packed linears where a saved model had them; their codes are loaded like other
-    buffers."""
+    """A transformers quantizer that creates packed linears where a saved model had them; their
+    codes are loaded like other buffers."""
 
     quantization_config: PackedTernaryConfig
     # transformers' name for "loads only models that were packed before"
@@ -56,15 +57,15 @@ class PackedTernaryQuantizer(HfQuantizer):
     is_compileable = True
 
     def is_serializable(self) -> bool:
-        """Return True, because the codes are buffers."""
+        """Return True, because codes are buffers, which can be saved."""
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
         """Return the tensors to save, and update the entry in the model's config.
 
-        In addition to its codes, one linear gets a weight without elements. Without it, a process
-        that lacks this quantizer would silently get random dense weights; because of the weight's
-        shape, transformers raises an error instead.
+        In addition to its codes, one linear gets a weight with no elements. Without that weight, a
+        process that lacks this quantizer would silently use random dense weights; because of the
+        weight's shape, transformers raises an error instead.
         """
         for path, linear in _packed(model).items():
             if not isinstance(linear.norm, _norm() | None):
@@ -158,8 +159,8 @@ def _packed(model: nn.Module) -> dict[str, PackedTernaryLinear]:
 
 
 def _mark(model: Any) -> PackedTernaryConfig:  # noqa: ANN401
-    """Record, in a model's config, properties of the packed linears that the dense model does not
-    have."""
+    """Record in a model's config those properties of the packed linears that the dense model does
+    not have."""
     from memeff_compile.model.low_bit_heads import heads_of
 
     marked = PackedTernaryConfig()

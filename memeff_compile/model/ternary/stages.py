@@ -1,4 +1,4 @@
-"""Switch between the two stages in which BitNet a4.8 is trained (TernaryStages)."""
+"""Switch between the two training stages of BitNet a4.8 (TernaryStages)."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ _RATES = ("initial_lr", "max_lr", "min_lr")
 
 
 class TernaryStages:
-    """The two stages of BitNet a4.8: 8-bit tokens for most of training, then the recipe of a4.8.
+    """The two training stages of BitNet a4.8: 8-bit tokens for most of the training, then the
+    recipe "a4.8".
 
-    The optimizer state remains valid, because the parameters are the same objects. Switching
+    The optimizer state remains valid, because the parameters remain the same objects. The switch
     changes an attribute of each linear, so a compiled model is compiled once more.
 
     Args:
-        model: A model that `ternarize_` can change, or has changed.
-        steps: Number of steps of the whole training.
-        share: The share of steps in the first stage; in the paper 95 of 100 billion tokens.
+        model: A model that `ternarize_` can change, or has already changed.
+        steps: The number of steps of the whole training.
+        share: The fraction of steps in the first stage; in the paper 95 of 100 billion tokens.
         second: The recipe of the second stage.
-        kinds, skip: As in `ternarize_`; kinds for the second stage, skip for both.
-        activation: As in `ternarize_`, for both stages; the paper's is "relu2".
+        kinds, skip: As in `ternarize_`; kinds apply to the second stage, skip to both.
+        activation: As in `ternarize_`, for both stages; the paper uses "relu2".
         low_bit_heads: As in `ternarize_`, for the second stage.
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
-            group.
-        scheduler: The scheduler of the optimizer's rate, if there is one. The scheduler's base
-            rates change too, because otherwise it would set the rate of the first stage again.
+            parameter group.
+        scheduler: The scheduler of the optimizer's learning rate, if there is one. The scheduler's
+            base rates change too, because it would otherwise restore the learning rate of the first
+            stage.
         rate: The factor of the learning rate; in the paper 1.5e-3 becomes 1e-3 (700M parameters).
         weight_decay: The weight decay of the second stage; the paper's 0.1 becomes 0.
 
@@ -95,7 +97,7 @@ class TernaryStages:
         return 2 if self.done >= self.switch_after else 1
 
     def step(self) -> None:
-        """Count a step; switch to the second stage when the first is over."""
+        """Count a step; when the first stage is over, switch to the second."""
         self.done += 1
         self._switch_if_due()
 
@@ -104,10 +106,11 @@ class TernaryStages:
         return {"done": self.done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the stored number of steps, in the stage of the next step.
+        """Continue after the stored number of steps, in the stage to which the next step belongs.
 
-        The states of optimizer and scheduler may be loaded before or after this call. These states
-        contain the rate and weight decay of their stage, which this call does not change again.
+        You may load the states of optimizer and scheduler before or after this call. These states
+        contain the learning rate and weight decay of their stage, which this call does not change
+        again.
         """
         self.done = state["done"]
         self._set_stage()
@@ -131,8 +134,8 @@ class TernaryStages:
             log.info("second stage of ternary training after %d steps", self.done)
 
     def _set_optimizer(self) -> None:
-        """Set the stage's learning rate and weight decay in groups and schedulers, unless they have
-        them already."""
+        """Set the stage's learning rate and weight decay in parameter groups and schedulers, unless
+        they are already set."""
         is_second = self.stage == 2
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             if (_MARK in group) == is_second:
@@ -159,8 +162,8 @@ class TernaryStages:
 
 
 def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Yield the schedulers that have base rates: the given one, one that it wraps, or those of a
-    sequence."""
+    """Yield the schedulers that have base rates: the given scheduler, one that it wraps, or those
+    of a sequence."""
     if hasattr(scheduler, "base_lrs"):
         yield scheduler
     for inner in (getattr(scheduler, "scheduler", None), *getattr(scheduler, "_schedulers", ())):

@@ -1,4 +1,5 @@
-"""Convert models to ternary weights and pack these, in place (ternarize_ and pack_ternary_)."""
+"""Convert models to ternary weights, and pack the weights, in place (ternarize_ and
+pack_ternary_)."""
 
 from __future__ import annotations
 
@@ -82,32 +83,35 @@ def ternarize_(
 ) -> Model:
     """Turn the linears of a model into trainable ternary ones, in place; return the model.
 
-    `verb_report(model)` lists the linears, and how each quantises its tokens.
+    `verb_report(model)` lists the linears and how each of them quantises its tokens.
 
     Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
-    dicts of the model remain valid. Output heads (`get_output_embeddings()`, `lm_head`) and linears
-    whose weight is also an embedding's stay dense. On a model that is already ternary, only the
-    quantisation of tokens changes: that is the second stage of BitNet a4.8 (see `TernaryStages`).
+    dicts of the model remain valid. Output projections (`get_output_embeddings()`, `lm_head`) and
+    linears that share their weight with an embedding stay dense. In a model that is already
+    ternary, only the quantisation of tokens changes, as in the second stage of BitNet a4.8 (see
+    `TernaryStages`).
 
     Args:
-        model: Any module; linears of the exact class `nn.Linear` are changed.
+        model: Any module; its linears of the exact class `nn.Linear` are changed.
         recipe: "b1.58" (INT8 tokens everywhere), "a4.8" (INT4 tokens for the inputs of attention,
             gate and up; the larger half of attention's output in INT8; INT8 for the input of down)
             or "a4.8-fp4" (FP4 instead of INT4 and of the larger half).
-        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". The
+        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". This
             mapping overrides the recipe, and is needed for modules whose names the recipe does not
-            know. The first matching pattern counts.
-        skip: Patterns of module paths to leave dense.
+            know. If several patterns match, the first one counts.
+        skip: Patterns for paths of modules that stay dense.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
-            the model's config; the model has to train afterwards. None does not change activations,
-            and the report names those for which the paper's recipe is not made.
-        low_bit_heads: Bits of keys and values in attention, or the settings of `use_low_bit_heads_`
-            as a mapping. With None, attention is not changed.
+            the model's config; you must train the model afterwards. None leaves activation
+            functions unchanged, and the report names those for which the paper's recipe was not
+            designed.
+        low_bit_heads: The number of bits of keys and values in attention, or the settings of
+            `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 
     Raises:
         OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is
             no linear to change, a linear has hooks or parametrisations, which would be lost, an MLP
-            has no activation to replace, or the model's attention cannot have low-bit heads.
+            has no activation function to replace, or the model's attention cannot have low-bit
+            heads.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP
@@ -143,7 +147,7 @@ def ternarize_(
 
 @dataclass(frozen=True)
 class Plan:
-    """The changes of one call of `ternarize_`, checked before any of them is made."""
+    """The changes that one call of `ternarize_` makes; all are checked before the first is made."""
 
     chosen: dict[str, tuple[nn.Linear, str]]  # linears by path, and how each quantises tokens
     left: dict[str, str]  # linears that stay dense, and why
@@ -189,7 +193,7 @@ def plan_of(
 
 
 def _mlps(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> list[GatedMLP]:
-    """Return the MLPs that contain the chosen down projections."""
+    """Return the MLPs that contain the selected down projections."""
     roles: dict[str, dict[str, str]] = {}
     for path in chosen:
         parent, _, name = path.rpartition(".")
@@ -226,7 +230,8 @@ def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) 
 
 
 def dense_again(model: nn.Module) -> Undone:
-    """Replace the linears of `ternarize_` by dense linears with the same parameters, for `undo`."""
+    """Replace linears that `ternarize_` made by dense linears with the same parameters, for
+    `undo`."""
     made: dict[nn.Module, nn.Module] = {}
     found: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -255,7 +260,7 @@ def dense_again(model: nn.Module) -> Undone:
 
 
 def _bound(path: str, module: TernaryLinear) -> str:
-    """Return why a ternary linear cannot be replaced by another module, or ""."""
+    """Return the reason why a ternary linear cannot be replaced by another module, or ""."""
     if not path:
         return "it is the whole model, which cannot be replaced in place"
     if compat.is_dtensor(module.weight):
@@ -279,7 +284,7 @@ def require_recipe(recipe: str) -> None:
 
 
 def _kept_dense(model: nn.Module) -> set[nn.Module]:
-    """Return the output heads, and the linears that share their weight with an embedding."""
+    """Return the output projections, and the linears that share their weight with an embedding."""
     found: set[nn.Module] = set()
     for path, module in model.named_modules():
         if path.split(".")[-1] == "lm_head":
@@ -346,9 +351,9 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -> None:
-    """Replace modules by new ones wherever they are used.
+    """Replace modules by new ones everywhere in the model.
 
-    `what` is a word for an old module in error messages.
+    `what` is the word for an old module in error messages.
     """
     if model in made:
         raise OptionError(
@@ -365,27 +370,27 @@ def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -
 def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> Model:
     """Pack the ternary weights of a model into two bits each, in place, for inference.
 
-    Return the model.
+    The function returns the model.
 
-    `verb_report(model)` lists the linears and their bytes.
+    `verb_report(model)` lists the linears and their sizes in bytes.
 
-    The full-precision weights are freed: an eighth of the memory of bf16 weights remains. The
+    The full-precision weights are freed, so an eighth of the memory of bf16 weights remains. The
     function packs the linears that `ternarize_` makes, and those of transformers' BitNet models:
     `AutoBitLinear`, online and offline, and the packed `BitLinear`. In transformers, one of these
-    classes multiplies by its scale and another divides by it; a packed linear always divides.
-    `save_pretrained` saves packed models of transformers, and `from_pretrained` loads them packed
-    once memeff_compile is imported. State dicts can be saved and loaded: create the model, call
-    `ternarize_` and `pack_ternary_` on it, and load.
+    classes multiplies by its scale and another divides by its scale; a packed linear always
+    divides. `save_pretrained` saves packed transformers models, and `from_pretrained` loads them in
+    packed form after memeff_compile was imported. To load a state dict, create the model, call
+    `ternarize_` and `pack_ternary_` on it, and then load.
 
     Args:
-        model: Any module with such linears.
+        model: Any module that contains such linears.
         layers: Further classes of linears: subclasses of nn.Linear that quantise weights by their
-            mean absolute value. Each value of the mapping is a kind of token quantisation, "int8",
+            mean absolute value. Each value of this mapping is a kind of token quantisation: "int8",
             "int4", "fp4" or "topk8".
 
     Raises:
         OptionError: There is no linear to pack, or a linear has hooks or parametrisations.
-        UnsupportedInputError: A weight has other values than -1, 0 and 1.
+        UnsupportedInputError: A weight has values other than -1, 0 and 1.
 
     Example:
         >>> memeff_compile.pack_ternary_(model)  # doctest: +SKIP

@@ -1,2 +1,2 @@
-"""Functions for a model's weights: compress, decompress, save, load, update in the backward
+"""Functions for a model's weights: compress, decompress, save, load, and update in the backward
 pass."""

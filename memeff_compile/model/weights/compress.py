@@ -1,9 +1,10 @@
-"""Replace a model's dense linear weights by coded weights, and back (compress_ and decompress_).
+"""Replace a model's dense linear weights by compressed weights, and back (compress_ and
+decompress_).
 
-A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. Reading the
-parameter returns the same bf16 weight, bit for bit. `state_dict` returns dense tensors, and
-`load_state_dict` accepts them. Weights are encoded one at a time, and each dense weight is freed
-immediately, so the model never takes more than its dense size plus one tensor.
+A compressed weight is a `CodedWeight` that replaces the dense parameter, under the same name.
+Reading the parameter returns the same bf16 weight, bit for bit. `state_dict` returns dense tensors,
+and `load_state_dict` accepts them. Weights are encoded one at a time, and each dense weight is
+freed immediately, so the model never takes more than its dense size plus one weight.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class CompressedWeight:
 
     @property
     def _about(self) -> str:
-        """Return the report's text about this weight, without its name and bits."""
+        """Return the report's text about this weight, without the weight's name and bits."""
         if not self.codec:
             return f"{list(self.shape)}: {self.reason}"
         how = ", rounded for inputs" if self.for_inputs else ""
@@ -83,7 +84,7 @@ class CompressedWeight:
 
     @property
     def bits(self) -> float:
-        """Return the bits per weight, including all parts of the code."""
+        """Return the bits per weight, counting all tensors that encode it."""
         return _bits([self])
 
 
@@ -91,7 +92,8 @@ class CompressedWeight:
 class CompressionReport(VerbReport):
     """The report of `compress_`: which weights were compressed, and which were not.
 
-    `str()` has one line for weights that are alike in all layers, `to_json()` one entry per weight.
+    `str()` has one line for weights that are equal in all layers, `to_json()` has one entry per
+    weight.
     """
 
     weights: tuple[CompressedWeight, ...]
@@ -103,17 +105,17 @@ class CompressionReport(VerbReport):
 
     @property
     def left_dense(self) -> tuple[CompressedWeight, ...]:
-        """Return the weights that could have been compressed and were left dense."""
+        """Return the weights that could have been compressed but stayed dense."""
         return tuple(each for each in self.weights if not each.codec and not each.before)
 
     @property
     def compressed_before(self) -> tuple[CompressedWeight, ...]:
-        """Return the weights that had been compressed before and were not changed."""
+        """Return the weights that were already compressed before this call and were not changed."""
         return tuple(each for each in self.weights if each.before)
 
     @property
     def bytes_before(self) -> int:
-        """Return the bytes that the compressed weights had in dense form."""
+        """Return the bytes that the compressed weights took in dense form."""
         return sum(each.bytes_before for each in self.compressed)
 
     @property
@@ -123,23 +125,24 @@ class CompressionReport(VerbReport):
 
     @property
     def bits(self) -> float:
-        """Return the bits per weight, over all compressed weights."""
+        """Return the average bits per weight, over all compressed weights."""
         return _bits(self.compressed)
 
     def to_json(self, indent: int | None = None) -> str:
-        """Return everything as JSON."""
+        """Return all details as JSON."""
         return json.dumps({"weights": [asdict(each) for each in self.weights]}, indent=indent)
 
     def __str__(self) -> str:
-        """Return the totals, then the size of each weight, or why it is unchanged.
+        """Return the totals, then the size of each weight, or the reason why it is unchanged.
 
-        Weights of several layers with equal texts share a line; `details` has a line for each
+        Weights of several layers with equal texts share one line; `details` has a line for each
         weight.
         """
         return self._text(folds=True)
 
     def details(self) -> str:
-        """Return the totals, then a line for each weight: its size, or why it is unchanged."""
+        """Return the totals, then one line per weight: its size, or the reason why it is
+        unchanged."""
         return self._text(folds=False)
 
     def _text(self, *, folds: bool) -> str:
@@ -183,7 +186,7 @@ def _line(weights: Sequence[CompressedWeight]) -> str:
 
 
 class _Place(NamedTuple):
-    """A parameter, and every module and attribute that refers to it."""
+    """A parameter, and all modules and attributes that refer to it."""
 
     parameter: Tensor
     owners: list[tuple[str, nn.Module, str]]
@@ -216,36 +219,37 @@ def compress_(
     """Compress the weights of a model's linear layers in place.
 
     The function compresses bf16 weights that only `nn.Linear` modules use, unless you name more
-    `layers`. With `mantissa=7` this is lossless. For a few tokens, the kernel of the matrix product
-    decodes the weight itself; it sums in another order than a dense product. Call this function
-    before you create an optimizer and before you compile the model.
+    `layers`. With `mantissa=7`, the default, this compression is lossless. For a few tokens, the
+    kernel of the matrix product decodes the weight itself, and sums in another order than a dense
+    product. Call this function before you create an optimizer and before you compile the model.
 
-    Args:
+    model: any module, possibly wrapped by PEFT, on the device where it will run.
         model: any module, also under PEFT; on the device where it will run.
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest); "win4:k3" is
-            "win4" with `mantissa=3`.
-        mantissa: number of mantissa bits to keep, of 7. 0, 1 and 3 are lossy, for inference: such
-            weights no longer require gradients.
-        block: number of weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or
-            512.
-        skip: names of modules to leave dense, with everything inside them; a name matches the last
-            parts of a path, and `*` and `?` match as in file names.
-        min_size: number of elements below which a weight stays dense.
-        layers: classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and "Embedding".
-            The latter two decode the whole weight in each call. If the output projection shares its
-            weight with the embedding, name both "Linear" and "Embedding", and set `skip=()`.
-        inputs: for the lossy modes: the model's arguments, for each run a mapping of keyword
-            arguments, a tuple or list of arguments, or the only argument. A single mapping or
-            tensor is one run. Weights are then rounded so that products with such inputs lose
-            less, with the same number of bits. The model runs eagerly, without gradients, in eval
-            mode.
-        progress: show a progress bar (with tqdm, if it is installed); None: only on a terminal.
+            "win4" with `mantissa=3`. mantissa: the number of mantissa bits to keep, of 7. The modes
+        0, 1 and 3 are lossy, for inference: such weights no longer require gradients. block: the
+        number of weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512. skip:
+        names of modules that stay dense, with everything inside them; a name matches the last
+        components of a path, and `*` and `?` match as in file names. min_size: a weight with fewer
+        elements stays dense. layers: the classes whose weights are compressed: "Linear", "Conv1D"
+        (of GPT-2) and "Embedding".
+            Conv1D and Embedding decode the whole weight in each call. If the output projection
+            shares its weight with the embedding, name both "Linear" and "Embedding", and set
+            `skip=()`.
+        inputs: for the lossy modes, the model's arguments: for each run a mapping of keyword
+            arguments, a tuple or list of arguments, or a single argument. A single mapping or
+            tensor is one run. With `inputs`, weights are rounded so that products with such inputs
+            lose less precision, at the same number of bits. For this, the model runs eagerly,
+            without gradients, in eval mode.
+        progress: whether to show a progress bar (with tqdm, if it is installed); None shows it only
+            on a terminal.
 
     Returns:
-        The result for each weight.
+        A report with the result for each weight.
 
     Raises:
-        OptionError: The codec, mantissa or block does not exist, or inputs are empty or not used.
+        OptionError: The codec, mantissa or block does not exist, or `inputs` is empty or has no
+            effect.
 
     Example:
         >>> linear = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
@@ -281,10 +285,11 @@ def compress_(
 
 
 def compressible(model: nn.Module) -> list[Tensor]:
-    """Return the weights that `compress_` compresses by default, also those on the meta device.
+    """Return the weights that `compress_` compresses by default, including those on the meta
+    device.
 
-    The saving of a weight is not known here: `compress_` leaves a weight dense if its codes save
-    less than a tenth.
+    The result is an upper bound, because `compress_` leaves a weight dense if its codes save less
+    than a tenth.
     """
     found = []
     for place in _places(model):
@@ -308,7 +313,7 @@ def settings_of(
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Return the codec's full name, the names to skip and the layer classes.
 
-    Raise OptionError for an unknown codec or layer.
+    For an unknown codec or layer, raise OptionError.
     """
     name = _codec_name(codec, mantissa, block)
     skip = (skip,) if isinstance(skip, str) else skip
@@ -329,7 +334,7 @@ def settings_of(
 def plan(
     model: nn.Module, codec: str, skip: Sequence[str], min_size: int, layers: Sequence[str]
 ) -> tuple[list[str], list[CompressedWeight]]:
-    """Return which weights of a model on the meta device will be compressed, and which not."""
+    """Return which weights of a model on the meta device will be compressed, and which will not."""
     chosen: list[str] = []
     left: list[CompressedWeight] = []
     for place in _places(model):
@@ -343,8 +348,8 @@ def plan(
 def coded_or_dense(
     name: str, weight: Tensor, codec: str
 ) -> tuple[CodedWeight | None, CompressedWeight]:
-    """Encode a weight that was just loaded, or return it dense if its codes save less than a
-    tenth."""
+    """Encode a weight that was just loaded, or return the dense weight if its codes save less than
+    a tenth."""
     sentence = supports_weight(weight, codec)
     parts = [] if sentence else encode(weight, codec)
     after, shape = sum(part.nbytes for part in parts), tuple(weight.shape)
@@ -358,7 +363,7 @@ def coded_or_dense(
 
 
 def _tell_transformers(model: nn.Module) -> None:
-    """Make save_pretrained of transformers' models save codes, as `pretrained` describes."""
+    """Make save_pretrained of transformers save codes, as the module `pretrained` describes."""
     if "transformers.modeling_utils" in sys.modules:
         import_module("memeff_compile.model.weights.pretrained").know(model)
 
@@ -374,7 +379,7 @@ def compression_report(model: nn.Module) -> CompressionReport | None:
 def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
     """Compress a model before it is compiled; warn the user if no weight was compressed.
 
-    Raise OptionError if the argument is a function, because a function's weights are not known.
+    Raise OptionError if the argument is a function, because its weights are not known.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -389,7 +394,7 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 
 @torch.no_grad()
 def decompress_(model: nn.Module) -> Changes:
-    """Replace a model's compressed weights by dense ones; return their number.
+    """Replace a model's compressed weights by dense weights; return the number of replaced weights.
 
     The returned number is also a report of the weights, which you can `print`.
     """
@@ -413,7 +418,7 @@ def decompress_(model: nn.Module) -> Changes:
 
 @torch.no_grad()
 def dense_again(model: nn.Module) -> Undone:
-    """Replace coded weights by dense ones, decoded from lossless codes, for `undo`."""
+    """Replace compressed weights by dense ones, decoded from lossless codes, for `undo`."""
     found: dict[str, str] = {}
     left: dict[str, str] = {}
     before = after = 0
@@ -449,7 +454,7 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
 
 
 def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
-    """Return the arguments of the runs that measure the inputs of the weights to round."""
+    """Return the arguments of the runs in which the inputs of the weights are measured."""
     if parse(codec).is_lossless:
         raise OptionError(
             "compress_: inputs were given, and mantissa is 7, which keeps every bit: nothing is "
@@ -471,7 +476,8 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 
 
 class _Rounding:
-    """Rounds weights for a model's inputs, which it measures for some weights at a time."""
+    """The rounding of weights for a model's inputs, which are measured for a few weights at a
+    time."""
 
     def __init__(
         self, model: nn.Module, chosen: Sequence[_Place], runs: list[Any], codec: str
@@ -481,9 +487,9 @@ class _Rounding:
         self.grams: dict[str, Tensor] = {}
 
     def of(self, place: _Place) -> Tensor | None:
-        """Return a weight rounded for its inputs, or None if that is not possible.
+        """Return a weight rounded for its inputs, or None if such rounding is not possible.
 
-        Call this for the weights in their order in the model.
+        Call this method for the weights in their order in the model.
         """
         if self.waiting and place is self.waiting[0]:
             count = self.groups.pop(0)
@@ -512,7 +518,7 @@ _Looked: TypeAlias = tuple[_Place, str]
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Yield each parameter with more than one dimension once, with all modules that have it."""
+    """Yield each parameter with more than one dimension once, with all modules that use it."""
     found: dict[int, _Place] = {}
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -530,7 +536,7 @@ def _reason(
     layers: Sequence[str],
     memory: dict[int, set[int]] | None,  # which tensors share memory; None: not allocated yet
 ) -> str:
-    """Return why a weight is left dense, or "" if it will be compressed."""
+    """Return the reason why a weight stays dense, or "" if it will be compressed."""
     weight = place.parameter
     held = compat.local_part(weight)
     if isinstance(held, CodedWeight):
@@ -563,7 +569,8 @@ def _reason(
 
 
 def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
-    """Return why a sharded weight is not compressed, or "" if this rank's shard can be encoded."""
+    """Return the reason why a sharded weight is not compressed, or "" if this rank's shard can be
+    encoded."""
     local = compat.local_part(weight)
     if _is_cut_once(weight):
         return _unfit_shard(weight, codec, min_size)
@@ -591,7 +598,7 @@ def _unfit_shard(weight: Tensor, codec: str, min_size: int) -> str:
 
 
 def _is_cut_once(weight: Tensor) -> bool:
-    """Return whether a weight is split only for tensor parallelism."""
+    """Return whether a weight is split only by tensor parallelism."""
     mesh: Any = getattr(weight, "device_mesh", None)
     return mesh is not None and mesh.ndim == 1 and compat.is_tensor_parallel(weight)
 
@@ -610,7 +617,7 @@ def _layer(module: nn.Module, attribute: str) -> str:
 
 
 def require_layer(module: nn.Module, attribute: str, shape: Sequence[int]) -> None:
-    """Raise CodedWeightError if a module cannot use a coded weight of this shape."""
+    """Raise CodedWeightError if a module cannot use a compressed weight of this shape."""
     if not _layer(module, attribute):
         raise CodedWeightError(
             f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
@@ -647,7 +654,7 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> CompressedWeight:
-    """Encode a weight, or its rounded values, or leave it dense if the codes save less than a
+    """Encode a weight, or its rounded values; leave it dense if the codes save less than a
     tenth."""
     weight = compat.local_part(place.parameter) if rounded is None else rounded
     parts = encode(weight, codec)
@@ -667,7 +674,7 @@ def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> C
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:
-    """Replace a parameter by another tensor in every module that has it."""
+    """Replace a parameter by another tensor in every module that uses it."""
     if compat.tensor_hooks(place.parameter):
         raise CodedWeightError(
             f"hooks are registered on {place.name} and would be lost. Remove them first; if they "
@@ -687,7 +694,8 @@ def _put(place: _Place, value: nn.Parameter) -> None:
 
 
 def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
-    """Make a tensor this rank's part of a distributed weight; return whether it was possible."""
+    """Make a tensor this rank's local tensor of a distributed weight; return whether that was
+    possible."""
     old = place.parameter
     if compat.is_dtensor(old) and not compat.is_tensor_parallel(old):
         return _put_shard(place, local)
@@ -699,7 +707,8 @@ def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
 
 
 def _put_shard(place: _Place, local: Tensor) -> bool:
-    """Make a tensor this rank's shard of an FSDP2 weight; return whether it was possible."""
+    """Make a tensor this rank's shard of a weight that FSDP2 shards; return whether that was
+    possible."""
     for _, module, attribute in place.owners:
         parameters: dict[str, Any] = module._parameters
         old = parameters[attribute]
@@ -718,7 +727,8 @@ def _keep_attributes(old: Tensor, new: Tensor) -> None:
 
 
 def put_loaded(model: nn.Module, loaded: Mapping[str, CodedWeight]) -> None:
-    """Replace the parameters with these names by coded weights, in every module that has them."""
+    """Replace the parameters with these names by compressed weights, in every module that uses
+    them."""
     places = {}
     for place in _places(model):
         for path, _, attribute in place.owners:
@@ -747,7 +757,7 @@ def _codes_in_state_dict(
     unexpected_keys: list[str],
     error_messages: list[str],
 ) -> None:
-    """Let `load_state_dict` accept codes under the names of a saved folder, because the Trainer
+    """Let `load_state_dict` accept codes under the names in a saved folder, because the Trainer
     loads checkpoints in this way."""
     for name, own in module._parameters.items():
         path = f"{prefix}{name}"
@@ -765,7 +775,8 @@ PARTS = frozenset(part for each in CODECS for part in (*parse(each).parts, "norm
 
 
 def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
-    """Return a coded weight with these parts, which can replace a module's weight."""
+    """Return a compressed weight that consists of these coded tensors and can replace a module's
+    weight."""
     every = [name for name in (*CODECS, *WIDER) if dtype_of(parse(name)) == own.dtype]
     forms = [own.codec] if isinstance(own, CodedWeight) else every
     codec = next((each for each in forms if set(parse(each).parts) == set(found)), None)
@@ -790,7 +801,7 @@ def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
 def _decode_in_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Make `state_dict` return dense tensors under the usual names, unless it was asked for the
+    """Make `state_dict` return dense tensors under the usual names, unless the caller requested the
     parameters themselves."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
@@ -817,10 +828,10 @@ def _coded_places(model: nn.Module) -> Iterator[tuple[_Place, CodedWeight]]:
 def put_coded(
     module: nn.Module, attribute: str, coded: CodedWeight, *, requires_grad: bool
 ) -> None:
-    """Replace the parameter of a layer by a coded weight.
+    """Replace a layer's parameter by a compressed weight.
 
-    Raise CodedWeightError if the module's class is not in `LAYERS`, or its weight has another
-    shape.
+    If the module's class is not in `LAYERS`, or its weight has another shape, raise
+    CodedWeightError.
     """
     require_layer(module, attribute, coded.shape)
     expected = module._parameters[attribute]

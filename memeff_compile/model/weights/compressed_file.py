@@ -1,9 +1,9 @@
-"""Save compressed weights to a safetensors file, and load them without a dense copy.
+"""Save compressed weights to a safetensors file, and load them without dense copies.
 
-Each part of a code is a tensor of a plain dtype, named `<name>.<part>`. Other tensors are stored
-unchanged. One metadata string contains the format version, and codec, shape and checksum of each
-weight. The file also contains small buffers that a state dict omits, such as tables of rotary
-angles. A model on the meta device gets these buffers from the file.
+Each coded tensor of a weight has a plain dtype and the name `<name>.<part>`. Other tensors are
+stored unchanged. One metadata string contains the format version, and the codec, shape and checksum
+of each weight. The file also contains small buffers that a state dict omits, such as rotary angles.
+A model on the meta device gets the values of these buffers from the file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
         path: the file to write.
 
     Returns:
-        A report of the saved weights, which is also a number: the count of compressed weights.
+        A report of the saved weights, which is also an integer: the number of compressed weights.
 
     Raises:
         CodedWeightError: No weight of the model is compressed.
@@ -98,21 +98,21 @@ def load_compressed_(
     """Load a file that `save_compressed` wrote into a model of the same architecture, without a
     dense copy.
 
-    Buffers that a state dict omits, such as tables of rotary angles, keep their values. A warning
-    names the buffers that differ from those of the saved model. On the meta device these buffers
-    come from the file, or from the module's initialisation.
+    Buffers that a state dict omits, such as rotary angles, keep their values. A warning names the
+    buffers that differ from those of the saved model. On the meta device, these buffers get the
+    values from the file, or from the module's initialisation.
 
     Args:
-        model: a dense or compressed model, also one on the meta device.
+        model: a dense or compressed model, which may be on the meta device.
         path: the file that `save_compressed` wrote.
-        device: the device for weights of a model on the meta device; by default the CPU.
+        device: the device for the weights of a model on the meta device; by default the CPU.
 
     Returns:
-        A report of the loaded weights, which is also a number: the count of compressed weights.
+        A report of the loaded weights, which is also an integer: the number of compressed weights.
 
     Raises:
-        CodedWeightError: The file is damaged or belongs to another version or model, or a buffer
-            on the meta device has no source of values.
+        CodedWeightError: The file is damaged or belongs to another version or model, or values are
+            missing for a buffer on the meta device.
     """
     require_module(model, "load_compressed_")
     with _opened(path) as file:
@@ -139,7 +139,8 @@ def load_compressed_(
 
 
 def loaded_changes(coded: Mapping[str, CodedWeight], model: nn.Module, path: object) -> Changes:
-    """Return a report of the weights read from a folder, like that of `load_compressed_`."""
+    """Return a report of the weights that were read from a folder, in the form of
+    `load_compressed_`'s report."""
     table = {n: {"codec": weight.codec, "shape": list(weight.shape)} for n, weight in coded.items()}
     held = {id(tensor): tensor for _, tensor in _everything(model)}.values()
     return _changes("load_compressed_", f"read from {path}", table, held)
@@ -151,8 +152,8 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def warn_of_buffers(model: nn.Module, saved: Mapping[str, str], verb: str) -> None:
-    """Warn the user of buffers that differ from the saved model's; `saved` has the saved
-    digests."""
+    """Warn the user about buffers that differ from those of the saved model; `saved` contains the
+    saved digests."""
     found, differ = digests(model), []
     for name in sorted(saved.keys() & found.keys()):
         if found[name] != saved[name]:
@@ -190,7 +191,7 @@ def _left_out(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _make_buffers(model: nn.Module, file: _File, device: object) -> None:
     """Set the values of those buffers on the meta device that a state dict omits.
 
-    If the values of a buffer are unknown, raise CodedWeightError and change no buffer.
+    If the values of a buffer are not known, raise CodedWeightError and change no buffer.
     """
     modules, stored = dict(model.named_modules()), set(file.keys())
     made: list[tuple[nn.Module, str, Tensor]] = []
@@ -220,11 +221,11 @@ def _make_buffers(model: nn.Module, file: _File, device: object) -> None:
 def _initialised(
     model: nn.Module, module: nn.Module, attribute: str, target: torch.device
 ) -> Tensor | None:
-    """Return a buffer as the module's initialisation computes it, or None.
+    """Return a buffer with the values that the module's initialisation computes, or None.
 
-    In transformers, a method of the model initialises all its modules; elsewhere, each module has a
-    method that initialises it. The function is only called if every parameter of the module is on
-    the meta device, so no parameter changes.
+    In transformers, a method of the model initialises all its modules; elsewhere, each module has
+    its own method. That method is only called if every parameter of the module is on the meta
+    device, so no parameter changes.
     """
     if any(each.device.type != "meta" for each in module.parameters()):
         return None
@@ -258,7 +259,7 @@ def _changes(verb: str, what: str, table: Mapping[str, Any], tensors: Iterable[T
 
 
 def _everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers, once for each of their names."""
+    """Yield all parameters and persistent buffers, once for each of their names."""
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -299,7 +300,7 @@ def _alias(modules: dict[str, nn.Module], name: str, first: str) -> None:
 
 
 def checksum(parts: Sequence[Tensor]) -> int:
-    """Return one crc32 over a sequence of tensors on the CPU."""
+    """Return one crc32 checksum over a sequence of CPU tensors."""
     found = 0
     for part in parts:
         found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
@@ -388,7 +389,7 @@ def name_in_folder(
 ) -> str | None:
     """Return the name that a weight of this model has in the folder, or None.
 
-    A base model can be loaded from the folder of a model with a head, and vice versa.
+    A base model can be loaded from the folder of a model with an output projection, and vice versa.
     """
     prefix = f"{model.base_model_prefix}."
     every = (name, prefix + name, name.removeprefix(prefix))

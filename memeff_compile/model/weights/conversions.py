@@ -1,4 +1,4 @@
-"""Convert the tensors of a folder to compressed weights while transformers loads a model."""
+"""Convert the tensors of a saved folder to compressed weights while transformers loads a model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ Theirs: TypeAlias = Any
 
 
 class Join(ConversionOps):
-    """A conversion of transformers that assembles a compressed weight from the parts of its
-    code."""
+    """A transformers conversion that assembles a compressed weight from its coded tensors."""
 
     def __init__(self, hf_quantizer: Theirs) -> None:
         self.hf_quantizer = hf_quantizer
@@ -27,7 +26,8 @@ class Join(ConversionOps):
     def __deepcopy__(self, memo: object) -> Join:
         """Return the conversion itself.
 
-        transformers copies a conversion for each weight, and all copies need the same quantizer.
+        transformers copies a conversion for each weight, but all copies must share the same
+        quantizer.
         """
         return self
 
@@ -66,8 +66,8 @@ class Join(ConversionOps):
 
 
 class Encode(ConversionOps):
-    """A conversion of transformers that encodes a weight as soon as it is read, and drops the dense
-    one."""
+    """A transformers conversion that encodes a weight as soon as it is read, and frees the dense
+    weight."""
 
     def __init__(self, hf_quantizer: Theirs) -> None:
         self.hf_quantizer = hf_quantizer
@@ -100,10 +100,10 @@ class Encode(ConversionOps):
 
 
 def _stand_in(coded: CodedWeight) -> Tensor:
-    """Return a placeholder for a coded weight, whose memory is a single number.
+    """Return a placeholder for a compressed weight; the placeholder's memory is a single number.
 
-    accelerate reads the addresses of parameters when it puts a model on several devices, and a
-    coded weight has no usable address.
+    accelerate reads the addresses of parameters when it distributes a model over several devices,
+    and a compressed weight has no usable address.
     """
     number = torch.full((), torch.nan, dtype=coded.dtype, device=coded.device)
     return torch.nn.Parameter(number.expand(coded.shape), requires_grad=False)

@@ -15,7 +15,8 @@ from memeff_compile.system import Graph, Hooks, Request, Undone
 
 
 class WeightHooks(Hooks):
-    """Compress a model before it is compiled, and guard each compressed weight by one number."""
+    """The hooks that compress a model before compilation, and guard each compressed weight by one
+    number."""
 
     def refuse(self, options: Options) -> None:
         if options.weights not in ("exact", "off"):

@@ -1,4 +1,4 @@
-"""Load a model from a folder or the hub, in the class that config.json names."""
+"""Load a model from a folder or the Hugging Face Hub, in the class that config.json names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from memeff_compile.errors import MemeffError, OptionError
 
 
 def from_pretrained(name: str | PathLike[str], **settings: Any) -> Any:  # noqa: ANN401 - a model
-    """Load a model that `save_pretrained` wrote, compressed or not, in the class it was saved from.
+    """Load a model that `save_pretrained` wrote, compressed or not, in the class from which it was
+    saved.
 
     The function calls the `from_pretrained` of transformers. If the saved model is compressed, its
-    codes are read without decoding. If you pass a `MemeffConfig`, dense weights are compressed one
-    by one when they are read. Buffers that no checkpoint contains are created by the model.
-    `AutoModelForCausalLM.from_pretrained` does the same once memeff_compile is imported.
+    codes are loaded without decoding. If you pass a `MemeffConfig`, dense weights are compressed
+    one by one as they are read. The model itself creates the buffers that no checkpoint contains.
+    `AutoModelForCausalLM.from_pretrained` does the same after memeff_compile was imported.
 
     Args:
-        name: a folder, or a name on the hub.
+        name: a folder, or a name on the Hugging Face Hub.
         settings: all arguments of transformers' `from_pretrained`, such as `quantization_config`,
             `device_map`, `dtype` and `revision`.
 

@@ -2,17 +2,17 @@
 LOMO).
 
 Only one gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
-encoded again in one go, so no second copy of it exists. The update is computed by the optimizer
-that the factory returns, on the same bits as with dense weights. Plain SGD on a GPU decodes and
-updates in the gradient's memory, in one kernel, if no other tensor uses that memory.
+encoded again in one step, so no second copy of it exists. The update is computed by the optimizer
+that the factory returns, on the same bits as with dense weights. For plain SGD on a GPU, one kernel
+decodes and updates the weight in the gradient's memory, if no other tensor uses that memory.
 
-A parameter sharded by FSDP2 is updated when FSDP2 has reduced its gradient, on the CUDA stream of
-the reduction. FSDP2 does this once per backward pass, because autograd first adds up the gradient
-of the gathered weight.
+A parameter that FSDP2 shards is updated after FSDP2 has reduced its gradient, on the CUDA stream of
+the reduction. FSDP2 reduces each gradient once per backward pass, because autograd first adds up
+the gradient of the gathered weight.
 
-The CPU does not wait for the GPU between updates. The CPU checks later whether the codes of a new
-value fitted into the memory of the old ones. If the codes did not fit, the GPU has copied the value
-to a spill buffer in CPU memory.
+Between updates, the CPU does not wait for the GPU. The CPU checks later whether the codes of a new
+value fitted into the memory of the old codes. If the codes did not fit, the GPU has already copied
+the value to a spill buffer in CPU memory.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ than a launch takes on the host, and are updated one by one.
 
 
 class _Queue:
-    """New values of weights whose codes are not yet known to fit, the oldest first.
+    """New values of weights for which it is not yet known whether their codes fitted, the oldest
+    first.
 
     If the codes of a value do not fit, the GPU copies the value to a ring of spill buffers in CPU
-    memory, from which it is encoded again. The CPU can run ahead of the GPU by as many weights as
-    fit into that ring.
+    memory, and the value is encoded again from there. The CPU can run ahead of the GPU by as many
+    weights as fit into that ring.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -93,7 +94,7 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a region of the ring with `count` elements, after waiting until one is free."""
+        """Return a region of `count` elements in the ring, after waiting until one is free."""
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
                 self._settle_oldest()
@@ -104,7 +105,7 @@ class _Queue:
         return self._ring[start : start + count]
 
     def _free(self, count: int, size: int) -> int | None:
-        """Return the start of a free region of `count` elements; the used region reaches from tail
+        """Return the start of a free region of `count` elements; the used region extends from tail
         to head."""
         if not self._waiting:
             return 0
@@ -116,8 +117,8 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Announce that the gradients of these parameters all exist, and that their hooks will run
-        one after the other.
+        """Announce that the gradients of all these parameters exist, and that their hooks will run
+        one after another.
 
         The queue then collects those parameters that one kernel launch can update together.
         """
@@ -131,7 +132,7 @@ class _Queue:
                 self._expected = {id(each) for each in coded}
 
     def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
-        """Add a weight to those that one launch will update together, if its gradient was
+        """Add a weight to the weights that one launch updates together, if its gradient was
         announced."""
         if id(weight) not in self._expected:
             return False
@@ -151,7 +152,7 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Encode the collected weights; if memory runs out, they stay collected."""
+        """Encode the collected weights; if memory runs out, the weights remain collected."""
         with self.lock:
             together = self._together
             if together is not None:
@@ -164,7 +165,7 @@ class _Queue:
                 self._head += count
 
     def add(self, value: Unsettled, count: int) -> None:
-        """Add a new value; `settle` checks by the end of the backward pass whether its codes
+        """Add a new value; before the backward pass ends, `settle` checks whether its codes
         fitted."""
         if value.is_settled:
             return
@@ -174,7 +175,8 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until all new values are known to fit, and encode again those that did not."""
+        """Wait until it is known for all new values whether they fitted, and encode again those
+        that did not."""
         with self.lock:
             self._encode()
             while self._waiting:
@@ -186,7 +188,7 @@ class _Queue:
 
 
 class _Update:
-    """The optimizer of one parameter, and how to run it."""
+    """The optimizer of one parameter, and the function that runs it."""
 
     def __init__(
         self,
@@ -222,7 +224,8 @@ class _Update:
             self.held.data = self.held.data.new_empty(0)
 
     def _hold_itself(self) -> None:
-        """Let the optimizer update the weight itself, which is dense because the user cast it."""
+        """Let the optimizer update the weight directly, if the weight is dense because the user
+        cast it."""
         state = self.optimizer.state
         if self.held in state:
             state[self.parameter] = state.pop(self.held)
@@ -231,7 +234,7 @@ class _Update:
 
     @torch.no_grad()
     def run(self, max_norm: float | None) -> None:
-        """Update the weight with its gradient, and free the gradient."""
+        """Update the weight with its gradient, then free the gradient."""
         self.seen = 0
         with compat.without_torch_function():
             if self.parameter.grad is None:
@@ -266,10 +269,10 @@ class _Update:
             self._empty()
 
     def _store(self, coded: CodedWeight, held: list[Tensor], by: Step | None = None) -> None:
-        """Encode the new value of a weight, or the result of an optimizer step in the memory of its
-        gradient; the list has only that tensor.
+        """Encode the new value of a weight; with plain SGD, the updated weight is already in the
+        gradient's memory, the only tensor in the list.
 
-        If memory runs out, the weight keeps its old value.
+        If memory runs out, the weight keeps its previous value.
         """
         with self.queue.lock:
             place = self.queue.place_for(self.room)
@@ -278,7 +281,7 @@ class _Update:
 
 
 def _clip(held: list[Tensor], max_norm: float) -> None:
-    """Scale the gradient, the only tensor in a list, down to a maximum norm.
+    """Scale the gradient, the only tensor in the list, down to a maximum norm.
 
     The scaling is in place if no other tensor uses the gradient's memory.
     """
@@ -295,7 +298,7 @@ _BEYOND = ("momentum", "nesterov", "maximize", "differentiable", "fused")
 
 
 def plain_step(optimizer: Optimizer) -> Step | None:
-    """Return an optimizer's step if the optimizer is plain SGD, otherwise None."""
+    """Return the step function for plain SGD, or None for any other optimizer."""
     if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
         return None
     (group,) = optimizer.param_groups
@@ -337,7 +340,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     Code that expects an optimizer, such as a scheduler or a training loop, can use this object. A
     scheduler sets learning rates through its `param_groups`, of which there is one per parameter.
-    `state_dict` saves all of them. `step` only checks that the weights were updated.
+    `state_dict` saves the states of all these optimizers. `step` only checks that the weights were
+    updated.
     """
 
     def __init__(
@@ -359,7 +363,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self._hooks = {update.name: self._hooked(update) for update in self._updates}
 
     def __str__(self) -> str:
-        """Return a report: the number of weights that are updated; `repr` shows the parameter
+        """Return a report with the number of weights that are updated; `repr` shows the parameter
         groups."""
         often = f", once in {self.accumulate} backwards" if self.accumulate > 1 else ""
         clipped = f", gradients clipped to {self.max_norm}" if self.max_norm is not None else ""
@@ -411,7 +415,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Check that the backward pass has updated the weights, and apply gradients that the user
-        set.
+        set by hand.
 
         Raise MemeffError if a weight still has a gradient because its hook did not run. A
         closure computes the loss again, as with any optimizer; its backward pass updates the
@@ -426,7 +430,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return result
 
     def _update_by_hand(self) -> None:
-        """Apply the remaining gradients if the user set them; raise an error for any others."""
+        """Apply the remaining gradients if the user set them by hand; raise an error for other
+        remaining gradients."""
         for update in self._updates:
             if update.shard is not None and not update.shard.holds(update.parameter):
                 raise MemeffError(
@@ -447,8 +452,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """Move the lists of all weights to larger shared allocations, if the codes of a weight have
-        outgrown theirs."""
+        """Move the lists of all weights to larger shared allocations, if the codes of a weight no
+        longer fit into their old lists."""
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
         if anew > self._times_anew:
@@ -462,7 +467,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return [u.parameter for u in self._updates if isinstance(u.parameter, CodedWeight)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that have not been used for an update yet."""
+        """Discard gradients that no update has used yet."""
         with compat.without_torch_function():
             for update in self._updates:
                 update.seen = 0
@@ -476,18 +481,19 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @state.setter
     def state(self, made: defaultdict[Tensor, Any]) -> None:
-        """Ignore the assignment, because torch's constructor would set an empty state."""
+        """Ignore an assignment to `state`, because the constructor of torch's Optimizer would set
+        an empty state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every optimizer in the usual form, with the names of the parameters,
-        so that torch.distributed.checkpoint can save and load it.
+        """Return the state of every optimizer in torch's format, keyed by parameter names, so that
+        torch.distributed.checkpoint can save and load it.
         """
         return {**super().state_dict(), "names": [update.name for update in self._updates]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned for the same model.
 
-        Raise MemeffError if the state is that of another model.
+        Raise MemeffError if the state belongs to another model.
         """
         names = [update.name for update in self._updates]
         groups = state_dict.get("param_groups", ())
@@ -506,7 +512,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
 
     def remove(self) -> None:
-        """Remove the hooks, so that the model's backward pass leaves gradients again."""
+        """Remove the hooks, so that the model's backward pass stores gradients again."""
         self._queue.settle()
         for hook in self._hooks.values():
             hook.remove()
@@ -527,24 +533,25 @@ def optim_in_backward(
     """Update every trainable weight during the backward pass, as soon as its gradient exists.
 
     After `loss.backward()`, all weights are updated and all gradients are freed. Global-norm
-    clipping is therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips
-    the gradient of each parameter by its own norm.
+    clipping is therefore impossible: `clip_grad_norm_` would see no gradients; instead, `max_norm`
+    clips the gradient of each parameter by its own norm.
 
     Args:
-        model: a model with compressed or dense weights, or both; FSDP2 may shard a dense one; DDP
+        model: a model with compressed or dense weights, or both; FSDP2 may shard dense weights; DDP
             is not supported.
-        factory: the class of an optimizer, or a function that makes the optimizer of one parameter.
+        factory: an optimizer class, or a function that creates the optimizer of one parameter.
         accumulate: the number of gradients per update, counted per parameter: a parameter that a
-            backward pass does not reach is updated later. If it is more than one, dense gradients
-            are kept until the update, so the memory for gradients is not saved.
-        max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
-        settings: arguments of the class, such as `lr`.
+            backward pass does not reach is updated later. If `accumulate` is more than one, dense
+            gradients are kept until the update, so the memory of gradients is not saved.
+        max_norm: the largest allowed norm of each parameter's gradient; a gradient with a larger
+            norm is scaled down.
+        settings: arguments of the optimizer class, such as `lr`.
 
     Returns:
-        An optimizer for schedulers, checkpoints and training loops.
+        An optimizer object for schedulers, checkpoints and training loops.
 
     Raises:
-        OptionError: An argument, or the factory's result, is not supported.
+        OptionError: An argument, or the object that the factory returns, is not supported.
         MemeffError: Several processes train together, and FSDP2 does not shard every weight.
 
     Example:

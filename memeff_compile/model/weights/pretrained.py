@@ -1,9 +1,9 @@
 """Save and load compressed models with transformers' save_pretrained and from_pretrained.
 
-The saved folder has the usual files. config.json names the compressed weights. The weight files
-contain each part of a code as a plain tensor, `<name>.<part>`. transformers loads this module
-together with its quantizers, before its models exist. So the parts of this package that need torch
-are imported later, when a compressed model is used.
+The saved folder contains the usual files. config.json lists the compressed weights. The weight
+files contain each coded tensor of a weight as a plain tensor named `<name>.<part>`. transformers
+imports this module together with its quantizers, before its models exist. So this module imports
+the parts of this package that need torch later, when a compressed model is used.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ VERSION = 1
 
 
 class MemeffConfig(QuantizationConfigMixin):
-    """The configuration with which `from_pretrained` compresses a model or loads a compressed one.
+    """The transformers configuration with which `from_pretrained` compresses a model, or loads a
+    compressed one.
 
-    config.json stores it. The arguments are those of `compress_`.
-    `from_pretrained(name, quantization_config=...)` compresses each weight when it is read.
+    The configuration is stored in config.json. The arguments are those of `compress_`.
+    `from_pretrained(name, quantization_config=...)` compresses each weight as soon as it is read.
 
     Args:
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
-        mantissa: number of mantissa bits to keep, of 7. 0, 1 and 3 are lossy, for inference.
-        block: number of weights that share a normaliser in the lossy modes.
-        skip: names of modules to leave dense; None: output projections.
-        min_size: number of elements below which a weight stays dense; None: 2**20.
-        layers: classes whose weights are compressed: "Linear", "Conv1D" and "Embedding".
+        mantissa: the number of mantissa bits to keep, of 7; 0, 1 and 3 are lossy modes, for
+            inference.
+        block: the number of weights that share a normaliser in the lossy modes.
+        skip: the names of modules that stay dense; None means output projections.
+        min_size: a weight with fewer elements stays dense; None means 2**20.
+        layers: the classes whose weights are compressed: "Linear", "Conv1D" and "Embedding".
 
     Example:
         >>> MemeffConfig("tier").codec
@@ -85,7 +87,7 @@ class MemeffConfig(QuantizationConfigMixin):
 
     @property
     def full_codec(self) -> str:
-        """Return the codec's name, with the lossy mode, in the form in which kernels take it."""
+        """Return the codec's name including the lossy mode, in the form that kernels take."""
         from memeff_compile.kernels.coded_weight import Format, parse
 
         lossy = (self.mantissa, self.block) if self.mantissa < 7 else ()
@@ -111,7 +113,7 @@ class MemeffConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return the entry for config.json.
 
-        The entry of a saved model has only the keys that loading needs.
+        The entry of a saved model contains only the keys that loading needs.
         """
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():
@@ -119,13 +121,14 @@ class MemeffConfig(QuantizationConfigMixin):
         return said
 
     def get(self, name: str, default: object = None) -> Theirs:
-        """Return a value as a dictionary does, because from_pretrained treats a config as one."""
+        """Return a value by key, like a dictionary, because from_pretrained treats a config as
+        one."""
         return getattr(self, name, default)
 
 
 class MemeffQuantizer(HfQuantizer):
-    """A quantizer of transformers that loads codes, or encodes weights when they are read, and
-    saves codes."""
+    """A transformers quantizer that loads codes, or encodes weights as they are read, and saves
+    codes."""
 
     quantization_config: MemeffConfig
     is_trainable = True
@@ -140,11 +143,12 @@ class MemeffQuantizer(HfQuantizer):
         self.conversions: Any = None  # the model's own, which a folder of codes does not need
 
     def is_serializable(self) -> bool:
-        """Return True, because codes are plain tensors."""
+        """Return True, because codes are plain tensors that can be saved."""
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype; raise CodedWeightError if dense tensors would not match the codes."""
+        """Return the dtype; raise CodedWeightError if dense tensors of this dtype would not match
+        the codes."""
         given, saved = str(dtype).removeprefix("torch."), self.quantization_config.dtype
         if self.pre_quantized and saved is not None and given != saved:
             raise CodedWeightError(
@@ -155,7 +159,7 @@ class MemeffQuantizer(HfQuantizer):
         return dtype
 
     def validate_environment(self, *_: object, device_map: Theirs = None, **__: object) -> None:
-        """Raise an error for a device map that offloads weights to disk."""
+        """Raise an error if the device map offloads weights to disk."""
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         if "disk" in places:
             _refuse_offloading("a part")
@@ -171,7 +175,7 @@ class MemeffQuantizer(HfQuantizer):
         return bits / 8 if coded else float(param.element_size())
 
     def param_needs_quantization(self, model: Theirs, param_name: str, **_: object) -> bool:
-        """Return whether a weight is encoded when it is read."""
+        """Return whether a weight is encoded as soon as it is read."""
         return param_name in self.chosen
 
     def get_quantize_ops(self) -> Encode:
@@ -180,10 +184,10 @@ class MemeffQuantizer(HfQuantizer):
         return Encode(self)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
-        """Return the conversions from tensors of the folder to weights.
+        """Return the conversions from tensors in the folder to weights of the model.
 
-        For folders of compressed models, tensors have the names of the module's parameters. For a
-        dense checkpoint, the model's own conversions are used.
+        In a folder of a compressed model, tensors have the names of the module's parameters. For a
+        folder of a dense model, the model's own conversions are used.
         """
         if not self.pre_quantized or not self.quantization_config.weights:
             return weight_conversions
@@ -261,7 +265,7 @@ class MemeffQuantizer(HfQuantizer):
         return model if dtype is None else model.to(dtype)
 
     def get_state_dict_and_metadata(self, model: Theirs) -> tuple[dict[str, Tensor] | None, Any]:
-        """Return the tensors to save, and update the model's config."""
+        """Return the tensors to save, after updating the model's config."""
         from memeff_compile import compat
         from memeff_compile.kernels.coded_weight import CodedWeight, parse
 
@@ -296,7 +300,7 @@ AUTO_QUANTIZER_MAPPING[METHOD] = MemeffQuantizer
 def know(model: nn.Module) -> None:
     """Make every transformers model inside a model save its compressed weights as codes.
 
-    These models save dense weights:
+    Models of these kinds still save dense weights:
 
     - a model without compressed weights;
     - a model with sharded parameters;
@@ -335,15 +339,16 @@ def _forget(module: Theirs) -> None:
 
 
 def _with_memory_of_its_own(part: Tensor) -> Tensor:
-    """Return a tensor that can be saved alone, because several code parts share one storage.
+    """Return a tensor that can be saved by itself; the coded tensors of a weight may share one
+    storage.
 
-    The copy is in CPU memory, so saving does not use GPU memory.
+    The returned copy is in CPU memory, so saving needs no GPU memory.
     """
     return part.to("cpu", copy=True) if part.nbytes != part.untyped_storage().nbytes() else part
 
 
 def _describe(said: MemeffConfig, model: Theirs) -> None:
-    """Update the entry of a model in config.json."""
+    """Update the entry in config.json that describes a model's compressed weights."""
     from memeff_compile.kernels.coded_weight import bits_per_weight, parse
     from memeff_compile.model.weights.compress import compressed_weights
     from memeff_compile.model.weights.compressed_file import checksum, digests
@@ -375,7 +380,7 @@ def _here_of(model: Theirs, saved: str, known: Mapping[str, object]) -> str | No
 
 
 def _offloads(hook: Theirs) -> bool:
-    """Return whether a hook of accelerate moves weights to the device at each call."""
+    """Return whether a hook of accelerate moves weights to the device at each call of a module."""
     return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
 
 

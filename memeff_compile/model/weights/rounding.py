@@ -1,11 +1,11 @@
-"""Round weights with regard to their inputs, so that products lose less precision with the same
-bits.
+"""Round weights to few mantissa bits with regard to their inputs, so that products with the inputs
+lose less precision.
 
 Rounding each weight to the nearest number with few mantissa bits minimises the error of the
-weights. However, the model's quality depends on the error of the products with the inputs. So this
-module compensates the error of a column in later columns before it rounds these, by the inverse of
-the inputs' Gram matrix (Frantar et al. 2022, 2210.17323). The rounded weight already has the wanted
-number of mantissa bits, and encoding keeps all of them.
+weights. A model's quality, however, depends on the error of the products of weights and inputs. So
+this module compensates the rounding error of a column in later columns, before it rounds those, by
+the inverse of the inputs' Gram matrix (Frantar et al. 2022, 2210.17323). The rounded weight has the
+requested number of mantissa bits, and encoding keeps all of them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield, for each run of the model, how many linears, in order of their widths, have their
-    inputs measured in it."""
+    """Yield, for each run of the model, the number of linears, sorted by width, whose inputs are
+    measured in that run."""
     count = held = 0
     for width in widths:
         if count and held + 4 * width * width > GRAM_BYTES:
@@ -51,9 +51,9 @@ def gram_groups(widths: Iterable[int]) -> Iterator[int]:
 def grams(
     model: nn.Module, linears: Mapping[str, Sequence[nn.Module]], runs: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """Return, for each weight, the Gram matrix (D, D) of all inputs of its linears, in fp32.
+    """Return the Gram matrix (D, D) of all inputs of each weight's linears, in fp32.
 
-    Weights whose linears got no input are not included.
+    The result contains no entry for weights whose linears got no input.
     """
     found: dict[str, Tensor] = {}
     with evaluating(model), _noted(linears, found):
@@ -87,20 +87,18 @@ def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor])
 
 
 def kept(x: Tensor, mantissa: int) -> Tensor:
-    """Return fp32 numbers rounded to `mantissa` bits of mantissa; halves are rounded away from
-    zero.
-    """
+    """Return fp32 numbers rounded to `mantissa` mantissa bits, with halves away from zero."""
     low = FRACTION - mantissa  # bits that are dropped; a carry raises the exponent
     return x.view(torch.int32).add(1 << (low - 1)).bitwise_and_(-1 << low).view(torch.float32)
 
 
 @torch.no_grad()
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
-    """Round a weight (V, D) to numbers that a lossy code keeps, so that products with the given
-    inputs lose little.
+    """Round a weight (V, D) to numbers that a lossy codec keeps, such that products with the given
+    inputs lose little precision.
 
-    The largest number of a block of weights, by which the others are divided, is not changed and
-    stays the largest. Return None if all inputs are zero, or if an input or the weight is not
+    The largest number of each block, by which the block's other numbers are divided, is not changed
+    and remains the largest. Return None if all inputs are zero, or if an input or the weight is not
     finite.
     """
     x = weight.float()

@@ -1,1 +1,1 @@
-"""Recognise attention, its masks and its caches in a graph."""
+"""Recognize attention, its masks and its caches in a graph."""

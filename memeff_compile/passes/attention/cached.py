@@ -1,4 +1,4 @@
-"""Check the conditions that all passes require before they replace attention over a cache."""
+"""Conditions that all passes check before they replace attention over a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CachedSite:
 
 
 class CachedPass(GraphPass):
-    """The base of passes that rewrite attention over caches, one call at a time."""
+    """The base class of passes that rewrite attention over caches, one call at a time."""
 
     def places(self, match: CachedSite) -> Sequence[Node]:
         return [match.node]
@@ -44,19 +44,19 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 
 
 def advice(*, is_one_row: bool) -> dict[str, Any]:
-    """Return Inductor settings for the graph: autotuning, if every matrix product in it has one
-    row.
+    """Return Inductor settings for the graph: autotuning, if each of its matrix products has only
+    one row.
 
-    For products with one row, GPU libraries read weights at three quarters of the memory's
-    bandwidth. Kernels that Inductor generates and tunes read the weights faster.
+    For products with one row, GPU libraries reach three quarters of the memory's bandwidth when
+    they read the weights. Kernels that Inductor generates and autotunes read the weights faster.
     """
     return {"coordinate_descent_tuning": True} if is_one_row else {}
 
 
 def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) -> Decline | None:
-    """Return why the ops do not support a call over a cache, or None.
+    """Return the reason why the ops do not support a call over a cache, or None.
 
-    ``without_causal`` is the remedy for a call with `is_causal`.
+    ``without_causal`` is the remedy named in the message for a call with `is_causal`.
     """
     node, args, value = match.node, match.call.args, info.tensor(match.node)
     if value is None or value.requires_grad:
@@ -83,7 +83,7 @@ def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) ->
 
 
 def held_scale(call: Call) -> float | None:
-    """Return the scale as a number, and add guards for the values of scale and dropout."""
+    """Return the scale as a number, and add guards on the values of scale and dropout."""
     for name in ("dropout_p", "scale"):
         compat.hold_constant(call.args[name])  # symbols where everything is dynamic
     scale = compat.known_number(call.args["scale"])

@@ -1,9 +1,10 @@
 """Describe an attention mask as a formula over batch, query and key index.
 
-A tensor is described by its shape and by one scalar, a function of the tensor's index. Integers are
-sums of axes, sizes and reads of other tensors (:class:`Linear`). Booleans are formulas over such
-sums, and floating-point numbers are lists of cases. In these formulas, views, broadcasts and
-gathers substitute axes; no value of a tensor is ever read.
+A tensor is described by its shape and one scalar, which is a function of the tensor's index.
+Integers are sums of axis indices, sizes and values read from other tensors (:class:`Linear`).
+Booleans are formulas over such sums, and floating-point numbers are lists of cases with conditions.
+In these formulas, views, broadcasts and gathers become substitutions of axes; no value of a tensor
+is ever read.
 
 Every decision is proved from the sizes, including symbolic ones; :mod:`mask_forms` recognises the
 known forms of formulas.
@@ -38,9 +39,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Read:
-    """The value that a node of the graph has at an index.
+    """The value that a node of the graph has at an index, left unresolved in formulas.
 
-    ``moment`` tells apart reads of memory that changes in between.
+    ``moment`` distinguishes reads of memory that changes in between.
     """
 
     node: Node
@@ -86,7 +87,7 @@ class Linear:
         return self + (-other)
 
     def times(self, factor: int) -> Linear:
-        """Return the sum times a number."""
+        """Return the sum multiplied by a number."""
         if factor == 0:
             return Linear()
         terms = {term: times * factor for term, times in self.terms.items()}
@@ -152,23 +153,23 @@ class IsZero(_OfSum):
 
 
 class Flag(_OfRead):
-    """A boolean read from a tensor."""
+    """A boolean value read from a tensor."""
 
 
 @dataclass(frozen=True)
 class Not:
-    """Negation of a flag or an equality. `negated` moves the negation of other formulas inside
+    """The negation of a flag or an equality. `negated` moves the negation of other formulas into
     them."""
 
     part: Formula
 
 
 class All(_OfParts):
-    """A formula that holds where all of its parts hold."""
+    """A formula that holds where all of its subformulas hold."""
 
 
 class Some(_OfParts):
-    """A formula that holds where at least one of its parts holds."""
+    """A formula that holds where at least one of its subformulas holds."""
 
 
 Formula: TypeAlias = "Fixed | AtLeastZero | IsZero | Flag | Not | All | Some"
@@ -177,16 +178,16 @@ TRUE, FALSE = Fixed(True), Fixed(False)
 
 
 class TooLarge(Exception):
-    """A formula has become too large to be worth reading."""
+    """The error that a formula has become too large to analyze."""
 
 
 def at_least_zero(total: Linear) -> Formula:
-    """Return ``total >= 0``, as TRUE or FALSE if it is the same for all indices."""
+    """Return ``total >= 0``, or TRUE or FALSE if the answer is the same at every index."""
     return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
 
 def is_zero(total: Linear) -> Formula:
-    """Return ``total == 0``, as TRUE or FALSE if it is the same for all indices."""
+    """Return ``total == 0``, or TRUE or FALSE if the answer is the same at every index."""
     return _settled(IsZero(total), total.constant == 0, total.constant != 0)
 
 
@@ -197,12 +198,12 @@ def _settled(formula: AtLeastZero | IsZero, holds: Any, fails: Any) -> Formula:
 
 
 def both(*parts: Formula) -> Formula:
-    """Return the formula that holds where all parts hold."""
+    """Return the formula that holds where all given formulas hold."""
     return _joined(All, parts, TRUE, FALSE)
 
 
 def either(*parts: Formula) -> Formula:
-    """Return the formula that holds where at least one part holds."""
+    """Return the formula that holds where at least one given formula holds."""
     return _joined(Some, parts, FALSE, TRUE)
 
 
@@ -219,7 +220,7 @@ def _joined(
 
 
 def negated(formula: Formula) -> Formula:
-    """Return the negation, in which ``Not`` is only around flags and equalities."""
+    """Return the negation of a formula, in which ``Not`` only surrounds flags and equalities."""
     match formula:
         case Fixed(value):
             return Fixed(not value)
@@ -235,7 +236,7 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula with TRUE or FALSE in place of conditions that follow from the sizes."""
+    """Return the formula with TRUE or FALSE in place of each condition that the sizes decide."""
     match formula:
         case AtLeastZero(total) | IsZero(total):
             low, high = total.lowest(shape), total.highest(shape)
@@ -252,29 +253,30 @@ def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
 
 @dataclass(frozen=True)
 class Cases:
-    """A number that takes one of a few values, each under its condition; exactly one holds."""
+    """A number that takes one of a few values, each under its own condition; at every index exactly
+    one condition holds."""
 
     cases: tuple[tuple[Formula, float], ...]
 
 
 class Unknown(_OfRead):
-    """A number that is read from a tensor."""
+    """A number read from a tensor, whose value is unknown."""
 
 
 class Magnitude(_OfSum):
-    """The absolute value of a sum."""
+    """The absolute value of an integer sum."""
 
 
 Scalar: TypeAlias = "Linear | Formula | Cases | Unknown | Magnitude"
 
 
 def number(value: float) -> Cases:
-    """Return a number that is the same at every index, as one case."""
+    """Return a number that is the same at every index, as a single case."""
     return Cases(((TRUE, float(value)),))
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return cases as a number, with equal values joined and impossible cases removed."""
+    """Return cases as a number; equal values are joined and impossible cases removed."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -287,7 +289,7 @@ def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
 
 
 def combined(left: Cases, right: Cases, operation: Callable[[float, float], float]) -> Cases:
-    """Return ``operation`` of two numbers, case by case."""
+    """Return the result of ``operation`` on two numbers, case by case."""
     return cases(
         (both(first, second), operation(a, b))
         for first, a in left.cases
@@ -296,15 +298,16 @@ def combined(left: Cases, right: Cases, operation: Callable[[float, float], floa
 
 
 def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
-    """Return the formula for the indices at which the number fulfils the condition."""
+    """Return the formula for the indices at which the number satisfies the condition."""
     return either(*(condition for condition, value in given.cases if wanted(value)))
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return which keys a mask keeps: those for which it is true, or adds zero.
+    """Return the formula for the keys that a mask keeps: those for which the mask is true, or adds
+    zero.
 
-    A floating-point mask must add a number as low as `MASKED` to all keys that it removes. Return
-    None for a bias that does more than mask.
+    A floating-point mask must add a number as low as `MASKED` to every key that it removes. For a
+    bias that does more than hide keys, return None.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
@@ -316,14 +319,15 @@ def allowed_by(scalar: Scalar) -> Formula | None:
 
 
 def values_taken(scalar: Scalar) -> frozenset[float]:
-    """Return the numbers that a mask adds to removed keys; an empty set for a boolean mask."""
+    """Return the numbers that a mask adds to removed keys; for a boolean mask, return an empty
+    set."""
     if not isinstance(scalar, Cases):
         return frozenset()
     return frozenset(value for _, value in scalar.cases if value != 0)
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a scalar, simplified, with `change` applied to its sums, reads and subformulas."""
+    """Return a simplified scalar, after `change` was applied to its sums, reads and subformulas."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))
@@ -377,11 +381,11 @@ def axes_in(scalar: Any) -> set[Axis]:
 
 
 def reads_in(scalar: Any) -> set[Read]:
-    """Return the reads that a scalar depends on, including those inside indices."""
+    """Return the reads on which a scalar depends, including reads inside indices."""
     own = {scalar} if isinstance(scalar, Read) else set[Read]()
     return own.union(*map(reads_in, _parts_of(scalar)))
 
 
 def same_axes(rank: int) -> dict[int, Linear]:
-    """Return the substitution that changes no axis."""
+    """Return the substitution that leaves every axis unchanged."""
     return {place: axis(place) for place in range(rank)}

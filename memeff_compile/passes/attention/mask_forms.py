@@ -1,8 +1,9 @@
-"""Sort the conditions of a mask's formula into those on sizes and those read from tables.
+"""Sort the conditions of a mask's formula into bounds on positions and conditions read from
+tensors.
 
-:func:`form_of` sorts the conditions of a formula into bounds between query and key, tables of keys,
-equalities of ids, and the rest. Every bound or equality is proved from the sizes, including
-symbolic ones. A condition without a proof stays in the form's ``rest``.
+:func:`form_of` sorts the conditions into bounds between query and key, tables of keys, equalities
+of sequence ids, and all others. Every bound or equality is proved from the sizes, including
+symbolic ones. A condition that cannot be proved stays in the form's ``rest``.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ class Form:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the mask depends on sizes only and leaves every query at least one key."""
+        """Return whether the mask depends only on sizes and leaves at least one key for every
+        query."""
         return not (self.reads_data or self.positions or self.rest or self.empty)
 
     @property
     def reads_data(self) -> bool:
-        """Return whether the mask depends on tables, or on a length read from a tensor."""
+        """Return whether the mask depends on tensors of keys or ids, or on a length read from a
+        tensor."""
         return bool(self.tables or self.ids or self.queries or self.length or self.shifted)
 
     @property
@@ -60,7 +63,7 @@ class Form:
 
     @property
     def padding(self) -> bool:
-        """Return whether a table marks keys, or queries, as padding."""
+        """Return whether a tensor marks some keys, or some queries, as padding."""
         return bool(self.queries) or any(not _is_length(part) for part in self.tables)
 
     @property
@@ -74,7 +77,7 @@ class Form:
 
     @property
     def conditions(self) -> list[str]:
-        """Return the conditions in words."""
+        """Return the conditions as text for the report."""
         plain = self.causal is None or compat.statically_true(self.causal == 0)
         said = [
             (self.causal is not None, f"causal{'' if plain else ', shifted'}"),
@@ -90,7 +93,7 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Return the form of a mask over axes of a shape, of which the last two are query and key."""
+    """Return the form of a mask over the axes of a shape, whose last two axes are query and key."""
     formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()
@@ -155,9 +158,10 @@ def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
 
 
 def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
-    """Split a sum into terms with the query's index and terms with the key's index.
+    """Split a sum into terms that depend on the query's index and terms that depend on the key's
+    index.
 
-    Return None if a term has both indices.
+    If a term depends on both indices, return None.
     """
     mine, theirs = Linear(total.constant), Linear()
     for term, times in total.terms.items():
@@ -173,9 +177,9 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Return the form with the stricter of two bounds on the same index.
+    """Return the form with only the stricter one of two bounds on the same index.
 
-    If neither is stricter, add the new one to ``rest``.
+    If it is not known which bound is stricter, the new bound is added to ``rest``.
     """
     before = getattr(form, name)
     if before is None or compat.statically_true(value <= before):
@@ -187,7 +191,7 @@ def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
 
 
 def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
-    """Drop the bound on keys that another bound makes unnecessary."""
+    """Remove the bound on keys if another bound implies it."""
     causal, bound = form.causal, form.keys
     if causal is not None and bound is not None:
         if compat.statically_true(bound >= queries + causal):
@@ -198,7 +202,7 @@ def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
 
 
 def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether there is a proof that every query attends to some key."""
+    """Return whether it can be proved that every query attends to at least one key."""
     if form.rest or form.positions or form.reads_data:
         return _sees_a_neighbour(formula, form, shape)
     queries, keys = shape[-2], shape[-1]
@@ -216,9 +220,10 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether one of two keys always counts for a query.
+    """Return whether one of two keys is always visible to a query.
 
-    The two keys are the one at the query's index, and the last one that the query may attend to.
+    The two keys are the key at the query's own index, and the last key that the query may attend
+    to.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
@@ -233,7 +238,7 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
 
 
 def key_table(form: Form, rank: int) -> Formula:
-    """Return which keys of each sequence count, or TRUE if there is no table."""
+    """Return which keys of each sequence are visible, or TRUE if no tensor restricts them."""
     if form.keys is None:
         return algebra.both(*form.tables)
     bound = algebra.at_least_zero(-axis(rank - 1) + (form.keys - 1))
@@ -241,9 +246,9 @@ def key_table(form: Form, rank: int) -> Formula:
 
 
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
-    """Compare indices instead of positions, if equal ids mean that positions are consecutive.
+    """Compare indices instead of positions, if equal ids imply that positions are consecutive.
 
-    ``positions`` maps a read of ids to the position at the same index: between two equal ids of a
+    ``positions`` maps a read of ids to the position at the same index; between two equal ids of a
     sequence, positions increase by one. The last two axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
@@ -270,8 +275,8 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
-    """Return the two reads in ``read - other``, in both orders, or an empty list for any other
-    sum."""
+    """Return the two reads of a sum ``read - other``, in both orders, or an empty list for any
+    other sum."""
     terms = list(total.terms.items())
     if total.constant != 0 or len(terms) != 2 or {times for _, times in terms} != {1, -1}:
         return []
@@ -282,8 +287,8 @@ def _pairs(total: Linear) -> list[tuple[Read, Read]]:
 
 
 def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
-    """Replace, in a comparison, the difference of two positions by ``by``, also if it is
-    multiplied."""
+    """In a comparison, replace the difference of two positions by ``by``, even if the difference is
+    multiplied by a number."""
     if not isinstance(part, (AtLeastZero, IsZero)) or len(difference.terms) != 2:
         return part
     (term, sign), _ = difference.terms.items()

@@ -1,8 +1,9 @@
-"""Read the nodes that compute a mask as a formula: an abstract interpreter, one rule per ATen op.
+"""Read the nodes that compute a mask as a formula, with one rule per ATen op (abstract
+interpretation).
 
-Ops are read through :mod:`canonical`. A node that no rule can read becomes a read of that node's
-value, which is always correct. A tensor to which the graph writes is never replaced by the formula
-that computed it.
+The module :mod:`canonical` first turns each node into ATen ops. If no rule can read a node, the
+formula contains the node's value as an unresolved read, which is always correct. If the graph
+writes to a tensor, that tensor is never replaced by the formula that computed it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
-    """The error of a node that no rule can read."""
+    """The error that no rule can read a node."""
 
 
 def _require(holds: bool) -> None:
@@ -35,44 +36,46 @@ def _require(holds: bool) -> None:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor, described as a function of its index."""
+    """A tensor described by a function of its index."""
 
     shape: tuple[Size, ...]
     scalar: Scalar
 
     def scalar_at(self, index: Sequence[Linear]) -> Scalar:
-        """Return the scalar at an index given as sums."""
+        """Return the scalar at an index that is given as sums."""
         result: Scalar = algebra.substituted(self.scalar, dict(enumerate(index)))
         return result
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
-        """Return a tensor, by default of the same shape, with this tensor's entries at `index`."""
+        """Return a tensor whose entries are this tensor's entries at `index`; by default the shape
+        is the same."""
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that a mask keeps, and the number that it adds to the scores of other keys."""
+    """The keys that a mask keeps, and the number that the mask adds to the scores of other keys."""
 
     formula: Formula  # which keys count
     added: frozenset[float] = frozenset()  # the numbers; empty for a mask of truth values
 
 
 class MaskReader:
-    """Reads the nodes of one level of a graph, each once."""
+    """The reader of one graph, without nested graphs; it reads each node once."""
 
     def __init__(self, info: GraphInfo, parent: MaskReader | None = None) -> None:
         self.info, self.parent = info, parent
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return the value of a node, as formulas as far as rules allow."""
+        """Return the value of a node as a formula, as far as there are rules for it."""
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask keeps, over the axes of scores, or None if it may be a bias."""
+        """Return which keys a mask keeps, over the axes of scores, or None if the mask may be a
+        bias."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)
@@ -84,8 +87,8 @@ class MaskReader:
         return Mask(found, algebra.values_taken(scalar))
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
-        """Return the positions for each read of ids, if the ids count the breaks in these
-        positions."""
+        """Return the positions that belong to each read of sequence ids, if the ids count the jumps
+        in these positions."""
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
             positions = self._counted_breaks(read_of_ids.node)
@@ -97,9 +100,9 @@ class MaskReader:
         return found
 
     def _counted_breaks(self, node: Node) -> Value | None:
-        """Return P if ``node`` is ``(diff(P, prepend=..) != 1).cumsum(-1)``, else None.
+        """Return P if ``node`` is ``(diff(P, prepend=..) != 1).cumsum(-1)``, otherwise None.
 
-        Equal neighbouring ids mean that P increases by one.
+        If two neighbouring ids are equal, P increases by one between them.
         """
         if node.graph is not self.info.gm.graph:
             return None if self.parent is None else self.parent._counted_breaks(node)
@@ -141,8 +144,8 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Return an input's value that comes from the graph around a checkpoint, or from an earlier
-        graph partition.
+        """Return the value of an input that the graph around a checkpoint, or an earlier graph
+        partition, computes.
         """
         if self.parent is None:
             return handed_over(node)
@@ -152,15 +155,15 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return an operand of ``reader``; if its memory changes, the value at the time of
-        ``reader``."""
+        """Return an operand of ``reader``; if the operand's memory changes, return its value at the
+        time of ``reader``."""
         if not self.info.may_be_written(node):
             return self._values[node]
         return leaf(node, self.info.value(node), moment=1 + self.info.positions[reader])
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and all nodes before it that were not read yet, operands first."""
+    """Return ``node`` and all earlier nodes that were not read yet, operands first."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False)]
@@ -180,14 +183,14 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether to read the node by a rule, because a mask's inputs may depend on a whole
-    model."""
+    """Return whether the node should be read by a rule, because the inputs of a mask may depend on
+    a whole model."""
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
 
 
 def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
-    """Return a tensor that is described only as reads of its own values."""
+    """Return a tensor whose only description is a read of its own values."""
     shape = tuple(tensor.shape)
     found = algebra.Read(node, tuple(_index_of(shape)), moment)
     if tensor.dtype == torch.bool:
@@ -209,7 +212,7 @@ def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
 
 
 def _rounded(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return a scalar with its numbers rounded to this dtype."""
+    """Return a scalar whose numbers are rounded to a dtype."""
     if not isinstance(scalar, Cases) or not dtype.is_floating_point:
         return scalar
     with compat.outside_dispatch_modes():
@@ -224,12 +227,12 @@ def _is_one(size: Size) -> bool:
 
 
 def _index_of(shape: Sequence[Size]) -> list[Linear]:
-    """Return the index at which a broadcast tensor is read: zero along axes of size one."""
+    """Return the index at which a broadcast tensor is read: zero along each axis of size one."""
     return [Linear() if _is_one(size) else algebra.axis(p) for p, size in enumerate(shape)]
 
 
 class _Operands:
-    """The arguments of one ATen call, as values, sizes and plain Python."""
+    """The arguments of one ATen call, as values, sizes or plain Python objects."""
 
     def __init__(self, reader: MaskReader, node: Node, call: Call, previous: Value | None) -> None:
         self._reader, self._node, self._call, self._previous = reader, node, call, previous
@@ -238,11 +241,11 @@ class _Operands:
         self.shape: tuple[Size, ...] = tuple(result.shape)
 
     def given(self, name: str) -> Any:
-        """Return an argument unchanged."""
+        """Return an argument as it was passed."""
         return self._call.args[name]
 
     def plain(self, name: str) -> Any:
-        """Return an argument as Python data; sizes stay symbolic."""
+        """Return an argument as a Python object, in which sizes stay symbolic."""
         return torch.fx.node.map_arg(self.given(name), _size_of)
 
     def has(self, name: str) -> bool:
@@ -250,7 +253,7 @@ class _Operands:
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:
-        """Return an argument as a value; Python numbers are tensors without axes."""
+        """Return an argument as a value; a Python number is a tensor without axes."""
         return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
@@ -271,7 +274,7 @@ class _Operands:
         raise CannotRead
 
     def axis(self, name: str, rank: int) -> int:
-        """Return an axis argument, counted from the front."""
+        """Return an axis argument, counted from the first axis."""
         place = self.plain(name)
         _require(isinstance(place, int))
         return int(place % rank) if rank else 0
@@ -285,7 +288,8 @@ def _size_of(node: Node) -> Any:
 
 
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
-    """Return the scalar of a value over the axes of a shape to which it broadcasts."""
+    """Return the scalar of a value over the axes of a larger shape to which the value
+    broadcasts."""
     lead = len(shape) - len(value.shape)
     _require(lead >= 0)
     index = []
@@ -306,7 +310,7 @@ def _filled(fill: Any, given: _Operands) -> Value:
 
 
 def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
-    """Return the rule for a tensor filled with a number, by default a number from the call's
+    """Return the rule for a tensor filled with one number, by default a number among the call's
     arguments."""
     return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
@@ -354,7 +358,7 @@ def _expand(given: _Operands) -> Value:
 
 
 def _repeat(given: _Operands) -> Value:
-    """Read repetitions of axes of size one; along other axes an index would wrap around."""
+    """Read repetitions of axes of size one; for other axes, an index would wrap around."""
     value, repeats = given.value(), list(given.plain("repeats"))
     sizes = [1] * (len(repeats) - len(value.shape)) + list(value.shape)
     _require(all(_is_one(a) or _is_one(b) for a, b in zip(sizes, repeats, strict=True)))
@@ -434,7 +438,7 @@ def _select(given: _Operands) -> Value:
 
 
 def _index(given: _Operands) -> Value:
-    """Read a gather by index tensors, along leading axes or along one axis."""
+    """Read a gather by index tensors, along the leading axes or along one axis."""
     value = given.value()
     chosen = given.given("indices")
     places = [p for p, index in enumerate(chosen) if index is not None]
@@ -451,7 +455,8 @@ def _index(given: _Operands) -> Value:
 
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
-    """Return a gather's index as a sum over the result's axes; it must not count from the end."""
+    """Return the index of a gather as a sum over the result's axes; the index must not count from
+    the end."""
     total = _sum(broadcast(index, shape))
     low, high = total.lowest(shape), total.highest(shape)
     _require(low is not None and compat.statically_true(low >= 0))
@@ -481,7 +486,8 @@ def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
 def _comparison(
     of_sums: Callable[[Linear], Formula], of_numbers: Callable[[float, float], bool]
 ) -> Callable[[_Operands], Value]:
-    """Return the rule for a comparison, from its formula for ``left - right``."""
+    """Return the rule for a comparison, given the formula of the comparison for ``left -
+    right``."""
 
     def rule(given: _Operands) -> Value:
         shape, left, right = _pair(given)
@@ -504,7 +510,7 @@ def _compared_magnitudes(
 ) -> Formula:
     """Compare ``|x|`` with a sum.
 
-    ``|x|`` is less than the sum if both x and -x are, and greater if x or -x is.
+    ``|x|`` is less than the sum if both x and -x are less, and greater if x or -x is greater.
     """
     _require(of_numbers(0, 1) != of_numbers(1, 0))  # as for equal and different
     is_below = of_numbers(0, 1)
@@ -543,7 +549,7 @@ def _one_where(condition: Formula) -> Cases:
 
 
 def _whole_number(scalar: Scalar) -> int:
-    """Return the number that a constant sum equals."""
+    """Return the integer that a constant sum equals."""
     total = _sum(scalar)
     if not total.is_constant or not isinstance(total.constant, int):
         raise CannotRead
@@ -631,7 +637,8 @@ def _where(given: _Operands) -> Value:
 
 
 def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
-    """Read a choice between two values, given the names of the condition and of both branches."""
+    """Read a choice between two values, given the argument names of the condition and of both
+    branches."""
     condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])
     where = as_condition(broadcast(condition, shape))
@@ -658,7 +665,7 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
 
 
 def _cumsum(given: _Operands) -> Value:
-    """Read the cumulative sum of a value that is the same at every index, such as ones."""
+    """Read the cumulative sum of a value that is the same at every index, such as of ones."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     scalar = value.scalar
@@ -669,7 +676,8 @@ def _cumsum(given: _Operands) -> Value:
 
 
 def _diff(given: _Operands) -> Value:
-    """Read differences of neighbours that are the same at every index, with a prepended value."""
+    """Read the differences of neighbours if they are the same at every index, with a prepended
+    value."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     _require(given.plain("n") == 1 and not given.has("append"))
@@ -731,7 +739,7 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
 
 
 def reader_of(info: GraphInfo) -> MaskReader:
-    """Return the single reader of this graph level, so that a mask which layers share is read
+    """Return the reader of this graph; there is only one, so that a mask shared by layers is read
     once."""
     reader: MaskReader | None = info.notes.get("mask_reader")
     if reader is None:
@@ -741,8 +749,8 @@ def reader_of(info: GraphInfo) -> MaskReader:
 
 
 def handed_over(node: Node) -> Value | None:
-    """Return the value of an input that an earlier graph partition computed, if it recorded the
-    value.
+    """Return the value of an input that an earlier graph partition computed, if that partition
+    recorded it.
     """
     notes = compat.notes_between_pieces()
     value: Value | None = None if notes is None else notes.get(compat.example_value(node))
@@ -752,7 +760,8 @@ def handed_over(node: Node) -> Value | None:
 def hand_over(info: GraphInfo) -> None:
     """Record, for later partitions, the formulas of tensors that this partition returns.
 
-    Drop records of memory that this partition may write to, and all records if recording fails.
+    Records of memory that this partition may write to are dropped; if recording fails, all records
+    are dropped.
     """
     notes = compat.notes_between_pieces()
     if notes is None:

@@ -1,7 +1,7 @@
-"""Write a mask's conditions on keys and queries as small tensors: one row per sequence.
+"""Write a mask's conditions on keys or queries as small tensors (tables) with one row per sequence.
 
-A mask is queries x keys; a table of its keys is one number per key. These tables are computed after
-the last input of the mask, once for all layers.
+A mask has queries x keys elements, whereas a table of keys has one element per key. The inserted
+nodes compute these tables after the last input of the mask, once for all layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .mask_algebra import Axis, Formula, Linear, Read, Size
 
 @dataclass(frozen=True)
 class Table:
-    """A table: a boolean or a number for each sequence and each index of one more axis."""
+    """A table: one boolean or number for each sequence and each index of one more axis."""
 
     content: Formula | Linear  # a formula for truth values, a sum for integers
     along: int  # the axis of the scores along which the table runs: queries or keys
@@ -35,7 +35,7 @@ class Table:
     dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
     def written(self, editor: Editor) -> Node:
-        """Return the table's node at the editor's level; the node is inserted once for all
+        """Return the table's node in the graph of the editor; the node is inserted once for all its
         users."""
         sizes = tuple(map(str, self.sizes))
         key = (self.content, self.along, sizes, self.device, self.anchor, self.dtype)
@@ -50,9 +50,9 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return the node, and its level, after which a table can be written, or None.
+    """Return the node, and its graph, after which a table can be computed, or None.
 
-    The node is the last one that the table reads, or the last one before memory that it reads
+    The table is computed after the last node that it reads, but before memory that it reads
     changes.
     """
     reads = sorted(algebra.reads_in(content), key=str)
@@ -78,7 +78,7 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
 
 
 def behind(editor: Editor, anchor: Node | None) -> Node:
-    """Return the node before which to insert so that the new nodes follow ``anchor``."""
+    """Return the node before which new nodes must be inserted so that they follow ``anchor``."""
     node = anchor.next if anchor is not None else next(iter(editor.graph.nodes))
     while node.op in ("placeholder", "get_attr"):
         node = node.next
@@ -86,7 +86,8 @@ def behind(editor: Editor, anchor: Node | None) -> Node:
 
 
 class _Writer:
-    """Inserts the nodes of one table; all intermediate tensors are (batch or 1, length or 1)."""
+    """Inserter of one table's nodes, whose intermediate tensors are all (batch or 1, length or
+    1)."""
 
     def __init__(self, editor: Editor, table: Table) -> None:
         self.editor, self.table = editor, table
@@ -94,7 +95,7 @@ class _Writer:
         self.batch, self.length = table.sizes
 
     def write(self) -> Node:
-        """Insert the whole table, and return it as a new contiguous tensor, (batch or 1,
+        """Insert all nodes of the table, and return it as a new contiguous tensor, (batch or 1,
         length)."""
         content = self.table.content
         node = self.sum(content) if isinstance(content, Linear) else self.truth(content)
@@ -106,7 +107,7 @@ class _Writer:
         return self.editor.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def truth(self, formula: Formula) -> Node:
-        """Insert the nodes of a boolean."""
+        """Insert the nodes that compute a boolean."""
         call = self.editor.call
         match formula:
             case algebra.Fixed(value):
@@ -136,7 +137,7 @@ class _Writer:
         return self.editor.call(aten.full.default, [1, 1], value, **how)
 
     def sum(self, total: Linear) -> Node:
-        """Insert the nodes of a sum, in 64 bits."""
+        """Insert the nodes that compute an integer sum, in 64 bits."""
         call = self.editor.call
         found: Node | None = None
         for term, times in sorted(total.terms.items(), key=str):
@@ -152,14 +153,14 @@ class _Writer:
         return found if is_zero else call(aten.add.Scalar, found, constant)
 
     def index(self, axis: Axis) -> Node:
-        """Insert the index along an axis."""
+        """Insert a node with the indices along an axis."""
         size = self.editor.size(self.batch if axis == self.row else self.length)
         how = {"dtype": torch.int64, "device": self.table.device}
         line = self.editor.call(aten.arange.default, size, **how)
         return self.editor.call(aten.unsqueeze.default, line, 1 if axis == self.row else 0)
 
     def read(self, read: Read) -> Node:
-        """Insert a read of a node's values at an index; integers become 64-bit."""
+        """Insert a read of a node's values at an index; integers are converted to 64 bits."""
         node = self.editor.bring_in(self.editor.info.current(read.node))
         node, at = self._selected(node, read.at)
         found = self._as_it_lies(node, at) or self._gathered(node, at)
@@ -167,7 +168,8 @@ class _Writer:
         return found if is_truth else self.editor.cast(found, torch.int64)
 
     def _selected(self, node: Node, at: Sequence[Linear]) -> tuple[Node, list[Linear]]:
-        """Insert a selection for axes that are indexed by a number, which removes these axes."""
+        """Insert a selection along the axes that are indexed by a number, which removes these
+        axes."""
         left: list[Linear] = []
         for place in reversed(range(len(at))):
             constant = at[place].constant
@@ -178,7 +180,8 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor itself if its axes already are those of the table in order, or None."""
+        """Return the tensor itself if its axes are already those of the table, in the same order;
+        otherwise None."""
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))

@@ -1,10 +1,10 @@
-"""Describe operands of attention: a node of the graph, and the views that give it the shape of a
-call's argument.
+"""Describe an operand of attention as a node of the graph and the views that give it the shape of
+the call's argument.
 
-The operands of matrix products may have their axes in any order, join axes (batch and heads) or
-omit them (keys without heads). PyTorch's call and memeff::attention need batch, heads, length and
-depth. The views are inserted only when the attention is rewritten; until then, only their shapes
-are stored.
+The operands of matrix products may have their axes in any order, with joined axes (batch and heads)
+or omitted axes (keys without heads). PyTorch's call and memeff::attention need the axes batch,
+heads, length and depth. The views are inserted only when the attention is rewritten; before that,
+only their shapes are stored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Operand:
 
     @cached_property
     def value(self) -> torch.Tensor:
-        """Return the fake tensor that a call gets."""
+        """Return the fake tensor that the call would receive."""
         value = compat.example_value(self.node)
         with torch.no_grad():
             for op, args in self.steps:
@@ -48,18 +48,18 @@ class Operand:
         return value
 
     def then(self, op: OpOverload, *args: Any) -> Operand:
-        """Return the operand after one more view."""
+        """Return the operand with one more view applied."""
         return replace(self, steps=(*self.steps, (op, args)))
 
     @property
     def sizes(self) -> list[Any]:
-        """Return the sizes among the arguments of the views."""
+        """Return the sizes among the views' arguments."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 
     @property
     def unexpanded(self) -> Operand | None:
-        """Return the operand before its single head was expanded, or None if it was not
+        """Return the operand before its single head was expanded, or None if no head was
         expanded."""
         if not self.steps or self.steps[-1][0] is not aten.expand.default:
             return None
@@ -67,12 +67,12 @@ class Operand:
         return before if same_shape(before.value.shape[:1], self.value.shape[:1]) else None
 
     def written(self, editor: Editor) -> Node:
-        """Insert the views after the node, and return their result."""
+        """Insert the views after the node, and return the result of the last one."""
         return written(editor, editor.info.current(self.node), self.steps)
 
 
 def written(editor: Editor, node: Node, steps: Sequence[Step]) -> Node:
-    """Insert views after a node, and return their result."""
+    """Insert views after a node, and return the result of the last one."""
     for op, args in steps:
         node = editor.call(op, node, *(_argument(editor, each) for each in args))
     return node
@@ -85,8 +85,8 @@ def _argument(editor: Editor, given: Any) -> Any:
 
 
 class Given(NamedTuple):
-    """An operand of written-out attention: a node, its axes, and the order in which a call needs
-    these."""
+    """An operand of attention written as products and softmax: a node, its axes, and the order of
+    axes that a call needs."""
 
     node: Node
     axes: str
@@ -95,7 +95,7 @@ class Given(NamedTuple):
 
 @dataclass
 class Placed:
-    """The operands of written-out attention, as arguments of a call."""
+    """The operands of attention written as products and softmax, as arguments of a call."""
 
     operands: tuple[Operand, ...]
     result_steps: tuple[Step, ...]  # views that turn a call's result into the chain's result
@@ -109,10 +109,10 @@ def placed(
     """Return operands as arguments of a call, or None if their sizes do not match.
 
     Args:
-        result: the axes of the attention's result.
-        sizes: the sizes of the scores' axes; batch and heads are separate if any tensor has
-            separate axes for them.
-        may_split: whether a joint axis of batch and heads may be split as in the operands.
+        result: the axes of the attention result.
+        sizes: the sizes of the scores' axes; batch and heads are separate axes if they are separate
+            in any tensor.
+        may_split: whether an axis that joins batch and heads may be split as in the operands.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
     for each in given:
@@ -158,7 +158,8 @@ def _placed(
 
 
 def _arranged(operand: Operand, axes: str, sizes: dict[str, Any], wanted: str) -> Operand:
-    """Return an operand with the wanted axes; missing axes, or axes of size one, are expanded."""
+    """Return an operand with the requested axes; missing axes, and axes of size one, are
+    expanded."""
     present = "".join(axis for axis in wanted if axis in axes)
     if present != axes:
         operand = operand.then(aten.permute.default, [axes.index(axis) for axis in present])
@@ -185,10 +186,10 @@ def _result_steps(result: str, *, is_split: bool) -> tuple[Step, ...]:
 
 
 def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
-    """Follow transposes back until axes are in the wanted order.
+    """Follow transposes back until the axes are in the requested order.
 
-    Return the node, its axes, and the transposes. If no node has that order, the operand is
-    returned unchanged.
+    Return the node, its axes, and the transposes. If no earlier node has that order, return the
+    operand unchanged.
     """
     node, axes, way = given.node, given.axes, list[Node]()
     wanted = given.wanted.replace(BATCH + HEADS, FOLDED) if FOLDED in axes else given.wanted
@@ -205,7 +206,8 @@ def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
 
 
 def permutation(node: Any, rank: int) -> list[int] | None:
-    """Return, for each axis of a transposed tensor, its axis before; or None for other nodes."""
+    """Return, for each axis of a transposed tensor, its axis before the transpose; return None for
+    other nodes."""
     call = call_of(node, aten.transpose.int, aten.permute.default)
     if call is None:
         return None
@@ -218,7 +220,7 @@ def permutation(node: Any, rank: int) -> list[int] | None:
 
 
 def _unfolded(info: GraphInfo, given: Given) -> Node | None:
-    """Return the 4D tensor whose first two axes a view has joined, or None."""
+    """Return the 4D tensor whose first two axes a view joined into one, or None."""
     if FOLDED not in given.axes:
         return None
     call = call_of(given.node, *_VIEWS)
@@ -230,7 +232,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 
 
 def folds(wide: torch.Tensor | None, narrow: torch.Tensor | None) -> bool:
-    """Return whether the second tensor is the first one with its first two axes joined."""
+    """Return whether the second tensor is the first tensor with its first two axes joined."""
     if wide is None or narrow is None or (wide.dim(), narrow.dim()) != (4, 3):
         return False
     batch, heads, *rest = wide.shape

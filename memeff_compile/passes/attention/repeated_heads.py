@@ -1,4 +1,4 @@
-"""Trace keys and values that were copied for each query head back to the original."""
+"""Trace keys and values that were copied for the query heads back to the original tensor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ REPEATS = (aten.repeat_interleave.self_int, *_MERGES)  # the last op of a chain 
 
 
 def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
-    """Return the nodes up to ``node`` that repeat heads, the node before them, and the number of
-    repetitions."""
+    """Return the nodes up to ``node`` that repeat heads, the node before them, and how often the
+    heads are repeated."""
     call = read_one(node)
     if call is None:
         return None
@@ -37,7 +37,8 @@ def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] 
 
 
 def _without_expand(info: GraphInfo, node: Node, wide: Node) -> tuple[list[Node], Node, Any] | None:
-    """Read ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)`` as a repetition."""
+    """Return ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)`` as a repetition of
+    heads."""
     expand = call_of(wide, aten.expand.default)
     added = None if expand is None else call_of(expand.args["self"], aten.unsqueeze.default)
     if expand is None or added is None or added.args["dim"] not in (2, -3):

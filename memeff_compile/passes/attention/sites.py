@@ -1,13 +1,13 @@
-"""Find attention in a graph: calls of scaled_dot_product_attention, and chains of products and
-softmax.
+"""Find attention in a graph: calls of scaled_dot_product_attention, and chains of matrix products
+and a softmax.
 
     scores = matmul(q, k.transpose(-1, -2)) * scale
     scores = tanh(scores / softcap) * softcap [+ mask]
     out = matmul(dropout(softmax(scores, -1).to(dtype), 0.0), v)
 
-A product may be written in any way (:mod:`..graph.products`), with batch and heads as two axes or
-joined in one. In-place writes to the scores count as steps of the chain. A chain matches only as a
-whole: no other node may use a value between its two products.
+The products may be written in any way (:mod:`..graph.products`), with batch and heads as two axes
+or as one joined axis. In-place writes to the scores are steps of the chain, too. A chain matches
+only as a whole: no other node may use a value that is computed between its two products.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_STEPS = 10
 
 @dataclass
 class Site:
-    """An attention: its inputs, mask and scale, and the nodes that compute it."""
+    """One attention in the graph: its inputs, mask and scale, and the nodes that compute it."""
 
     node: Node  # the node that has the result
     query: Operand
@@ -61,24 +61,24 @@ class Site:
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand]:
-        """Return the operands query, key and value."""
+        """Return the operands: query, key and value."""
         return self.query, self.key, self.value
 
     @property
     def inputs(self) -> list[Node]:
-        """Return the operands' nodes, and the mask if there is one."""
+        """Return the nodes of the operands, and the node of the mask if there is one."""
         return [*(operand.node for operand in self.operands), *_nodes(self.mask)]
 
     @property
     def chain(self) -> str:
-        """Return the names of the chain's calls."""
+        """Return the names of the calls in the chain."""
         assert self.product is not None
         capped = "tanh, " if self.softcap else ""
         return f"{node_name(self.product)}, {capped}softmax, {node_name(self.node)}"
 
 
 def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
-    """Yield every attention of a graph, and a decline for each one that cannot be rewritten."""
+    """Yield every attention in a graph, and a decline for each one that cannot be rewritten."""
     for node in info.visit(info.gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -118,16 +118,16 @@ def _nodes(*values: Any) -> list[Node]:
 
 
 def dropout_active(node: Node | None, hint: str = "") -> Decline:
-    """Return the decline for attention with active dropout."""
+    """Return the decline for attention that applies dropout."""
     said = "attention dropout is active, and another kernel would drop other weights"
     return Decline("dropout_active", said, hint or "train with an attention dropout of 0", node)
 
 
 @dataclass
 class _Walk:
-    """Follows the nodes from a softmax to a product.
+    """The path of nodes from a softmax to a product.
 
-    The walk records the steps, and the positions of the scores' axes.
+    The path records the steps on the way, and the positions of the scores' axes.
     """
 
     info: GraphInfo
@@ -138,7 +138,7 @@ class _Walk:
     apart: list[Sequence[Any]] = field(default_factory=list)
 
     def moves(self, step: Node, call: Call | None, *, is_backward: bool) -> bool:
-        """Record how a view moves the axes; return False if it does more than move them."""
+        """Record how a view moves the axes; return False if the view does anything else."""
         if call is None or call.op.overloadpacket not in _VIEWS:
             return False
         order = permutation(step, len(self.axes))
@@ -165,7 +165,7 @@ _VIEWS = named("transpose permute view reshape flatten unflatten")
 
 @dataclass
 class _Weights:
-    """The product of the softmax's weights with the values."""
+    """The product of the softmax weights with the values."""
 
     node: Node
     value: Given
@@ -175,7 +175,7 @@ class _Weights:
 
 @dataclass
 class _Scores:
-    """The operand of the softmax: the product of queries and keys, scaled and masked."""
+    """The operand of the softmax: the product of queries and keys, after scale and mask."""
 
     node: Node
     query: Given
@@ -187,7 +187,7 @@ class _Scores:
 
 
 class _Masking(NamedTuple):
-    """How a chain masks its scores."""
+    """The way in which a chain masks its scores."""
 
     mask: Node | None = None
     takes_away: bool = False
@@ -223,16 +223,17 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
 
 
 def _more_axes(softmax: Node, number: int) -> Decline:
-    """Return the decline for scores with more axes than one call of attention has."""
+    """Return the decline for scores with more axes than an attention call supports."""
     hint = "let queries, keys and values have four axes (batch, heads, positions, features): join "
     hint += "the others with the batch or the heads"
     return replace(axes_order(softmax, f"the scores have {number} axes"), hint=hint)
 
 
 def _is_between_products(info: GraphInfo, softmax: Node) -> bool:
-    """Return whether a softmax's operand comes from a product, and its result goes to one.
+    """Return whether a softmax's operand comes from a matrix product, and its result goes to
+    another one.
 
-    The operations in between keep the sizes of the last two axes.
+    The operations between softmax and products must keep the sizes of the last two axes.
     """
     source, later = softmax, softmax
     for _ in range(MAX_STEPS):
@@ -254,7 +255,8 @@ _ANY_PRODUCT = ("matmul", "einsum")
 def _site(
     info: GraphInfo, softmax: Node, sizes: dict[str, Any], scores: _Scores, weights: _Weights
 ) -> Site | Decline:
-    """Return the attention of a chain, or why the chain cannot be rewritten as attention."""
+    """Return the attention that a chain computes, or the reason why the chain cannot be
+    rewritten."""
     given, walks = (scores.query, scores.key, weights.value), (scores.walk, weights.walk)
     kind = kind_among(each.node for each in given)
     if kind:
@@ -292,7 +294,8 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether all sequences share a mask, so that it broadcasts over one more axis."""
+    """Return whether all sequences share one mask, so that the mask broadcasts over one more
+    axis."""
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
 
@@ -302,7 +305,7 @@ def _at(decline: Decline, softmax: Node) -> Decline:
 
 
 def axes_order(node: Node, seen: str) -> Decline:
-    """Return the decline for scores with an order of axes that is not supported."""
+    """Return the decline for scores whose order of axes is not supported."""
     said = f"{seen}; this pass reads (batch, heads, queries, keys) and (batch, queries, keys)"
     return Decline("axes_order", said, "let the last two axes of the scores be queries, keys", node)
 
@@ -355,7 +358,7 @@ def _passes_on(node: Node, weights: Node, walk: _Walk) -> bool:
 
 
 def _alike(info: GraphInfo, node: Node) -> list[Node]:
-    """Return the users of a node whose results have the same last two sizes as the node."""
+    """Return the users of a node whose results have the same last two sizes as the node itself."""
     return [user for user in node.users if _is_floating(user) and _same_pairs(info, node, user)]
 
 
@@ -370,7 +373,8 @@ def _is_floating(node: Node) -> bool:
 
 
 def _weighted(node: Node, weights: Node, axes: str) -> tuple[Given, str] | Decline | None:
-    """Return the values that this node multiplies by the weights, and the result's axes."""
+    """Return the values that a node multiplies by the softmax weights, and the axes of the
+    result."""
     product = product_of(node)
     if product is None or [product.left.node, product.right.node].count(weights) != 1:
         return None
@@ -395,7 +399,7 @@ def _weighted(node: Node, weights: Node, axes: str) -> tuple[Given, str] | Decli
 
 
 def _dropout(node: Node) -> Any:
-    """Return the rate of an active dropout, or None for any other node."""
+    """Return the rate of a dropout that is active, or None for any other node."""
     call = read_one(node)
     if call is None or call.op.overloadpacket is not aten.dropout or call.args["train"] is False:
         return None
@@ -403,7 +407,8 @@ def _dropout(node: Node) -> Any:
 
 
 def weights_used(user: Node, hint: str) -> Decline:
-    """Return the decline if a node other than the product with the values reads the weights."""
+    """Return the decline if a node other than the product with the values reads the softmax
+    weights."""
     if written_by(user):
         return _unknown_step(user)
     said = f"the attention weights are also used by `{node_name(user)}` and must be computed"
@@ -413,8 +418,8 @@ def weights_used(user: Node, hint: str) -> Decline:
 def _follow_scores(
     softmax: Node, scores: Any, walk: _Walk, dtype: torch.dtype | None
 ) -> _Scores | Decline | None:
-    """Follow the operand of a softmax back to the product; the softmax may compute in another
-    dtype."""
+    """Follow the operand of a softmax back to the product of queries and keys; the softmax may
+    compute in another dtype."""
     info = walk.info
     if not _leads_to_product(info, scores):
         return None
@@ -447,9 +452,9 @@ def _follow_scores(
 
 
 def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
-    """Return the in-place writes to scores before their reader, the last one first.
+    """Return the in-place writes to scores that precede the scores' reader, the last one first.
 
-    Return a Decline if another node reads the scores in between.
+    If another node reads the scores in between, return a Decline.
     """
     others = [user for user in scores.users if user is not reader]
     for user in others:
@@ -468,15 +473,14 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The facts about scores that are known so far, while a chain is read backwards from the
-    softmax."""
+    """The known facts about scores, while a chain is read backwards from the softmax."""
 
     casts: list[torch.dtype]
     masking: _Masking = field(default_factory=lambda: _Masking())
     factors: _Factors = field(default_factory=lambda: _Factors())
 
     def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
-        """Read one step of the chain; return why it cannot be read, or None."""
+        """Read one step of the chain; return the reason why it cannot be read, or None."""
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
             return self._scaled(walk, node, given["other"], is_division=op is aten.div)
@@ -511,7 +515,7 @@ class _Read:
         return None
 
     def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
-        """Read the matrix product that computes the scores."""
+        """Read the matrix product of queries and keys."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -544,9 +548,9 @@ class _Read:
 
 @dataclass
 class _Factors:
-    """The numbers between a product and its mask, read backwards: cap, tanh, and the scale.
+    """The factors between a product and its mask, read backwards: softcap, tanh, and scale.
 
-    The numbers are recorded without signs, because tanh is odd.
+    The signs of the factors are not recorded, because tanh is odd.
     """
 
     cap: float | None = None
@@ -555,12 +559,12 @@ class _Factors:
     is_negative: bool = False
 
     def add(self, factor: float, *, is_division: bool) -> None:
-        """Record one more multiplication."""
+        """Record one more multiplication by a number."""
         (self.divided if is_division else self.multiplied).append(abs(float(factor)))
         self.is_negative ^= factor < 0
 
     def result(self) -> tuple[float, float]:
-        """Return the scale of the scores and the softcap; 0 means no cap."""
+        """Return the scale of the scores and the softcap; a softcap of 0 means none."""
         if self.cap is None:
             return self.product(), 0.0
         if self.cap in self.divided:  # divided by the cap, this leaves the scale, unrounded
@@ -569,12 +573,14 @@ class _Factors:
         return self.product() * self.cap, self.cap
 
     def product(self) -> float:
-        """Return the product of all factors read so far; before a tanh, this is the softcap."""
+        """Return the product of all factors read so far; if no tanh was read yet, this product is
+        the softcap."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
 def _leads_to_product(info: GraphInfo, node: Any) -> bool:
-    """Return whether a node comes from a matrix product, over steps that scores may have."""
+    """Return whether a node's value comes from a matrix product, over steps that scores may
+    have."""
     seen: set[Node] = set()
     stack = [(node, 0)]
     while stack:
@@ -629,7 +635,7 @@ def _is_number(info: GraphInfo, node: Any) -> bool:
 
 
 def _number(given: Any) -> float | None:
-    """Return a number, or the number in a tensor without axes."""
+    """Return a number, or the number that a tensor without axes contains."""
     call = call_of(given, aten.full.default)
     if call is not None and not call.args["size"]:
         given = call.args["fill_value"]
@@ -637,13 +643,14 @@ def _number(given: Any) -> float | None:
 
 
 def _is_zero(node: Node) -> bool:
-    """Return whether a tensor contains only zeros, such as the added operand of baddbmm."""
+    """Return whether a tensor contains only zeros, like the usual added operand of baddbmm."""
     call = read_one(node)
     return call is not None and call.op.overloadpacket in named("zeros new_zeros zeros_like")
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return the masking of scores, without its dtype if a later cast makes its number infinite."""
+    """Return how scores are masked, without the dtype if a later cast turns the mask's number into
+    infinity."""
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
     is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)

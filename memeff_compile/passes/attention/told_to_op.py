@@ -1,16 +1,18 @@
-"""Rewrite attention with masks for which SDPA has no argument into memeff::attention.
+"""Rewrite attention into memeff::attention for masks that scaled_dot_product_attention cannot take
+as an argument.
 
     before: mask = (arange(S) <= arange(S)[:, None]) & attention_mask[:, None, None, :]
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
     after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
 
 The op's arguments are bounds between query and key, one table of keys, one equality of ids, and a
-softcap. The pass uses these arguments only if they select the same keys for every query as the mask
-does. A query that may attend to no key gets the same result as in the original; if that is not
+softcap. The pass uses these arguments only if they show each query the same keys as the mask does.
+For a query that may attend to no key, the op must return the original result; if that is not
 possible, the pass declines.
 
-The kernel reads any other mask of a call, such as an input or a mask that adds numbers, tile by
-tile at run time. The GPU finds out which tiles of the mask are empty, once for all layers.
+Any other mask of a call, such as a graph input or a mask that adds numbers, is read by the kernel
+at run time, tile by tile. The GPU determines which tiles of the mask are empty, once for all
+layers.
 """
 
 from __future__ import annotations
@@ -59,10 +61,9 @@ class Said:
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
-    """Return arguments of the op that replace a mask, or why there are none.
+    """Return the op's arguments that replace a mask, or the reason why there are none.
 
-    The reason is a sentence if it concerns the mask, and a decline if some query may attend to no
-    key.
+    The reason is a sentence about the mask, or a decline because some query may attend to no key.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can express it"
@@ -83,7 +84,8 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
-    """Return the table of keys and the tables of ids, or None if one of them cannot be written."""
+    """Return the table of keys and the tables of sequence ids, or None if one of them cannot be
+    computed."""
     query, key = site.query.value, site.key.value
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 
@@ -117,8 +119,8 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs of ids that must be equal for query and key; a table of queries is compared
-    with 1."""
+    """Return the pairs of ids that must be equal for a query and a key; a table of queries alone is
+    compared with 1."""
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
         found.append((both(*form.queries), Linear(1)))
@@ -126,7 +128,8 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
 
 
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
-    """Return the original's result for a query that attends to no key, or why it is not known."""
+    """Return the original result for a query that attends to no key, or the reason why it is not
+    known."""
     if not form.empty or mask is None:
         return "zeros"
     if not site.between:
@@ -155,7 +158,7 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return why the op does not support this attention or is not fast for it, or an empty
+    """Return the reason why the op does not support this attention or is slow for it, or an empty
     string."""
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
@@ -166,7 +169,7 @@ def why_not_here(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fast(site: Site, query: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return why the op would be slow on the device of ``query``, or an empty string."""
+    """Return the reason why the op would be slow on the device of ``query``, or an empty string."""
     device = where_it_runs(query.device)
     if device.type == "cpu":
         return _why_not_on_a_cpu(site, dtype)
@@ -192,7 +195,8 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
 
 
 def why_not_read(info: GraphInfo, site: Site) -> str:
-    """Return why the op cannot read this attention's mask at run time, or an empty string."""
+    """Return the reason why the op cannot read the mask of this attention at run time, or an empty
+    string."""
     if site.between or site.mask is None:
         return "memeff::attention reads masks for calls of scaled_dot_product_attention alone"
     mask = info.value(site.mask)
@@ -206,7 +210,8 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_added(info: GraphInfo, site: Site) -> str:
-    """Return why the op cannot add this attention's mask at run time, or an empty string.
+    """Return the reason why the op cannot add the mask of this attention at run time, or an empty
+    string.
 
     A bias that the graph computes and adds (ALiBi, T5) usually hides no key, so no tile could be
     skipped.
@@ -217,7 +222,7 @@ def why_not_added(info: GraphInfo, site: Site) -> str:
 
 
 def _input_behind(info: GraphInfo, node: Any) -> Node | None:
-    """Return the input that a node is a view of, or None if the graph computes it."""
+    """Return the graph input of which a node is a view, or None if the graph computes the node."""
     while isinstance(node, Node) and (node := _levels_of(info, node)[-1][1]).op != "placeholder":
         info = next(level for level in info.outward() if node.graph is level.gm.graph)
         call = read_one(node)
@@ -234,8 +239,8 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a node and, if it is an input of a checkpoint, the nodes outside that it stands for,
-    by level."""
+    """Return a node and, if it is an input of a checkpoint body, the outer nodes that are passed
+    for it, by graph."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)
@@ -247,7 +252,7 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
 
 
 def handed_in(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether this graph partition reads a mask that an earlier one computed."""
+    """Return whether this graph partition reads a mask that an earlier partition computed."""
     source = _input_behind(info, mask)
     return source is not None and handed_over(source) is not None
 
@@ -273,7 +278,8 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return a mask with four axes, and a code per tile of it; all layers share both nodes."""
+    """Return a mask with four axes, and a code for each tile of the mask; all layers share both
+    nodes."""
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
     owner = editor
@@ -299,7 +305,7 @@ def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
 
 
 def _with_four_axes(editor: Editor, node: Node) -> Node:
-    """Return a mask over batch, heads, queries and keys; expanded axes have size 1."""
+    """Return a mask over batch, heads, queries and keys; axes that were expanded have size 1."""
     while compat.example_value(node).dim() < 4:
         node = editor.call(aten.unsqueeze.default, node, 0)
     for place, stride in enumerate(compat.example_value(node).stride()):
@@ -320,8 +326,8 @@ def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
 
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
-    """Return the report's sentence: the arguments that replace the mask, and the tensors that are
-    no longer built."""
+    """Return the report's sentence with the arguments that replace the mask, and the tensors that
+    are no longer built."""
     query, key, result = site.query.value, site.key.value, info.value(site.node)
     ids = said.ids[0] if said.ids else None
     told = ["softcap" if said.softcap else "", _told("key table", said.key_mask), _told("ids", ids)]
@@ -356,7 +362,7 @@ def _not_built(info: GraphInfo, site: Site, query: torch.Tensor, key: torch.Tens
 
 
 def name_of(info: GraphInfo, node: Node) -> str:
-    """Return the name of the input that a node is a view of, or "" if there is none."""
+    """Return the name of the graph input of which a node is a view, or "" if there is none."""
     source = _input_behind(info, node)
     level = next((each for each in info.outward() if source in each.positions), info)
     root = None if source is None else level.root_placeholder(source)
@@ -364,7 +370,7 @@ def name_of(info: GraphInfo, node: Node) -> str:
 
 
 def _told(name: str, table: Table | None) -> str:
-    """Return the name of a table and of one or two inputs from which it is computed, or ""."""
+    """Return the name of a table and of the one or two inputs from which it is computed, or ""."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})
@@ -374,7 +380,7 @@ def _told(name: str, table: Table | None) -> str:
 
 
 def _inputs(table: Table, node: Node) -> set[str]:
-    """Return the names of the inputs from which a node is computed."""
+    """Return the names of the graph inputs from which a node is computed."""
     found: set[str] = set()
     level = table.level
     seen: set[Node] = set()

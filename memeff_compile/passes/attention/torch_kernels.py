@@ -1,8 +1,9 @@
-"""Tell which calls PyTorch's attention kernels support, which kernel PyTorch chooses, and the
-result's layout.
+"""Facts about PyTorch's attention kernels: which calls they support, which kernel PyTorch chooses,
+and the layout of its result.
 
-The passes insert a call of scaled_dot_product_attention only if one of its fused kernels supports
-the call. The result gets the original's layout if a later node may see the difference.
+The passes insert a call of scaled_dot_product_attention only if one of PyTorch's fused kernels
+supports the call. The result gets the layout of the original result, if a later node may see the
+difference.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _LARGEST_HEAD = 256
 
 
 def why_not_grouped(info: GraphInfo, site: Site) -> str:
-    """Return why a call without a mask would be slow if keys and values are not repeated, or an
-    empty string.
+    """Return the reason why a call without a mask would be slow if keys and values are not
+    repeated, or an empty string.
 
-    On a CPU, PyTorch's single fused kernel supports fewer key heads than query heads in every
-    floating dtype, and is not slower than with repeated ones. On a GPU, the flash and cuDNN kernels
-    support this in 16 bits, for heads of one size up to 256 in steps of 8. The memory-efficient
-    kernel does not support it, and the remaining kernel is slow.
+    On a CPU, PyTorch has one fused kernel; it supports fewer key-value heads than query heads in
+    every floating-point dtype, and is as fast as with repeated heads. On a GPU, the flash and cuDNN
+    kernels support fewer key-value heads in 16 bits, for equal head sizes up to 256 in steps of 8.
+    The memory-efficient kernel does not support this, and the unfused kernel is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)
@@ -59,13 +60,14 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
-    """Return why no fused kernel can compute a chain, or an empty string."""
+    """Return the reason why no fused kernel can compute a chain, or an empty string."""
     sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
     return why_no_kernel(info, info.value(site.node), *sizes)
 
 
 def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: Any) -> str:
-    """Return why no fused kernel supports heads of these sizes on the result's device, or ""."""
+    """Return the reason why no fused kernel supports these head sizes on the result's device, or
+    ""."""
     if info.checkpoints_for_nothing:
         return "PyTorch compiles no fused kernel into a checkpoint whose graph has no gradient"
     device = where_it_runs(result.device).type
@@ -97,7 +99,8 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return why attention is unchanged, if the code selects PyTorch's kernels itself, or ""."""
+    """Return the reason why attention is unchanged if user code itself selects PyTorch's kernels,
+    or ""."""
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
         return None
@@ -106,7 +109,7 @@ def kernels_chosen(
 
 
 def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
-    """Copy the result into the original's layout, if the layouts differ and a later node may depend
+    """Copy the result into the original layout, if the layouts differ and a later node may depend
     on it."""
     before, after = compat.example_value(old), compat.example_value(new)
     if same_shape(before.stride(), after.stride()) or not _depends_on_layout(old):
@@ -136,7 +139,7 @@ _BLIND_TO_LAYOUT = named("contiguous reshape flatten linear matmul mm bmm addmm"
 
 
 def _depends_on_layout(node: Node) -> bool:
-    """Return whether a view, or code outside the graph, may see the layout of a result."""
+    """Return whether a view, or code outside of the graph, may see the layout of a result."""
     return any(_sees_layout(user) for user in node.users)
 
 

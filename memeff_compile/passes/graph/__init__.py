@@ -1,1 +1,1 @@
-"""The base of every pass: reading a graph, editing it, and running the passes in order."""
+"""Code shared by all passes: it reads graphs, edits them, and runs the passes in order."""

@@ -1,4 +1,4 @@
-"""The interface of a pass, and its three possible answers about a match in the graph."""
+"""The interface of a pass, and its three possible answers about a match."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .graph_info import GraphInfo, node_name
 
 @dataclass(frozen=True)
 class Decline:
-    """Why a pass declined a match: a code, a sentence, a remedy, and the node.
+    """The reason why a pass declined a match: a code, a sentence, a remedy, and the node.
 
-    Equal declines become one record, in which ``sites`` counts them.
+    Equal declines become one record, whose ``sites`` is their count.
     """
 
     code: str
@@ -35,20 +35,19 @@ class Decline:
     action: Action = "declined"  # or "note", for a node that need not be a match of the pass
 
     def counted(self, node: Node) -> Decline:
-        """Return the answer with the number of equal matches; equal answers become one record."""
+        """Return the answer together with the number of equal matches, which become one record."""
         return replace(self, node=node, sites=1)
 
 
 def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
-    """Return the decline for a case where a write in place changes memory that the rewrite would
-    read later."""
+    """Return the decline for an in-place write to memory that the rewrite would read later."""
     sentence = f"`{node_name(write)}` writes in place to {what}"
     return Decline("mutated", sentence, "use the out-of-place form", node)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The bytes of the tensors that a rewrite removes, before and after it, as formulas in
+    """The bytes of the tensors that a rewrite affects, before and after it, as formulas in
     sizes."""
 
     before: sympy.Expr
@@ -66,9 +65,10 @@ NOTED = (
 
 @dataclass
 class Done:
-    """A rewrite's entries for the report, and the changes that the backend must make for it.
+    """The report's entries for a rewrite, and the changes outside of the graph that the backend
+    must make for it.
 
-    Equal matches become one record, in which ``sites`` counts them. ``inductor`` holds Inductor
+    Equal rewrites become one record, whose ``sites`` is their count. ``inductor`` contains Inductor
     settings that suit the graph; the user's own settings override them.
     """
 
@@ -83,14 +83,15 @@ class Done:
 
 
 class GraphPass(ABC):
-    """Finds matches in a graph, checks each, and rewrites those that pass the check.
+    """The base class of passes: a pass finds matches in a graph, checks each, and rewrites those
+    that pass the check.
 
-    ``find`` and ``check`` change nothing in the graph. ``rewrite`` edits only through the editor;
-    the pipeline verifies the result, and undoes the edits of a match if the editor refuses one. A
-    match is an object that ``find`` yields: a node, or any object that ``places`` can read.
+    ``find`` and ``check`` do not change the graph. ``rewrite`` edits the graph only through the
+    editor; the pipeline verifies the result, and undoes the edits of a match if the editor raises
+    an error. A match is any object that ``find`` yields and ``places`` can read, such as a node.
 
     Attributes:
-        name: the pass's name in reports, in ``memeff.skip`` and in ``memeff.strict``.
+        name: the name of the pass in reports, in ``memeff.skip`` and in ``memeff.strict``.
         when: whether a pass given in ``memeff.passes`` runs before or after the built-in ones.
     """
 
@@ -98,15 +99,16 @@ class GraphPass(ABC):
     when: Literal["before", "after"] = "after"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether the options switch this pass on for this graph."""
+        """Return whether the options turn this pass on for this graph."""
         return not info.options.switched_off(self.name)
 
     @abstractmethod
     def find(self, info: GraphInfo) -> Iterable[Any]:
-        """Yield matches, and Declines for nodes that look like a match and cannot be rewritten."""
+        """Yield matches, and a Decline for each node that looks like a match but cannot be
+        rewritten."""
 
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
-        """Return why ``match`` must not be rewritten, or None if it may be."""
+        """Return the reason why ``match`` must not be rewritten, or None if it may be rewritten."""
         return None
 
     def gain(self, info: GraphInfo, match: Any) -> Gain | None:
@@ -119,14 +121,14 @@ class GraphPass(ABC):
         return [match]
 
     def anchor(self, match: Any) -> Node:
-        """Return the node whose source line stands for ``match`` in reports."""
+        """Return the node whose source line represents ``match`` in reports."""
         return self.places(match)[0]
 
     @abstractmethod
     def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
-        """Edit the graph at one match.
+        """Edit the graph for one match.
 
-        The editor raises EditRefused if a node that reads the result would get another one.
+        If another node would see a different result, the editor raises EditRefused.
         """
 
     def dead(self, match: Any) -> Sequence[Node]:
@@ -134,27 +136,27 @@ class GraphPass(ABC):
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return further codes and sentences about a match for the report."""
+        """Return further codes and sentences about a match, for the report."""
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:
         """Return whether the nodes that this rewrite inserts wait for other ranks.
 
-        An error in such a rewrite must end the run: if one rank skipped the rewrite, the others
-        would wait forever.
+        An error in such a rewrite must end the run, because if one rank skipped the rewrite, the
+        others would wait forever.
         """
         return False
 
     def parts(self, match: Any) -> Sequence[Any]:
-        """Return the matches of which ``match`` consists, if there are several."""
+        """Return the matches that ``match`` combines, if there are several."""
         return ()
 
     def identity(self) -> str:
-        """Return a key that identifies this pass, and its version, in caches on disk.
+        """Return a key that identifies this pass, including its version, in on-disk caches.
 
-        The key contains the source of the pass's classes and its attributes. Override this method
-        if a rewrite also depends on something else, such as a global variable. A pass without a
-        source file has a key that is valid only in its process.
+        The key contains the source code of the pass's classes and its attributes. Override this
+        method if a rewrite also depends on something else, such as a global variable. If a pass has
+        no source file, its key is valid only in this process.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:
@@ -166,6 +168,6 @@ class GraphPass(ABC):
         return hashlib.sha256(repr((said, settings)).encode()).hexdigest()[:16]
 
     def skipped(self, info: GraphInfo, node: Node) -> str:
-        """Return the module path of ``node`` if ``memeff.skip`` names it, else ""."""
+        """Return the module path of ``node`` if ``memeff.skip`` names that module, otherwise ""."""
         paths = info.module_names(node)
         return next((p for p in paths if p and info.options.skips(self.name, p)), "")

@@ -1,13 +1,14 @@
-"""Read every Dynamo node in one form: as the equivalent ATen calls.
+"""Read every node that Dynamo records in one canonical form: as the equivalent ATen calls.
 
 Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32)`` and
 ``x.to(dtype=...)`` are three different nodes. Every pass reads nodes through :func:`read`, which
 returns the pre-dispatch ATen calls with arguments bound by schema name and defaults filled in, so a
 pass handles only one form.
 
-Reading never changes the graph. A node can be read in two ways. A table of names and schemas takes
-microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests compare the
-table with it. If neither can read a node, the result is None, and the pass declines.
+Reading never changes the graph. A node can be read in two ways. A table of names and schemas reads
+a node in microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests
+compare the table with this trace. If neither way can read a node, the result is None, and the pass
+declines.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ aten = torch.ops.aten
 
 
 def named(words: str) -> frozenset[Any]:
-    """Return the ATen ops of these names: one overload for ``add.Tensor``, all for ``add``."""
+    """Return the ATen ops with these names: one overload for a name like ``add.Tensor``, all for a
+    name like ``add``."""
     return frozenset(operator.attrgetter(name)(aten) for name in words.split())
 
 
 class _Previous:
-    """A placeholder for the result of the previous call, if a node is read as several calls."""
+    """A placeholder for the result of the previous call, for a node that is read as several
+    calls."""
 
     def __repr__(self) -> str:
         return "PREVIOUS"
@@ -46,7 +49,7 @@ PREVIOUS = _Previous()
 
 @dataclass(frozen=True)
 class Call:
-    """An ATen call: an overload and its arguments by schema name."""
+    """An ATen call: an op overload, and its arguments by schema name."""
 
     op: OpOverload
     args: Mapping[str, Any]
@@ -60,9 +63,11 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Read ``node`` by the table, or return None if the table has no entry for it.
+    """Return the ATen calls of ``node`` according to the table, or None if the table has no entry
+    for it.
 
-    ``x.float()`` is read as ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
+    For example, ``x.float()`` becomes ``(Call(aten.to.dtype, {"self": x, "dtype": float32,
+    ...}),)``.
     """
     if node.op not in ("call_function", "call_method"):
         return None
@@ -73,16 +78,16 @@ def read(node: Node) -> Reading | None:
 
 
 def read_one(node: Any) -> Call | None:
-    """Read ``node`` as exactly one call; return None if it is not a node or not one call."""
+    """Return ``node`` as exactly one ATen call, or None if it is not a node or not one call."""
     reading = read(node) if isinstance(node, Node) else None
     return reading[0] if reading is not None and len(reading) == 1 else None
 
 
 def read_write(node: Node) -> Call | None:
-    """Read an in-place write as the call whose result it writes into its first argument.
+    """Return an in-place write as the call whose result is written to the write's first argument.
 
-    The function reads ``x /= 2`` as ``div(x, 2)`` and ``x[mask] = 0.0`` as ``masked_fill(x, mask,
-    0.0)``. Return None for any other node.
+    For example, ``x /= 2`` becomes ``div(x, 2)``, and ``x[mask] = 0.0`` becomes ``masked_fill(x,
+    mask, 0.0)``. For any other node, return None.
     """
     try:
         if node.target is operator.setitem or node.target == "__setitem__":
@@ -97,7 +102,8 @@ def read_write(node: Node) -> Call | None:
 
 
 def _written_where_true(target: Any, index: Any, value: Any) -> Call:
-    """Read ``x[mask] = value`` if the mask covers all axes, or all axes after leading ``:``."""
+    """Read ``x[mask] = value`` if the mask covers all axes, or all axes after leading colons
+    (``:``)."""
     *leading, mask = index if isinstance(index, tuple) else (index,)
     _require(_is_tensor(target) and _is_tensor(mask))
     written, where = compat.example_value(target), compat.example_value(mask)
@@ -108,13 +114,15 @@ def _written_where_true(target: Any, index: Any, value: Any) -> Call:
 
 
 def call_of(node: Any, *ops: OpOverload) -> Call | None:
-    """Return the ATen call of ``node`` if it is exactly one call of one of ``ops``, else None."""
+    """Return the ATen call of ``node`` if the node is exactly one call of one of ``ops``, otherwise
+    None."""
     call = read_one(node)
     return call if call is not None and call.op in ops else None
 
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
-    """Follow calls of these ops back along their first operands; append the nodes to ``way``."""
+    """Follow calls of these ops back along their first operands, and append the visited nodes to
+    ``way``."""
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
             way.append(node)
@@ -123,7 +131,7 @@ def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = N
 
 
 class _CannotBind(Exception):
-    """Arguments do not fit the schema."""
+    """The error that arguments do not fit a schema."""
 
 
 def _require(holds: Any) -> None:
@@ -136,7 +144,7 @@ _RENAMED = {"input": "self", "axis": "dim", "keepdims": "keepdim", "tensor1": "s
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of an op's schema; the schema is read once per op."""
+    """One argument of an op's schema; each schema is read once."""
 
     name: str
     kind: Any  # its type
@@ -148,7 +156,7 @@ class Argument:
 
 @lru_cache(maxsize=4096)
 def arguments_of(op: Any) -> tuple[Argument, ...]:
-    """Return the arguments of an op, in order."""
+    """Return the schema arguments of an op, in order."""
     return tuple(
         Argument(
             each.name,
@@ -163,7 +171,8 @@ def arguments_of(op: Any) -> tuple[Argument, ...]:
 
 
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Bind ``args`` and ``kwargs`` to the schema of ``op``, with defaults filled in, or raise."""
+    """Bind ``args`` and ``kwargs`` to the schema of ``op`` and fill in defaults; raise an error if
+    they do not fit."""
     arguments = arguments_of(op)
     positional = [a.name for a in arguments if not a.is_named]
     _require(len(args) <= len(positional))
@@ -207,7 +216,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether ``value`` may be passed where the schema says ``kind``."""
+    """Return whether ``value`` may be passed for an argument whose schema type is ``kind``."""
     name = kind.kind()
     if name == "OptionalType":
         return value is None or _fits(value, kind.getElementType())
@@ -234,7 +243,7 @@ _PLAIN_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _bind_packet(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Bind the arguments to the first functional overload of ``packet`` that accepts them."""
+    """Bind arguments to the first functional overload of ``packet`` that accepts them."""
     for overload_name in packet.overloads():
         if overload_name.endswith("out") or overload_name in ("Scalar_Tensor", "names"):
             continue
@@ -249,12 +258,12 @@ _Reader = Callable[[Node, _Args, _Kwargs], Reading]
 
 
 def _plain(name: str) -> _Reader:
-    """Read a node as one call of the ATen op with this name."""
+    """Read a node as one call of the ATen op with the same name."""
     return lambda node, args, kwargs: (_bind_packet(getattr(aten, name), args, kwargs),)
 
 
 def _sized(name: str, size_keyword: str = "") -> _Reader:
-    """Read ``x.view(a, b)`` like ``x.view((a, b))``; also ``x.permute(1, 0)``."""
+    """Read ``x.view(a, b)`` like ``x.view((a, b))``, and ``x.permute(1, 0)`` in the same way."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         if len(args) > 1 and not isinstance(args[1], (list, tuple, torch.dtype)):
@@ -289,7 +298,7 @@ def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _loss(op: OpOverload, *smoothing: str) -> _Reader:
-    """Read a loss of torch.nn.functional, whose reduction is a name or deprecated arguments."""
+    """Read a loss of torch.nn.functional, whose reduction is a name or two deprecated arguments."""
     names = "input target weight size_average ignore_index reduce reduction".split()
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
@@ -302,7 +311,8 @@ def _loss(op: OpOverload, *smoothing: str) -> _Reader:
 
 
 def _by_name(names: Sequence[str], required: int, args: _Args, kwargs: _Kwargs) -> _Kwargs:
-    """Return positional and keyword arguments by name; the first `required` ones must be given."""
+    """Return positional and keyword arguments by name; the first `required` arguments must be
+    present."""
     _require(len(args) <= len(names) and not set(kwargs) - set(names))
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     _require(given.keys() >= set(names[:required]) and not given.get("inplace"))
@@ -310,7 +320,7 @@ def _by_name(names: Sequence[str], required: int, args: _Args, kwargs: _Kwargs) 
 
 
 def _embedding(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``F.embedding(ids, weight)``, whose ATen op takes the weight first."""
+    """Read ``F.embedding(ids, weight)``; the ATen op takes the weight first."""
     names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse".split()
     given = _by_name(names, 2, args, kwargs)
     padding = given.get("padding_idx")
@@ -321,14 +331,14 @@ def _embedding(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _dropout(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``F.dropout``, whose ATen op has no defaults."""
+    """Read ``F.dropout``; the ATen op has no default arguments."""
     given = _by_name("input p training inplace".split(), 1, args, kwargs)
     operands = (given["input"], given.get("p", 0.5), given.get("training", True))
     return (bind(aten.dropout.default, operands, {}),)
 
 
 def _activation(packet: OpOverloadPacket) -> _Reader:
-    """Read ``F.silu(x, inplace=False)``, whose ATen op has no such argument."""
+    """Read ``F.silu(x, inplace=False)``; the ATen op has no argument `inplace`."""
     return lambda node, args, kwargs: (
         bind(packet.default, (_by_name(["input", "inplace"], 1, args, kwargs)["input"],), {}),
     )
@@ -353,7 +363,7 @@ def _reduction(given: Mapping[str, Any]) -> int:
 
 
 def _created(name: str, leading: int = 0) -> _Reader:
-    """Read ``torch.ones(2, 3)``, ``x.new_ones((2, 3))`` and similar calls, with sizes in one
+    """Read ``torch.ones(2, 3)``, ``x.new_ones((2, 3))`` and similar calls, with the sizes as one
     list."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
@@ -375,19 +385,19 @@ def _scalar_tensor(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _is_of_a_number(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call's first argument is a number and its second a tensor."""
+    """Return whether the first argument of a call is a number and the second is a tensor."""
     return len(args) == 2 and not kwargs and not _is_tensor(args[0]) and _is_tensor(args[1])
 
 
 def _difference(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``1.0 - x`` as ``rsub(x, 1.0)``, every other difference as ``sub``."""
+    """Read ``1.0 - x`` as ``rsub(x, 1.0)``, and every other difference as ``sub``."""
     if _is_of_a_number(args, kwargs):
         return (_bind_packet(aten.rsub, (args[1], args[0]), {}),)
     return (_bind_packet(aten.sub, args, kwargs),)
 
 
 def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``127 / x`` as PyTorch computes it, ``reciprocal(x) * 127``.
+    """Read ``127 / x`` in the way in which PyTorch computes it, ``reciprocal(x) * 127``.
 
     Other quotients are read as ``div``.
     """
@@ -400,8 +410,7 @@ def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
-    """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the tensor's method in the same
-    way."""
+    """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the tensor method of the same name."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         kwargs.pop("_stacklevel", None)
@@ -481,7 +490,7 @@ def _getitem(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def is_several(value: Any) -> bool:
-    """Return whether a node has several results, as ``x.split(2)`` has."""
+    """Return whether a node has several results, like ``x.split(2)``."""
     return isinstance(value, Node) and isinstance(compat.example_value(value), (tuple, list))
 
 
@@ -645,10 +654,10 @@ def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) 
 
 
 def trace(node: Node) -> Reading | None:
-    """Read ``node`` by running it alone on fake operands, or return None.
+    """Return the ATen calls of ``node``, found by running it alone on fake operands, or None.
 
-    To trace one node takes milliseconds. Tracing is the fallback for nodes without an entry in the
-    table, and the tests compare the table with it.
+    Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in the table;
+    the tests compare the table with it.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

@@ -1,10 +1,11 @@
-"""Split a graph into partitions, so that gradients arrive block by block, not all at once.
+"""Split a graph into partitions, so that gradients become available block by block instead of all
+at once.
 
-A compiled graph is one node for autograd: its backward pass returns all gradients together, and an
-optimizer in the backward pass would run only after that. If `optim_in_backward` updates weights,
-this module cuts the graph between the model's blocks, as Dynamo does for the buckets of DDP, and
-each partition is compiled separately. A value that crosses a cut is an output of one partition and
-an input of others.
+For autograd, a compiled graph is one node: its backward pass returns all gradients together, and an
+optimizer that runs during the backward pass could only start afterwards. If `optim_in_backward`
+updates weights, this module splits the graph between the model's blocks, as Dynamo does for DDP's
+buckets, and each partition is compiled separately. A value that crosses a split is an output of one
+partition and an input of others.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 
 def starts(info: GraphInfo) -> tuple[Node, ...]:
-    """Return the nodes at which a new partition of the graph starts, usually none.
+    """Return the nodes at which a new partition of the graph starts; usually there are none.
 
-    A new partition starts where another block of the model begins, if both sides compute gradients
-    of updated weights. Graphs with writes, with values of unknown size, or already split by DDP are
-    not cut.
+    A new partition starts where another block of the model begins, if the partitions on both sides
+    compute gradients of updated weights. Graphs with in-place writes or values of unknown size, and
+    graphs that DDP already split, are not split.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -64,17 +65,17 @@ _CROSSES = (torch.Tensor, torch.SymInt)
 
 
 def candidates(info: GraphInfo) -> list[Node]:
-    """Return the nodes that may be put into partitions, or none if a size is known only at run
-    time."""
+    """Return the nodes that may be put into partitions; if a size is known only at run time, return
+    none."""
     nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
     return [] if any("unbacked_bindings" in node.meta for node in nodes) else nodes
 
 
 def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
-    """Return the nodes before which the graph can be cut.
+    """Return the nodes before which the graph can be split.
 
-    At a cut, later nodes may need nothing but tensors and sizes from earlier nodes, and gradients
-    must be switched on or off as they are when the graph is called.
+    Across a split, later nodes may need only tensors and sizes from earlier nodes, and gradients
+    must be enabled or disabled as at the call of the graph.
     """
     found = set()
     outside = info.region.grad, info.region.inference
@@ -91,14 +92,14 @@ def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
 
 
 def _updated(info: GraphInfo) -> dict[Node, int]:
-    """Return the inputs that are weights updated in the backward pass, and the bytes of their
+    """Return the inputs that are weights updated during the backward pass, and the bytes of their
     gradients."""
     held = {node: compat.example_input(node) for node in info.placeholders}
     return {n: p.numel() * p.itemsize for n, p in held.items() if is_updated_in_backward(p)}
 
 
 def block_of(node: Node) -> str:
-    """Return the path of the block that a node is part of, such as `model.layers.3`, or "".
+    """Return the path of the block that contains a node, such as `model.layers.3`, or "".
 
     A checkpoint always counts as a block.
     """
@@ -111,7 +112,7 @@ def block_of(node: Node) -> str:
 
 
 def said(info: GraphInfo, at: Sequence[Node]) -> Record:
-    """Return the record which says that the graph is compiled in partitions."""
+    """Return the report's record that the graph is compiled in partitions."""
     total = format_bytes(sum(_updated(info).values()))
     sentence = (
         f"compiled in {len(at) + 1} pieces, cut between blocks of the model, because its weights "
@@ -121,8 +122,8 @@ def said(info: GraphInfo, at: Sequence[Node]) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Return the record which says that the graph is not split, because the search for blocks
-    failed."""
+    """Return the report's record that the graph is not split, because the search for blocks raised
+    an error."""
     why = f"not cut into blocks: searching for them failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
     return Record("backend", "internal_error", "cuts_failed", why, hint)
@@ -155,10 +156,10 @@ def compiled_in_pieces(
     shares: bool = True,
     is_last_plain: bool = False,
 ) -> Callable[..., Any]:
-    """Compile each partition between the cuts; return a function of the whole graph.
+    """Compile each partition of the graph; return a function that runs the whole graph.
 
-    If `shares` is set, partitions that are equal in structure and inputs share the compiled code of
-    the first one. If `is_last_plain` is set, the last partition is not compiled.
+    With `shares`, partitions that have the same structure and inputs share the compiled code of the
+    first one. With `is_last_plain`, the last partition is not compiled.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))
@@ -211,7 +212,8 @@ def compiled_in_pieces(
 
 
 class _Step(NamedTuple):
-    """A call of a compiled partition; its values are numbered in the order of their creation."""
+    """A call of a compiled partition; its values are numbered in the order in which they are
+    created."""
 
     compiled: Callable[..., Any]
     takes: tuple[int, ...]
@@ -223,16 +225,16 @@ class _Step(NamedTuple):
 def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
     """Tell `optim_in_backward` that a partition has computed all of its gradients.
 
-    After this, one kernel launch can update several weights.
+    After this message, one kernel launch can update several weights.
     """
     updated = [each for each in given if is_updated_in_backward(each)]
     compat.after_gradients(found, lambda: announce(updated))
 
 
 def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:
-    """Return the partitions between the cuts, in order.
+    """Return the partitions of the graph, in order.
 
-    A partition inside an autocast region enters and leaves the region by itself.
+    A partition inside an autocast region enters and leaves that region itself.
     """
     groups: list[list[Node]] = [[]]
     entered: list[tuple[Node, ...]] = [()]  # autocast regions that a group begins in
@@ -270,12 +272,13 @@ def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:
 
 
 def is_size(node: Node) -> bool:
-    """Return whether a node is a size."""
+    """Return whether the value of a node is a size."""
     return isinstance(compat.example_value(node), torch.SymInt)
 
 
 def size_inputs(gm: GraphModule) -> dict[str, Node]:
-    """Return the first input for each symbol among a graph's sizes, by the symbol's name."""
+    """Return, for each symbol among a graph's sizes, the first input that has the symbol, by the
+    symbol's name."""
     found: dict[str, Node] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         if is_size(node):

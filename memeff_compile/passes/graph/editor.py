@@ -1,7 +1,7 @@
-"""The module through which passes change graphs: it keeps metadata, checks edits and can undo them.
+"""The editor through which passes change graphs; it keeps metadata, checks edits and can undo them.
 
-New nodes are calls of op overloads, with ``example_value``, ``stack_trace`` and ``nn_module_stack``
-filled in: AOTAutograd's cache refuses graphs without the first, and reports use the other two.
+New nodes are calls of op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``:
+AOTAutograd's cache rejects graphs without the first, and reports use the other two.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """An edit would change a value that another node or the caller can see; its match is undone."""
+    """The error that an edit would change a value which another node or the caller can see; the
+    match's edits are then undone."""
 
 
 class Editor:
-    """Collects the edits of one match in one graph."""
+    """The edits of one match in one graph."""
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
@@ -47,11 +48,11 @@ class Editor:
     def at(
         self, node: Node, *, like: Node | None = None, region: Region | None = None
     ) -> Iterator[None]:
-        """Insert the following nodes before ``node``, with the source line and module path of
+        """Insert the following nodes before ``node``, with the source line and the module path of
         ``like``.
 
-        ``region`` is the autograd and autocast state of the inserted nodes (default: the state of
-        ``node``); inserted nodes may switch gradients off.
+        ``region`` is the autograd and autocast state of the inserted nodes (by default that of
+        ``node``); inserted nodes may disable gradients.
         """
         before, self._at = self._at, (node, like or node, region or self.info.regions[node])
         try:
@@ -60,20 +61,21 @@ class Editor:
             self._at = before
 
     def call(self, op: OpOverload | Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """Insert a call, and compute its example value under the autograd and autocast state
-        there."""
+        """Insert a call, and compute its example value under the autograd and autocast state of its
+        position."""
         with self._inserting():
             node = self._adopted(self.graph.call_function(op, args, kwargs))
         node.meta["example_value"] = self._evaluate(node, args, kwargs)
         return node
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """Return a node's value in a dtype: the node itself if it has that dtype."""
+        """Return a node's value in a dtype; if the node already has that dtype, return the node
+        itself."""
         is_same = compat.example_value(node).dtype == dtype
         return node if is_same else self.call(torch.ops.aten.to.dtype, node, dtype)
 
     def hold(self, name: str, tensor: torch.Tensor) -> Node:
-        """Insert a buffer that the graph keeps between calls and may write to."""
+        """Insert a buffer that the graph keeps between its calls and may write to."""
         if self.info.parent is not None:
             return self.bring_in(self.around().hold(name, tensor))
         gm, first = self.info.gm, _first_call(self.graph)
@@ -90,19 +92,19 @@ class Editor:
         return node
 
     def item(self, node: Node, index: int) -> Node:
-        """Insert ``node[index]``, one result of an op with several."""
+        """Insert ``node[index]``, which is one result of an op with several results."""
         with self._inserting():
             got = self._adopted(self.graph.call_function(operator.getitem, (node, index)))
         got.meta["example_value"] = compat.example_value(node)[index]
         return got
 
     def copy(self, node: Node, replaced: Mapping[Node, Node]) -> Node:
-        """Insert a copy of ``node`` that reads other operands, as given by ``replaced``."""
+        """Insert a copy of ``node`` whose operands are replaced as ``replaced`` says."""
         with self._inserting():
             return self._adopted(self.graph.node_copy(node, lambda n: replaced.get(n, n)))
 
     def arithmetic(self, function: Callable[..., Any], *args: Any) -> Node:
-        """Insert arithmetic on sizes, such as their product."""
+        """Insert arithmetic on sizes, such as the product of two sizes."""
         with self._inserting():
             node = self._adopted(self.graph.call_function(function, args))
         values = [compat.example_value(a) if isinstance(a, Node) else a for a in args]
@@ -110,9 +112,9 @@ class Editor:
         return node
 
     def size(self, value: int | torch.SymInt) -> int | Node:
-        """Return a size as an argument: a number, or the node that computes the size.
+        """Return a size as an argument of a call: a number, or the node that computes the size.
 
-        Raise EditRefused if no node computes the size.
+        If no node computes the size, raise EditRefused.
         """
         return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
 
@@ -130,7 +132,7 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return the node with this key, built by this match or an earlier one; otherwise build
+        """Return the node with this key if this match or an earlier one built it; otherwise build
         it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
@@ -139,9 +141,9 @@ class Editor:
         return found
 
     def around(self) -> Editor:
-        """Return the editor of the graph around this checkpoint body.
+        """Return the editor of the graph that contains this checkpoint body.
 
-        Both editors commit or undo their edits together.
+        The edits of both editors are committed or undone together.
         """
         assert self.info.parent is not None
         if self._outer is None:
@@ -149,8 +151,8 @@ class Editor:
         return self._outer
 
     def bring_in(self, node: Node) -> Node:
-        """Return a node of a graph around this body as an input of the body, adding the input if
-        necessary.
+        """Return a node of the graph around this body as an input of the body; the input is added
+        if necessary.
         """
         if node.graph is self.graph:
             return node
@@ -180,7 +182,7 @@ class Editor:
         return node
 
     def _adopted(self, node: Node) -> Node:
-        """Record a new node, and give it the source line, module path and region of its
+        """Record a new node, and give it the source line, the module path and the region of its
         position."""
         assert self._at is not None
         _, like, region = self._at
@@ -192,15 +194,15 @@ class Editor:
         return node
 
     def replace(self, old: Node, new: Node) -> None:
-        """Let every user of ``old`` use ``new``; raise EditRefused if a user could see a
+        """Make every user of ``old`` use ``new``; raise EditRefused if a user could see a
         difference."""
         self.reroute([user for user in old.users if user is not new], old, new)
         self.info.replaced[old] = new
         self._undo.append(partial(self.info.replaced.pop, old, None))
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
-        """Let only ``users`` read ``new`` instead of ``old``; raise EditRefused if the two
-        differ."""
+        """Make only ``users`` read ``new`` instead of ``old``; raise EditRefused if the two nodes'
+        values differ."""
         difference = describe_difference(compat.example_value(old), compat.example_value(new))
         if difference:
             raise EditRefused(f"{old.name} would change {difference}")
@@ -217,17 +219,18 @@ class Editor:
         self.touch(output)
 
     def touch(self, node: Node) -> None:
-        """Record that the operands of a node must be checked when these edits are committed."""
+        """Record that the operands of a node must be checked when the edits are committed."""
         self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:
-        """Let the checkpoint whose body this is save the results of some calls."""
+        """Make the checkpoint that runs this body save the results of some calls."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
-        """Check the edited nodes, then erase unused nodes of ``dead`` permanently.
+        """Check the edited nodes, then permanently erase those nodes of ``dead`` that are unused.
 
-        The check may raise EditRefused. The whole graph is linted once, after all passes.
+        This check may raise EditRefused. The whole graph is checked by FX's lint once, after all
+        passes.
         """
         order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
         assert all(node.graph is self.graph for node in order), "a dead node of another graph"
@@ -267,7 +270,8 @@ class Editor:
             return op(*values[0], **values[1])
 
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
-        """Return the fake mode of the operands, or of any value in the graph, also in DTensors."""
+        """Return the fake tensor mode of the operands or of any other value in the graph, also
+        inside DTensors."""
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
         fake: Any = next(filter(compat.is_fake, map(compat.local_part, values)))
         return fake.fake_mode
@@ -279,7 +283,7 @@ def _first_call(graph: Graph) -> Node:
 
 
 def describe_difference(old: Any, new: Any) -> str:
-    """Return in words how two example values differ for their users, or an empty string."""
+    """Return as text how two example values differ for their users, or an empty string."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
     if old.dtype == new.dtype and not same_shape(old.shape, new.shape):

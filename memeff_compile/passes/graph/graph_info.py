@@ -1,7 +1,8 @@
-"""Answer questions about a captured graph: roles, regions, writes, source lines, module paths.
+"""Answer questions about a captured graph: roles of inputs, regions, in-place writes, source lines,
+module paths.
 
-This module never changes the graph. Sizes may be symbolic. No answer replaces a symbol by a number,
-because that would add a guard and so cause recompilations.
+This module never changes the graph. Sizes of tensors may be symbolic. No answer replaces a symbol
+by a number, because that would add a guard and cause recompilations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .module_names import ModuleNames, module_stack
 
 @dataclass(frozen=True)
 class Region:
-    """The autograd, autocast and inference mode in which a node runs."""
+    """The autograd, autocast and inference modes in which a node runs."""
 
     grad: bool
     inference: bool
@@ -34,7 +35,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Write:
-    """A write in place: the node that does it, and the tensors to which it may write."""
+    """An in-place write: the node that writes, and the tensors to which it may write."""
 
     node: Node
     position: int
@@ -46,7 +47,8 @@ _CHECKPOINTS = ("tag_activation_checkpoint",)
 
 @dataclass
 class GraphInfo:
-    """One level of a captured graph: the whole graph, or the body of a checkpoint inside it."""
+    """One graph without its nested graphs: the whole captured graph, or the body of a checkpoint
+    inside it."""
 
     gm: GraphModule
     options: Options
@@ -70,7 +72,8 @@ class GraphInfo:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the graph again after an edit, because an edit changes positions and regions."""
+        """Read the graph again after an edit, because an edit changes the positions and regions of
+        nodes."""
         self.notes.clear()
         for name in self.__dict__.keys() - self.__dataclass_fields__.keys():
             del self.__dict__[name]  # the stored result of a cached_property
@@ -83,7 +86,7 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the nodes that a pass's search visits, without those for which the search raised an
+        """Yield the nodes that a pass searches, without those for which an earlier search raised an
         error."""
         outer = self.candidate
         for node in candidates:
@@ -93,23 +96,23 @@ class GraphInfo:
         self.candidate = outer
 
     def current(self, node: Node) -> Node:
-        """Return the node that now stands in place of ``node``, because matches are found before
-        any edit."""
+        """Return the node that replaces ``node`` now, because matches are found before any edit."""
         while node in self.replaced:
             node = self.replaced[node]
         return node
 
     def call(self, node: Node) -> Call | None:
-        """Return the one ATen call that a node is equivalent to, or None."""
+        """Return the single ATen call to which a node is equivalent, or None."""
         return read_one(node)
 
     def tensor(self, node: Any) -> torch.Tensor | None:
-        """Return the fake tensor of ``node``, or None if its value is no recorded tensor."""
+        """Return the fake tensor of ``node``, or None if the node's value is not a recorded
+        tensor."""
         value = compat.example_value(node) if isinstance(node, Node) else None
         return value if isinstance(value, torch.Tensor) else None
 
     def value(self, node: Any) -> torch.Tensor:
-        """Return the fake tensor of ``node``, which must have one."""
+        """Return the fake tensor of ``node``, which must exist."""
         value = compat.example_value(node)
         assert isinstance(value, torch.Tensor)
         return value
@@ -121,8 +124,8 @@ class GraphInfo:
 
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
-        """Return the inputs that contain a symbolic size, by formula: a node or a tensor's
-        dimension.
+        """Return the graph inputs that contain a symbolic size, by the size's formula: a node, or a
+        dimension of a tensor.
         """
         said: dict[Any, Node | tuple[Node, int]] = {}
         held: dict[Any, Node | tuple[Node, int]] = {}
@@ -136,7 +139,7 @@ class GraphInfo:
         return held | said
 
     def says(self, size: int | torch.SymInt) -> bool:
-        """Return whether a size is a number, or can be computed from sizes of the graph's
+        """Return whether a size is a number, or can be computed from the sizes of the graph's
         inputs."""
         return isinstance(size, int) or self._says(compat.size_formula(size))
 
@@ -156,8 +159,8 @@ class GraphInfo:
 
     @property
     def checkpoints_for_nothing(self) -> bool:
-        """Return whether a checkpoint runs with gradients on, although no output of its graph needs
-        a gradient.
+        """Return whether a checkpoint runs with gradients enabled, although no output of its graph
+        requires a gradient.
         """
         *_, root = self.outward()
         results = compat.pytree.tree_leaves(root.output.args[0])
@@ -171,27 +174,29 @@ class GraphInfo:
 
     @cached_property
     def needs_grad(self) -> bool:
-        """Return whether a backward pass may follow: gradients are on, and a result needs one."""
+        """Return whether a backward pass may follow: gradients are enabled, and a result requires
+        one."""
         values = map(self.tensor, self.placeholders)
         return self.region.grad and any(v is not None and v.requires_grad for v in values)
 
     def outward(self) -> Iterator[GraphInfo]:
-        """Yield this level of the graph and the levels around it, from the inside out."""
+        """Yield this graph and the graphs around it, from the innermost to the outermost."""
         yield self
         if self.parent is not None:
             yield from self.parent.outward()
 
     def inward(self) -> Iterator[GraphInfo]:
-        """Yield this level of the graph and the checkpoint bodies in it, from the outside in."""
+        """Yield this graph and the checkpoint bodies inside it, from the outermost to the
+        innermost."""
         yield self
         for body in self.bodies():
             yield from body.inward()
 
     @property
     def has_checkpoint_policy(self) -> bool:
-        """Return whether a checkpoint around this level has a ``context_fn``.
+        """Return whether a checkpoint around this graph has a ``context_fn``.
 
-        That function chooses the saved tensors.
+        A ``context_fn`` chooses which tensors are saved.
         """
         return any(compat.has_checkpoint_policy(level.gm) for level in self.outward())
 
@@ -211,7 +216,8 @@ class GraphInfo:
                 yield GraphInfo(child, self.options, region, self, node, names=self.names)
 
     def argument_of(self, placeholder: Node) -> Node | None:
-        """Return the node that the caller passes for a placeholder of a checkpoint's body."""
+        """Return the node that the surrounding graph passes for a placeholder of a checkpoint
+        body."""
         if self.called_by is None:
             return None
         index = self.placeholders.index(placeholder) + 1
@@ -219,8 +225,8 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """Follow ``node`` out of checkpoint bodies to the placeholder of the whole graph, if it is
-        one."""
+        """Follow ``node`` out of checkpoint bodies to a placeholder of the whole graph, if it comes
+        from one."""
         if node.op != "placeholder":
             return None
         if self.parent is None:
@@ -234,19 +240,19 @@ class GraphInfo:
         return self.module_names(node)[0]
 
     def module_names(self, node: Node) -> tuple[str, ...]:
-        """Return every name of the module in which ``node`` was called, its path first."""
+        """Return every name of the module in which ``node`` was called, starting with its path."""
         stack = module_stack(node)
         return self.names.of(*stack[-1]) if stack else ("",)
 
     def module_key(self, node: Node) -> str:
-        """Return a key that identifies one call of the module of ``node``.
+        """Return a key that identifies one particular call of the module of ``node``.
 
-        Keys of repeated calls end in `@1` etc.
+        The keys of repeated calls end in `@1`, `@2` and so on.
         """
         return str(next(reversed(node.meta.get("nn_module_stack") or {"": ""})))
 
     def source_line(self, node: Node) -> str:
-        """Return the user's line from which ``node`` comes: ``file.py:12 in forward: loss =
+        """Return the line of user code that created ``node``: ``file.py:12 in forward: loss =
         ...``."""
         frames = _FRAME.findall(node.meta.get("stack_trace") or "")
         if not frames:
@@ -263,7 +269,7 @@ class GraphInfo:
         return [write for write in writes if write.targets]
 
     def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
-        """Return a node after ``first``, up to ``last``, that may write to the memory of
+        """Return a node between ``first`` and ``last`` (included) that may write to the memory of
         ``nodes``."""
         lo, hi = self.positions[first], self.positions[last]
         for write in self.writes:
@@ -272,9 +278,9 @@ class GraphInfo:
         return None
 
     def written_alike(self, node: Node, first: int, last: int) -> Node | None:
-        """Return a node after position ``first``, up to ``last``, that may write to the memory of
-        ``node``. Unlike `written_between`, this method assumes that inputs of another dtype do not
-        share this memory.
+        """Return a node between position ``first`` and ``last`` (included) that may write to the
+        memory of ``node``. Unlike `written_between`, this method assumes that inputs of another
+        dtype do not share the node's memory.
         """
         value = self.tensor(node)
         for write in self.writes:
@@ -292,10 +298,11 @@ class GraphInfo:
     def may_share_memory(self, a: Node, b: Node) -> bool:
         """Return whether the memory of two nodes may overlap.
 
-        Their memory may overlap if both have the same fake storage, or if both are inputs of
-        unknown memory. Inputs of different dtypes are assumed not to overlap: a key/value cache is
-        not the mask. With ``inner="eager"``, inputs of different dtypes may overlap. AOTAutograd
-        assumes that different storages are different memory; eager does not.
+        The memory may overlap if both nodes have the same fake storage, or if both are inputs of
+        unknown memory. Inputs of different dtypes are assumed not to overlap, because a KV cache
+        and a mask, for example, are separate tensors. With ``inner="eager"``, however, inputs of
+        different dtypes count as possibly overlapping. The reason is that AOTAutograd assumes
+        different storages to be different memory, and eager PyTorch does not.
         """
         if a is b:
             return True
@@ -310,7 +317,7 @@ class GraphInfo:
         return self._is_user_memory(left) and self._is_user_memory(right)
 
     def may_be_written(self, node: Node) -> bool:
-        """Return whether anything in this graph may write to the memory of ``node``."""
+        """Return whether any node of this graph may write to the memory of ``node``."""
         value = self.tensor(node)
         if value is None or not self.writes:
             return False
@@ -323,8 +330,8 @@ class GraphInfo:
 
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
-        """Return the written storages, whether unknown memory is written, and the dtypes of written
-        tensors of the user.
+        """Return the storages that are written, whether unknown memory is written, and the dtypes
+        of the user's tensors that are written.
         """
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
@@ -333,13 +340,13 @@ class GraphInfo:
         return {key for key in keys if key is not None}, None in keys, users_dtypes
 
     def _is_user_memory(self, value: torch.Tensor) -> bool:
-        """Return whether ``value`` has the memory of a graph input that is neither a parameter nor
+        """Return whether ``value`` uses the memory of a graph input that is neither a parameter nor
         a buffer."""
         return self._inputs_by_storage.get(compat.storage_key(value), False)
 
     @cached_property
     def _inputs_by_storage(self) -> dict[int, bool]:
-        """Return the storage of every input, and whether the input is neither a parameter nor a
+        """Return the storage of every input, and whether that input is neither a parameter nor a
         buffer."""
         found: dict[int, bool] = {}
         for placeholder in self.placeholders:
@@ -365,7 +372,7 @@ def _short_path(path: str) -> str:
 
 
 def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:
-    """Return the region after ``node``, which may have entered or left one."""
+    """Return the region that applies after ``node``, which may have entered or left a region."""
     if node.op != "call_function" or isinstance(node.target, OpOverload):
         return current
     name = getattr(node.target, "__name__", "")
@@ -392,7 +399,7 @@ def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) 
 
 
 def ambient_region() -> Region:
-    """Return the region in which the user's code called the compiled function."""
+    """Return the region in which user code called the compiled function."""
     return Region(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
@@ -404,8 +411,8 @@ _SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 def written_by(node: Node) -> tuple[Node, ...]:
-    """Return the tensors to which ``node`` may write in place, or none for a node without side
-    effects."""
+    """Return the tensors to which ``node`` may write in place; for a node without side effects,
+    return none."""
     if node.op == "call_module":
         return tuple(node.all_input_nodes)
     if node.op == "call_method":
@@ -453,7 +460,8 @@ def _out_argument(node: Node) -> tuple[Node, ...]:
 
 
 def _is_told_inplace(node: Node) -> bool:
-    """Return whether a Python function is called with ``inplace=True``, by name or by position."""
+    """Return whether a Python function is called with ``inplace=True``, as a keyword or by
+    position."""
     code = getattr(node.target, "__code__", None)
     names = () if code is None else code.co_varnames[: code.co_argcount]
     if "inplace" not in names and "inplace" not in node.kwargs:
@@ -463,8 +471,8 @@ def _is_told_inplace(node: Node) -> bool:
 
 @lru_cache(maxsize=4096)
 def _written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return positions and names of the arguments to which an op writes; PyTorch is asked once per
-    op."""
+    """Return the positions and names of the arguments to which an op writes; each op's schema is
+    read once."""
     arguments = enumerate(compat.schema(op).arguments)
     return tuple(
         (index, each.name)
@@ -486,8 +494,8 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
-    """Return the operands to which a nested graph may write: all if it has any write, otherwise
-    none."""
+    """Return the operands to which a nested graph may write: all if the nested graph writes at all,
+    otherwise none."""
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]
@@ -498,26 +506,27 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
 
 
 def levels_of(gm: GraphModule) -> list[GraphModule]:
-    """Return a graph and its nested graphs."""
+    """Return a graph and all graphs nested in it."""
     return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
 def kind_among(nodes: Iterable[Node | None]) -> str:
-    """Return the type of the first operand that is a tensor subclass, or an empty string."""
+    """Return the type of the first operand that is a tensor subclass, or an empty string if there
+    is none."""
     values = (compat.example_value(node) for node in nodes if node is not None)
     odd = (v for v in values if isinstance(v, torch.Tensor) and not compat.is_fake(v))
     return next((type(value).__name__ for value in odd), "")
 
 
 def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    """Return whether two shapes, or strides, are known to be the same."""
+    """Return whether two shapes, or two lists of strides, are known to be equal."""
     return len(shape) == len(wanted) and all(
         compat.statically_true(a == b) for a, b in zip(shape, wanted, strict=True)
     )
 
 
 def node_name(node: Node) -> str:
-    """Return the name of a node's operation for reports."""
+    """Return the name of a node's operation, for reports."""
     if isinstance(node.target, str):
         return node.target
     if isinstance(node.target, OpOverload):

@@ -1,11 +1,12 @@
-"""The last product of a checkpointed block, which its recomputation does not need.
+"""Find the last matrix product of a checkpointed block, which the checkpoint's recomputation does
+not need.
 
 A checkpoint around a block runs the block again in the backward pass, up to the last tensor that
 autograd saves. In eager PyTorch, the last product of a block saves its operands before it runs, so
 the checkpoint stops there and does not compute the product again. A compiled block saves its
-tensors after all of its operations, and computes the product a second time although nobody reads
-it. Such a graph is cut before its last product, and the rest runs op by op: a product, which calls
-the same library as compiled code does, and additions.
+tensors after all of its operations, so it computes the last product a second time although no code
+reads the result. So such a graph is split before its last product, and the remaining nodes run op
+by op: the product, which calls the same matrix library as compiled code does, and additions.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _SAVES_NOTHING = named(
 
 
 def last_product(info: GraphInfo) -> Node | None:
-    """Return the node before which a graph is cut, or None.
+    """Return the node before which a graph is split, or None.
 
-    The node is a linear. Later nodes save no tensor for the backward pass. Graphs with writes, with
-    autocast regions, or whose layers are in the checkpoint of another graph are not cut.
+    This node is a linear. The nodes after it save no tensor for the backward pass. Graphs with
+    in-place writes or autocast regions, and graphs whose layers are in the checkpoint of another
+    graph, are not split.
     """
     if info.options.inner == "eager" or info.options.preset == "off" or info.parent is not None:
         return None
@@ -74,7 +76,8 @@ def _computes(node: Node) -> bool:
 
 
 def _is_worth_it(info: GraphInfo, node: Node, weight: object) -> bool:
-    """Return whether a linear trains, has a plain weight, and takes long enough."""
+    """Return whether a linear trains, has a plain weight, and takes long enough to be worth a
+    split."""
     result = info.tensor(node)
     held = compat.example_input(weight) if isinstance(weight, Node) else None
     if result is None or not result.requires_grad or not isinstance(held, torch.Tensor):
@@ -90,7 +93,7 @@ def _is_worth_it(info: GraphInfo, node: Node, weight: object) -> bool:
 
 
 def said(node: Node) -> Record:
-    """Return the record that the last product runs apart."""
+    """Return the report's record that the last product runs in its own partition."""
     sentence = (
         f"`{node.name}`, the last product of a block in a checkpoint, runs outside of the compiled "
         "graph, so that the checkpoint does not compute it a second time"
@@ -99,7 +102,8 @@ def said(node: Node) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Return the record that a graph stays whole because the search for its last product failed."""
+    """Return the report's record that a graph is not split, because the search for its last product
+    raised an error."""
     why = f"the last product was not found: {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
     return Record("backend", "internal_error", "last_product_failed", why, hint)

@@ -1,8 +1,10 @@
-"""Find names of modules, as in `named_modules()` of the compiled model, by the modules' identity.
+"""Find the names of modules in the compiled model's `named_modules()`, given the module objects'
+ids.
 
-Dynamo names a module by its access path: `L['self'].__dict__['_modules']['base_model']` in a model
-of PEFT, `L['trainer'].model.lm_head` in a method of a trainer, `L['self'].lm_head` in a submodule
-after a graph break. In Dynamo's stacks of modules, the keys are ids of the modules.
+Dynamo names a module by the path through which code reaches it:
+`L['self'].__dict__['_modules']['base_model']` in a model of PEFT, `L['trainer'].model.lm_head` in a
+method of a trainer, `L['self'].lm_head` in a submodule after a graph break. In Dynamo's stacks of
+modules, the keys are ids of the modules.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ def clean_module_path(path: str) -> str:
 
 
 def module_stack(node: Node) -> list[tuple[str, str]]:
-    """Return the modules in which ``node`` was called, as ids and Dynamo's paths, the outermost
-    first."""
+    """Return the modules in which ``node`` was called, as ids and Dynamo's paths, starting with the
+    outermost."""
     stack = node.meta.get("nn_module_stack") or {}
     return [
         (str(key).partition("@")[0], entry[0] if isinstance(entry, tuple) else str(entry))
@@ -48,14 +50,14 @@ class ModuleNames:
         self._running: list[nn.Module] | None = None
 
     def of(self, number: str, path: str) -> tuple[str, ...]:
-        """Return all names of a module; the first one is for reports."""
+        """Return all names of a module; reports use the first one."""
         if (number, path) not in self._found:
             self._found[number, path] = tuple(dict.fromkeys(self._names(number, path)))
         return self._found[number, path]
 
     def everything(self) -> set[str]:
-        """Return the names of all modules of the running model, including those not in this
-        graph.
+        """Return the names of all modules of the running model, including modules that are not in
+        this graph.
         """
         tables = map(self._table, self._roots(""))
         return {name for table in tables for names in table.values() for name in names}
@@ -69,8 +71,8 @@ class ModuleNames:
         yield written
 
     def _roots(self, path: str) -> Iterator[nn.Module]:
-        """Yield the compiled module, the module running around it, and the start of Dynamo's
-        path.
+        """Yield the compiled module, the module that is running around it, and the beginning of
+        Dynamo's path.
         """
         if self._running is None:
             self._running = compat.running_modules()
@@ -80,7 +82,7 @@ class ModuleNames:
             yield first
 
     def _table(self, root: nn.Module) -> dict[str, list[str]]:
-        """Return the names of all modules of a model, by module id."""
+        """Return the names of all modules in a model, by module id."""
         if id(root) not in self._tables:
             table: dict[str, list[str]] = {}
             for name, module in root.named_modules(remove_duplicate=False):
@@ -90,7 +92,7 @@ class ModuleNames:
 
 
 def _first_module(path: str) -> nn.Module | None:
-    """Return the first module on one of Dynamo's access paths."""
+    """Return the first module on one of Dynamo's paths."""
     value: Any = compat.frame_variables().get(path[:1])
     for step in _STEP.findall(path[1:]):
         try:

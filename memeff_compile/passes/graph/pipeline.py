@@ -1,8 +1,9 @@
-"""Run the passes over a captured graph, in order: match, check, rewrite, verify, record.
+"""Run the passes over a captured graph; each pass finds, checks, rewrites, verifies and records its
+matches.
 
-A match is rewritten completely or not at all. If an edit would change a value that another node or
-the caller sees, the match is undone. If a built-in pass raises an error, only this match is undone
-and reported; the other matches are rewritten.
+A pass rewrites a match completely or not at all. If an edit would change a value that another node
+or the caller sees, all edits of the match are undone. If a built-in pass raises an error, only the
+current match is undone and reported; the other matches are rewritten.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TRACE_NAME = "memeff_report"
 
 @dataclass
 class Outcome:
-    """The result of the passes on one graph."""
+    """The result of running the passes on one graph."""
 
     report: GraphReport
     changed: bool = False
@@ -46,7 +47,7 @@ class Outcome:
 
 
 def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outcome:
-    """Run ``passes`` over ``gm``, editing it in place where they match."""
+    """Run ``passes`` over ``gm``; the passes edit the graph in place."""
     started = time.perf_counter()
     nodes = len(gm.graph.nodes)
     before = _guarded_render(gm)
@@ -99,7 +100,7 @@ class _Run:
         self.snapshot: list[tuple[GraphModule, Graph]] = []
 
     def give_up(self, error: Exception) -> None:
-        """Restore the original graph and delete all edits and records."""
+        """Restore the original graph, and delete all edits and records."""
         for module, graph in self.snapshot:
             module.graph = graph
         self.deferred, self.inductor, self.changed = [], {}, False
@@ -107,7 +108,8 @@ class _Run:
         self._append(_internal_error("backend", error, "the graph"), is_counted=False)
 
     def note_unused_skips(self, info: GraphInfo) -> None:
-        """Report a path in ``memeff.skip`` that names no module of the model: it may be a typo."""
+        """Report each path in ``memeff.skip`` that names no module of the model, because it may be
+        a typing error."""
         patterns = {p for paths in self.options.skip.values() for p in paths}
         if not patterns:
             return
@@ -121,7 +123,7 @@ class _Run:
                 self.records.append(Record("backend", "note", "skip_unmatched", said, hint))
 
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
-        """Run one pass on one level of the graph.
+        """Run one pass on one graph, without its nested graphs.
 
         If the pass raises an error for a match, only this match is skipped.
         """
@@ -131,8 +133,8 @@ class _Run:
             self.records += _said((), lambda: _notes(graph_pass, info))
 
     def _found(self, graph_pass: GraphPass, info: GraphInfo) -> list[Any]:
-        """Return a pass's matches; if the search raises an error at a node, repeat it without that
-        node."""
+        """Return the matches of a pass; if the pass's search raises an error at a node, repeat the
+        search without that node."""
         info.left_out.clear()
         while True:
             found: list[Any] = []
@@ -153,8 +155,8 @@ class _Run:
                 self._append(record, is_counted=True)
 
     def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
-        """Rewrite a match; if that fails, rewrite its parts one by one; return whether all were
-        rewritten."""
+        """Rewrite a match; if that fails, rewrite its parts one by one; return whether everything
+        was rewritten."""
         editor = Editor(info)
         try:
             self._serve(graph_pass, info, found, editor)
@@ -215,7 +217,7 @@ class _Run:
         self.records.extend(notes)
 
     def _keep(self, info: GraphInfo) -> None:
-        """Keep a copy of the graphs that an edit at this level may change, made once."""
+        """Keep one copy of the graphs that an edit may change."""
         for level in info.outward():  # an edit of a checkpoint's body may give it more arguments
             if not any(module is level.gm for module, _ in self.snapshot):
                 self.snapshot.append((level.gm, compat.copy_graph(level.gm)))
@@ -246,13 +248,13 @@ class _Run:
 
 
 def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) -> Record:
-    """Return a record of several matches with the modules of all of them."""
+    """Return a record of several matches that names the modules of all of them."""
     paths = dict.fromkeys(filter(None, map(info.module_path, places if record.sites > 1 else ())))
     return replace(record, also=tuple(path for path in paths if path != record.module))
 
 
 def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:
-    """Call a pass for report text; return a default if the pass raises an error."""
+    """Call a method of a pass that returns report text; if it raises an error, return a default."""
     try:
         return answer()
     except Exception:
@@ -265,7 +267,7 @@ def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
 
 
 def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
-    """Return the notes of a pass on a whole graph, in addition to the records of its matches."""
+    """Return a pass's notes on a whole graph, in addition to the records of its matches."""
     said = graph_pass.notes(info) if graph_pass.enabled(info) else ()
     return [Record(graph_pass.name, "note", code, _sentence(text)) for code, text in said]
 
@@ -273,7 +275,7 @@ def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
 def _records(
     graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
 ) -> tuple[Record, list[Record]]:
-    """Return the records of a rewrite: that of the change, and those of its notes."""
+    """Return the records of a rewrite: one for the change, and one for each note."""
     said, sites = (done.action, done.code, _sentence(done.sentence)), max(done.sites, 1)
     notes = [
         Record(NOTED, action, code, _sentence(sentence), "", *where)
@@ -285,7 +287,7 @@ def _records(
 def _internal_error(
     name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
 ) -> Record:
-    """Log an error of a pass and return its record."""
+    """Log an error that a pass raised, and return its record."""
     text = "memeff_compile: internal error in %s, left as it was: %s"
     log.warning(text, name, what, exc_info=True)
     hint = "please report it with the graph from memeff_compile.graphs()[-1].before"
@@ -296,9 +298,10 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the user's line of ``node``, and its module path or that of the nodes next to it.
+    """Return the line of user code of ``node``, and the module path of the node or of the nodes
+    next to it.
 
-    For a loss in a wrapped model (PEFT), this is the head's path.
+    For a loss in a wrapped model (such as PEFT's), return the path of the output projection.
     """
     paths = [info.module_path(n) for n in (node, *nearby)]
     within = (path for path in paths[1:2] if path.startswith(f"{paths[0]}."))

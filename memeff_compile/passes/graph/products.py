@@ -1,11 +1,12 @@
-"""Read products of batches of matrices in one form: ``@``, bmm, baddbmm, and einsum of two tensors.
+"""Read batched matrix products in one canonical form: ``@``, bmm, baddbmm, and einsum of two
+tensors.
 
     q @ k.transpose(-1, -2)                             left "abyz", right "abzx", result "abyx"
     torch.einsum("bhid,bhjd->bhij", q, k)               left "bhid", right "bhjd", result "bhij"
 
-Each axis has a letter, as in einsum. The product sums over the one letter that both operands have
-and the result does not. If an operand lacks a letter of the result, or has size one there, the
-operand broadcasts along that axis.
+Each axis of a tensor has a letter, as in einsum. The product sums over the letter that both
+operands have and the result does not have. If an operand lacks a letter of the result, or has size
+one on that axis, the operand is broadcast along that axis.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .graph_info import same_shape
 
 @dataclass(frozen=True)
 class Factor:
-    """One operand of a product, and the letters of its axes."""
+    """One operand of a matrix product, and the letters of its axes."""
 
     node: Node
     letters: str
@@ -32,7 +33,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Product:
-    """The product ``alpha * left @ right + beta * added``, however it is written."""
+    """The matrix product ``alpha * left @ right + beta * added``, however the graph writes it."""
 
     left: Factor
     right: Factor
@@ -52,7 +53,7 @@ _RANKS = (3, 4)
 
 
 def product_of(node: Any) -> Product | None:
-    """Read a node as a product of two tensors with three or four axes, or return None."""
+    """Return a node as a product of two tensors with three or four axes, or None."""
     call = read_one(node)
     if call is None:
         return None
@@ -96,7 +97,8 @@ def _of_einsum(node: Node, equation: str, tensors: Sequence[Any]) -> Product | N
 
 
 def spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
-    """Return einsum's inputs and output with letters for an ellipsis and for an implied output."""
+    """Return einsum's inputs and output with explicit letters for an ellipsis and for an omitted
+    output."""
     inputs, arrow, output = equation.partition("->")
     operands = inputs.split(",")
     unused = "".join(letter for letter in ascii_letters if letter not in equation)

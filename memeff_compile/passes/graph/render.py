@@ -1,8 +1,8 @@
-"""Print a captured graph as text that is the same on every supported torch.
+"""Print a captured graph as text that is the same on every supported torch version.
 
-Inputs have the names of the user's model, operations the names of their canonical ATen calls, and
-sizes are s0, s1 in order of appearance. The text has no file paths and no generated names. Golden
-tests compare this text.
+In this text, inputs have the names of the user's model, operations the names of their canonical
+ATen calls, and sizes are named s0, s1 and so on, in order of appearance. The text contains no file
+paths and no generated names. Tests compare this text with stored text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Renderer:
         self.formulas: dict[str, str] = {}  # formulas of sizes, and their names here
 
     def lines(self) -> list[str]:
-        """Return one line per node."""
+        """Return one line of text per node."""
         inputs, body, count = [], [], 0
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":

@@ -1,7 +1,7 @@
-"""Find the repeated layers of a graph, so that each distinct layer is compiled once.
+"""Find the repeated layers of a graph, so that the compiler compiles each distinct layer only once.
 
 A model with 26 layers is captured as one graph with 26 copies of a layer, and compilers would
-compile each copy. This module cuts the graph between layers; equal partitions share one compiled
+compile each copy. This module splits the graph between layers; equal partitions share one compiled
 function, in the forward and in the backward pass.
 """
 
@@ -43,7 +43,7 @@ On a GPU the host has to stay ahead: a layer takes it up to 1.7 ms in both direc
 
 @dataclass(frozen=True)
 class Repeated:
-    """The positions at which a graph is cut between layers, or the reason why it is not cut."""
+    """The positions at which a graph is split between layers, or the reason why it is not split."""
 
     starts: tuple[Node, ...] = ()  # the first node of each partition except the first
     layers: int = 0  # partitions that share a compiled function with others
@@ -52,7 +52,7 @@ class Repeated:
 
 
 def repeated_layers(info: GraphInfo) -> Repeated:
-    """Find the equal layers of a whole graph after the passes."""
+    """Find the equal layers of a whole graph, after the passes have run."""
     options = info.options
     if options.regions == "off" or options.inner == "eager" or info.parent is not None:
         return Repeated()
@@ -104,7 +104,8 @@ def _borders(info: GraphInfo) -> list[Node]:
 
 
 def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
-    """Return whether layers take so little time that one call per layer may cost more than 1 %."""
+    """Return whether layers are so fast that one call per layer may cost more than 1 % of the
+    time."""
     layers = len({block_of(node) for node in borders} - {""})
     values = [value for value in map(info.tensor, info.placeholders) if value is not None]
     on_gpu = next((value.device for value in values if value.is_cuda), None)
@@ -116,9 +117,10 @@ def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
 
 
 def _operations(info: GraphInfo) -> int:
-    """Return the approximate number of floating-point operations that the linears of layers do.
+    """Return the approximate number of floating-point operations in the linears of layers.
 
-    Other operations do not count: attention, convolutions, and experts in one tensor.
+    Other operations are not counted, such as attention, convolutions, and experts stored in one
+    tensor.
     """
     total = 0
     for module in levels_of(info.gm):
@@ -129,7 +131,8 @@ def _operations(info: GraphInfo) -> int:
 
 
 def _operations_of(node: Node, *, needs_grad: bool) -> int:
-    """Return the operations of a linear: a matrix times an operand of its input width."""
+    """Return the floating-point operations of one linear: a matrix multiplied by an operand of its
+    input width."""
     result = _floating(node)
     if result is None or result.dim() < 2:
         return 0
@@ -155,7 +158,7 @@ def _floating(node: Node) -> torch.Tensor | None:
 
 
 def _stack(block: str) -> str:
-    """Return the part of their name that the layers of one stack have in common."""
+    """Return the common part of the names of the layers in one stack."""
     return block.rstrip("_0123456789")
 
 
@@ -168,11 +171,12 @@ def _keys(info: GraphInfo, pieces: Sequence[Piece]) -> list[Hashable]:
 
 
 def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hashable]) -> bool:
-    """Merge sizes that each layer stores for itself, such as the length of its cache.
+    """Merge sizes that each layer has separately, such as the length of its cache.
 
-    To compare layers, their numbers are removed from the names of sizes. If layers are then equal,
-    and these sizes are equal in the current call, guards require equal sizes in later calls;
-    otherwise the graph is compiled again. Return whether any sizes were merged.
+    For the comparison of layers, layer numbers are removed from the names of sizes. If the layers
+    are then equal, and these sizes are equal in the current call, guards require equal sizes in
+    later calls; otherwise Dynamo compiles the graph again. Return whether the function merged at
+    least two sizes.
     """
     sizes = size_inputs(info.gm)
     if len(sizes) < LEAST:
@@ -209,10 +213,10 @@ _ANY_LAYER = re.compile(r"(?<=[.\[])\d+(?=[\].]|$)(?<!\(\)\[\d)")
 
 
 def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
-    """Return whether a write may change a tensor that was computed in another layer.
+    """Return whether an in-place write may change a tensor that another layer computed.
 
-    If only the layer that creates a tensor writes to it, later layers may read it, because the
-    writes are finished.
+    If only the layer that creates a tensor writes to it, later layers may read the tensor, because
+    the writes are finished by then.
     """
     if not info.writes:
         return False
@@ -277,7 +281,7 @@ remedy."""
 
 
 def said(found: Repeated) -> Record | None:
-    """Return a note on how many layers share how many compiled functions, or why none do."""
+    """Return a note that says how many layers share how many compiled functions, or why none do."""
     if found.why_not:
         why, hint = WHY_NOT[found.why_not]
         return Record("backend", "declined", found.why_not, f"each layer is compiled: {why}", hint)
@@ -289,7 +293,7 @@ def said(found: Repeated) -> Record | None:
 
 
 def undecided(error: Exception) -> Record:
-    """Return a note which says that the graph is not cut, because the search for layers failed."""
+    """Return a note that the graph is not split, because the search for layers raised an error."""
     why = f"searching for repeated layers failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph is compiled whole. Please report it."
     return Record("backend", "internal_error", "layers_failed", why, hint)

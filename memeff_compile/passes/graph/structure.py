@@ -1,6 +1,7 @@
-"""Describe the structure of a graph and its inputs as a key: equal keys mean equal compiled code.
+"""Describe the structure of a graph and its inputs as a key; two graphs with equal keys can share
+compiled code.
 
-Two layers of a model are captured as two partitions that differ in node names and in weights. One
+Two layers of a model are captured as two partitions that differ only in node names and weights. One
 compiled function can run both if everything that a compiler may read is equal: operations,
 constants, and the sizes, strides, dtypes and aliasing of the inputs.
 """
@@ -45,7 +46,7 @@ def structure(
 
 
 def with_names(key: Hashable, names: Mapping[str, str]) -> Hashable:
-    """Return a key in which the symbols of sizes have other names."""
+    """Return a key in which size symbols are renamed."""
     if isinstance(key, tuple):
         return tuple(with_names(each, names) for each in key)
     if isinstance(key, str) and key:
@@ -57,7 +58,7 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 
 
 def _attribute(gm: GraphModule, node: Node) -> Hashable:
-    """Describe the value of an attribute: a nested graph by its structure, other values by
+    """Describe the value of an attribute: a nested graph by its structure, any other value by its
     identity."""
     value: Any = gm
     for name in str(node.target).split("."):
@@ -66,7 +67,7 @@ def _attribute(gm: GraphModule, node: Node) -> Hashable:
 
 
 def _constant(value: Any, places: Mapping[Node, int]) -> Hashable:
-    """Describe an argument: nodes by their position, numbers by type and value."""
+    """Describe an argument: a node by its position, a number by its type and value."""
     if isinstance(value, Node):
         return ("node", places[value])
     if isinstance(value, (tuple, list)):
@@ -112,7 +113,7 @@ def _input(value: Any, storages: dict[int, int]) -> Hashable:
 
 
 def _subclass(value: Any, storages: dict[int, int]) -> Hashable:
-    """Describe an instance of a Tensor subclass by its inner tensors, or by identity."""
+    """Describe an instance of a Tensor subclass by its inner tensors, or by its identity."""
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is None:
         return ("object", id(value))

@@ -1,1 +1,1 @@
-"""Recognise a head and its loss in a graph, and insert the op's call."""
+"""Recognize an output projection and its loss in a graph, and insert a call of the fused op."""

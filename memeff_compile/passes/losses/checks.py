@@ -1,5 +1,5 @@
-"""Check whether memeff::linear_cross_entropy can replace a head's losses, and return the reason if
-not."""
+"""Check whether memeff::linear_cross_entropy can replace the losses of an output projection; if
+not, return the reason."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """Check the nodes that read the logits of a head which is split over ranks."""
+    """Check the nodes that read the logits of an output projection which is split over ranks."""
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""
         folded = fold(tail.chain)
@@ -128,8 +128,8 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a decline for a detached loss or a tail of which a part is detached. Metrics may be
-    detached."""
+    """Return a decline for a detached loss, or for a loss of which only some steps are detached.
+    Detached metrics are allowed."""
     trains = info.tensor(site.head.node)
     if trains is None or not trains.requires_grad:
         return None

@@ -1,10 +1,12 @@
-"""Read the op of `F.linear_cross_entropy(options=...)` as a head and its loss in one node.
+"""Read PyTorch's op behind `F.linear_cross_entropy(options=...)`, which is an output projection and
+its loss in one node.
 
     loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)             mean, sum
     losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)  none
 
-The options of this function choose the rows of a chunk and the precision of sums. These options do
-not change what is computed, so the pass chooses both itself; its sums are at least as precise.
+The options of this function choose how many rows a chunk has and the precision of sums. These
+options do not change the mathematical result, so the pass ignores them; the sums of its own op are
+at least as precise.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def is_chunked(tail: Tail) -> bool:
-    """Return whether a loss was written as PyTorch's op, which builds no N x V logits itself."""
+    """Return whether a loss is written as PyTorch's own op, which does not build N x V logits
+    either."""
     return tail.node is tail.chain.head.node
 
 
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
-    """Read PyTorch's op as a head and its loss, which are the same node here."""
+    """Return PyTorch's op as an output projection and its loss, which are the same node here."""
     call = read_one(node)
     if call is None:
         said = f"`{node_name(node)}` is called with arguments this pass does not read"

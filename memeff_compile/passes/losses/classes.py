@@ -1,9 +1,9 @@
-"""Read the log-probabilities of several classes of each row, which losses on a teacher's top k
-classes use.
+"""Read the log-probabilities of several classes per row, which losses on a teacher's top k classes
+use.
 
-    log_softmax(z)[..., i], softmax(z)[..., i] or z[..., i], by gather or take_along_dim
+    log_softmax(z)[..., i], softmax(z)[..., i] or z[..., i], written with gather or take_along_dim
 
-`losses/tails.py` reads one class per row, which the fused loss's op computes.
+One class per row is read by `losses/tails.py` instead, and computed by the op for cross entropy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GATHERS = ("gather", "take_along_dim")
 
 @dataclass
 class Classes:
-    """Numbers of k classes of each row, read from a head's logits."""
+    """The numbers of k classes per row, which a graph reads from an output projection's logits."""
 
     node: Node  # the gather, which is replaced
     student: Side
@@ -38,7 +38,7 @@ class Classes:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Return the heads whose logits are read."""
+        """Return the output projections whose logits are read."""
         return (self.student,)
 
 
@@ -49,7 +49,7 @@ def read_classes(
     node: Node,
     side_of: Callable[[Soft, Node], Side],
 ) -> Classes | None:
-    """Return the match of a gather of several classes per row, or None for other nodes."""
+    """Return the match of a gather of several classes per row, or None for any other node."""
     call = read_one(node) if node_name(node) in GATHERS else None
     if call is None or call.op not in (aten.gather.default, aten.take_along_dim.default):
         return None
@@ -78,7 +78,8 @@ def read_classes(
 
 
 def _comes_from(info: GraphInfo, index: Node, head: Node) -> bool:
-    """Return whether the classes are chosen from these logits, as a router chooses experts."""
+    """Return whether the classes are chosen from these logits themselves, as a router chooses
+    experts."""
     seen, queue, first = set[Node](), [index], info.positions[head]
     while queue:
         node = queue.pop()

@@ -1,9 +1,10 @@
-"""Read divergences between the softmaxes of two logits tensors, however their sums are written.
+"""Read divergences between the softmaxes of two logits tensors, in whatever way their sums are
+written.
 
-The numbers that a loss sums over the classes are read as a polynomial in probabilities and
+The module reads the numbers that a loss sums over the classes as a polynomial in probabilities and
 log-probabilities of student and teacher, and in logarithms of a mixture of both. So `kl_div`,
-hand-written sums, symmetric and Jensen-Shannon divergences and cross entropies with a teacher's
-probabilities all become the six factors of `Coefficients`.
+hand-written sums, symmetric and Jensen-Shannon divergences, and cross entropies with a teacher's
+probabilities all become the six factors in `Coefficients`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _NOTHING = 1e-12  # terms that cancel
 
 @dataclass(frozen=True)
 class Side:
-    """The logits of student or teacher: those of a head, or a tensor that exists in the graph
-    anyway."""
+    """The logits of the student or the teacher: those of an output projection, or a tensor that the
+    graph has anyway."""
 
     key: tuple[Any, ...]
     chain: Chain | None
@@ -43,7 +44,7 @@ class Side:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the head and the steps from it to the softmax."""
+        """Return the output projection and the steps from it to the softmax."""
         if self.chain is None:
             return ()
         return (*self.chain.head.nodes, *(step.node for step in self.chain.steps))
@@ -57,9 +58,9 @@ Terms = Mapping[tuple[Atom, ...], float]
 
 @dataclass(frozen=True)
 class Mask:
-    """A number per row that multiplies a divergence.
+    """A mask with one number per row that multiplies a divergence.
 
-    With `fills`, rows in which it is True become zero.
+    With `fills`, rows in which the mask is True become zero instead.
     """
 
     node: Node
@@ -68,19 +69,19 @@ class Mask:
 
 @dataclass(frozen=True)
 class Expression:
-    """A value per class: a polynomial, and the numbers per row that multiply it."""
+    """A value per class: a polynomial, and the per-row numbers that multiply it."""
 
     terms: Terms
     masks: tuple[Mask, ...] = ()
 
     def times(self, factor: float) -> Expression:
-        """Return the expression multiplied by a number."""
+        """Return the expression times a number."""
         return replace(self, terms={atoms: factor * each for atoms, each in self.terms.items()})
 
 
 @dataclass
 class Divergence:
-    """A divergence, and the nodes that use its numbers per row."""
+    """A divergence, and the nodes that use its per-row numbers."""
 
     node: Node  # the node that is replaced
     student: Side
@@ -97,7 +98,7 @@ class Divergence:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Return student and teacher."""
+        """Return the two sides: student and teacher."""
         return self.student, self.teacher
 
 
@@ -115,7 +116,7 @@ class Group:
 
 
 class DivergenceReader:
-    """Reads the divergences of one graph."""
+    """The reader of all divergences of one graph."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
@@ -161,8 +162,8 @@ class DivergenceReader:
         yield match
 
     def _add_totals(self, match: Divergence, reduction: str) -> None:
-        """Join later sums of the same two logits tensors that are reduced alike and added to this
-        one."""
+        """Include later sums of the same two logits tensors that are reduced in the same way and
+        added to this sum."""
         node, factor, steps = match.node, 1.0, list[Node]()
         while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
             (user,) = node.users
@@ -195,7 +196,7 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Read a sum or mean with this reduction, multiplied by numbers."""
+        """Read a sum or mean with a given reduction, multiplied by numbers."""
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
             return None
         call, reduced = read_one(node), self._reduced(node)
@@ -212,7 +213,7 @@ class DivergenceReader:
         return None
 
     def _reduced(self, node: Node) -> tuple[Expression, str, Node] | None:
-        """Read a sum over the classes, and over the rows if all numbers are summed."""
+        """Read a sum over the classes, and also over the rows if all elements are summed."""
         name = node_name(node)
         if name == "kl_div":
             given = kl_arguments(node)
@@ -248,7 +249,7 @@ class DivergenceReader:
         return expression, "row mean" if is_mean else "rows", source
 
     def _soft_cross_entropy(self, a: Mapping[str, Any]) -> tuple[Expression, str, Node] | None:
-        """Read a cross entropy whose targets are the softmax of another head."""
+        """Read a cross entropy whose targets are the softmax of another output projection."""
         value, target = self.info.tensor(a["self"]), self.info.tensor(a["target"])
         if value is None or target is None or not target.is_floating_point() or value.dim() != 2:
             return None
@@ -268,8 +269,7 @@ class DivergenceReader:
         return Expression(terms), reduction, a["self"]
 
     def expression(self, node: Any, depth: int = 0) -> Expression | None:
-        """Read the values per class that a node has as a polynomial, or return None for other
-        nodes."""
+        """Return the per-class values of a node as a polynomial, or None for other nodes."""
         number = constant(node)
         if number is not None:
             return Expression({(): number})
@@ -353,7 +353,7 @@ class DivergenceReader:
         return None
 
     def _filled(self, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Read a fill with zeros: of masked rows, or of classes whose logits are infinite."""
+        """Read a fill with zeros of masked rows, or of classes whose logits are infinite."""
         if constant(a["value"]) != 0:
             return None
         found, mask = self.expression(a["self"], depth), a["mask"]
@@ -373,7 +373,8 @@ class DivergenceReader:
         return found
 
     def _selected(self, node: Node, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Read the rows that a boolean mask selects; a sum over all rows counts the others as zero.
+        """Read the rows that a boolean mask selects; in a sum over all rows, the other rows count
+        as zero.
 
         Dynamo captures such a selection if `torch._dynamo.config.capture_dynamic_output_shape_ops`
         is set.
@@ -422,8 +423,8 @@ class DivergenceReader:
         return None if inner is None else _expressed(_product({(probability,): 1}, inner.terms))
 
     def _mixture(self, a: Mapping[str, Any], op: Any, depth: int) -> Expression | None:
-        """Read the logarithm of a mixture: log(a q + b p), or logsumexp of [log q + log a, log p +
-        log b]; a + b is 1."""
+        """Read the logarithm of a mixture, log(a q + b p) or logsumexp of [log q + log a, log p +
+        log b], where a + b is 1."""
         if op is aten.log.default:
             found = self.expression(a["self"], depth)
             if found is None or found.masks:
@@ -453,8 +454,8 @@ class DivergenceReader:
         return self._headless(node)
 
     def side(self, soft: Soft, node: Node) -> Side:
-        """Return the logits of a softmax as student or teacher; equal softmaxes give the same
-        object."""
+        """Return the logits of a softmax as student or teacher; for equal softmaxes, return the
+        same object."""
         chain, trains = soft.chain, self.info.value(node).requires_grad
         rows = tuple(step.effect for step in chain.row_steps)
         points = [(s.kind, s.value) for s in chain.steps if s.kind in ("mul", "div", "tanh")]
@@ -463,7 +464,7 @@ class DivergenceReader:
         return self.sides.setdefault(key, Side(key, chain, None, 1.0, trains, node))
 
     def _headless(self, node: Node) -> Atom | None:
-        """Read a softmax of logits that no head of this graph computes."""
+        """Read a softmax of logits that no output projection of this graph computes."""
         way: list[Node] = []
         start = back_over(node, _SAME, way)
         call = call_of(start, aten.log_softmax.int, aten.softmax.int)
@@ -519,7 +520,7 @@ class DivergenceReader:
         return side.chain is None, self.info.positions[side.node]
 
     def _follow(self, match: Divergence, rows: Any) -> None:
-        """Extend a divergence by the later nodes that turn its numbers per row into one number."""
+        """Extend a divergence by the later nodes that reduce its per-row numbers to one number."""
         steps = _Steps([], 1.0)
         node = match.node
         while len(node.users) == 1 and len(steps.nodes) < _MAX_DEPTH:
@@ -549,10 +550,10 @@ class DivergenceReader:
             node = user
 
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
-        """Join a later sum of the same two logits tensors that is added to this one or subtracted
-        from it.
+        """Include a later sum of the same two logits tensors that is added to this sum or
+        subtracted from it.
 
-        The joined sum replaces both, so it includes the nodes read so far.
+        The combined sum replaces both, so it includes all nodes read so far.
         """
         if call.op not in (aten.add.Tensor, aten.sub.Tensor) or call.args["alpha"] != 1:
             return False
@@ -580,7 +581,7 @@ class DivergenceReader:
         return True
 
     def _sum_of_rows(self, node: Any, depth: int = 0) -> Expression | None:
-        """Read numbers per row: sums over the classes, multiplied by numbers and added."""
+        """Read per-row numbers: sums over the classes, multiplied by numbers and added."""
         call = read_one(node) if isinstance(node, Node) else None
         if call is None or depth > _MAX_DEPTH or len(node.users) != 1:
             return None
@@ -604,7 +605,7 @@ class DivergenceReader:
         return found
 
     def _is_linear(self, node: Node, user: Node, call: Any, steps: _Steps) -> bool:
-        """Return whether a step multiplies each row's number, and record it."""
+        """Return whether a step only multiplies each row's number, and record the step."""
         a, op = call.args, call.op
         if op is aten.neg.default:
             steps.factor = -steps.factor
@@ -635,7 +636,7 @@ class DivergenceReader:
 
 @dataclass
 class _Steps:
-    """The nodes after a number per row that multiply it."""
+    """The nodes that multiply a per-row number after it is computed."""
 
     nodes: list[Node]
     factor: float
@@ -653,7 +654,7 @@ _SAME = named("to.dtype detach.default contiguous.default clone.default alias.de
 
 
 def _asserts(node: Node, seen: list[Node]) -> bool:
-    """Return whether only assertions read a size; add it and its readers to `seen`."""
+    """Return whether a size is read only by assertions; add the size and its readers to `seen`."""
     name = node_name(node)
     seen.append(node)
     if name in _ASSERTIONS:
@@ -667,7 +668,7 @@ _ASSERTIONS = ("_assert_scalar", "_check", "sym_constrain_range_for_size", "_che
 
 
 def _multiplier(call: Any, node: Any) -> float | None:
-    """Return the number by which a node multiplies `node`, or None for other nodes."""
+    """Return the number by which a node multiplies `node`, or None if it does something else."""
     a = call.args
     if call.op is aten.neg.default:
         return -1.0
@@ -691,8 +692,8 @@ def kl_arguments(node: Node) -> dict[str, Any] | None:
 
 
 def constant(node: Any, depth: int = 0) -> float | None:
-    """Return a number, or the number in a tensor without dimensions that the graph creates from
-    numbers."""
+    """Return a number, or the number in a tensor without dimensions that the graph makes from
+    constants."""
     number = compat.known_number(node)
     if number is not None and not isinstance(node, Node):
         return float(number) if math.isfinite(number) else None
@@ -745,8 +746,8 @@ def _added(
 
 
 def _product(left: Terms, right: Terms) -> dict[tuple[Atom, ...], float] | None:
-    """Return the product of two polynomials, or None if a term has more than two factors, which no
-    divergence has."""
+    """Return the product of two polynomials, or None if a term has more than two factors, which
+    occurs in no divergence."""
     terms: dict[tuple[Atom, ...], float] = {}
     for some, each in left.items():
         for others, factor in right.items():
@@ -764,14 +765,15 @@ def _expressed(
 
 
 def _only(expression: Expression) -> Atom | None:
-    """Return the only factor of an expression."""
+    """Return the single factor of an expression."""
     items = list(expression.terms.items())
     is_one = len(items) == 1 and len(items[0][0]) == 1 and items[0][1] == 1.0
     return items[0][0][0] if is_one else None
 
 
 def _mixed(shares: Mapping[Any, float]) -> Expression | None:
-    """Return the logarithm of a mixture; `shares` has the weight of student and teacher in it."""
+    """Return the logarithm of a mixture; `shares` contains the weights of student and teacher in
+    it."""
     if len(shares) != 2 or min(shares.values()) <= 0:
         return None
     whole = sum(shares.values())

@@ -1,7 +1,9 @@
-"""Insert the op call of a site, and the few ATen nodes that compute each tail's result from it.
+"""Insert the op call for an output projection's losses, and the few ATen nodes that compute each
+loss from the call's results.
 
-Tails that use the same rows, modifiers and targets share one call. Reductions, class weights, label
-smoothing and casts stay ATen nodes over N numbers, which the inner compiler fuses.
+Losses and other results (tails) that use the same rows, modifiers and targets share one op call.
+Reductions, class weights, label smoothing and casts remain ATen nodes over N numbers, which the
+inner compiler fuses.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
     """Group the tails that one op call can compute: they have the same rows, modifiers and targets,
-    and all inputs exist before the first of them.
+    and all their inputs are computed before the first tail.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -60,10 +62,10 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
-    """Join tails that use several parts of the rows, such as chunks, so that one op call over all
-    rows computes their statistics.
+    """Combine tails that use different ranges of the rows, such as chunks, so that one op call over
+    all rows computes their statistics.
 
-    The parts are not joined if they have less than half of the rows together.
+    The ranges are not combined if together they have less than half of the rows.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -107,7 +109,7 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Follow a target back over reshapes and copies to a node that no later node writes to."""
+    """Follow a target back over reshapes and copies to a node to which no later node writes."""
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
         is_narrower = call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32)
@@ -124,11 +126,12 @@ _TARGET_MOVES = named(
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return the nodes to compute again if one op call for ``group`` runs before its first tail.
+    """Return the nodes to compute again if one op call for ``group`` runs before the group's first
+    tail.
 
-    Return None if computing these nodes again could give other values. Targets that are computed
-    late, such as a shift after a z-loss, are integer views and copies of inputs that no node writes
-    to, so computing them again costs almost no time.
+    If computing these nodes again could give other values, return None. Targets that are computed
+    late, such as shifted labels after a z-loss, are integer views and copies of inputs to which no
+    node writes, so computing them again takes almost no time.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -159,8 +162,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
     """Return a node that writes to targets or class weights after the op call of ``group`` and
-    before its last tail. The op reads these tensors when it is called; in the original graph, the
-    tails read them later.
+    before the group's last tail. The op reads these tensors when it is called, whereas the tails of
+    the original graph read them later.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -168,10 +171,10 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the op for ``group`` is inserted, and its region.
+    """Return the node before which the op for ``group`` is inserted, and the node's region.
 
-    The node is the first tail of the group. If that tail is a metric without a gradient and another
-    tail needs gradients, it is the node that switched gradients off.
+    Usually this node is the first tail of the group. If the first tail is a metric without a
+    gradient and another tail needs gradients, it is the node that disabled gradients.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -210,7 +213,7 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
 
 
 def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
-    """Let a node that reads the shape of the logits read an expanded column of the hidden states
+    """Make a node that reads the shape of the logits read an expanded column of the hidden states
     instead.
     """
     head, e = read.chain.head, editor
@@ -225,10 +228,10 @@ def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
 
 
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
-    """Return whether a call's losses become one number, so that its forward pass can compute
-    gradients.
+    """Return whether a call's losses are reduced to one number, so that the forward pass can
+    compute gradients.
 
-    Return False in an activation checkpoint, because the forward pass runs twice there.
+    In an activation checkpoint, return False, because the forward pass runs twice there.
     """
     tail = group[0]
     hidden = info.tensor(tail.chain.head.hidden)
@@ -265,7 +268,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how often the ranks gather numbers per row during a call."""
+    """Return how often the ranks gather per-row numbers during a call."""
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
@@ -285,8 +288,8 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 
 
 class GroupEmitter:
-    """Inserts the op and, for each tail, the few ATen nodes that turn the op's per-row results into
-    the tail's result."""
+    """Inserter of the op and, for each tail, of the few ATen nodes that turn the op's per-row
+    results into the tail's result."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
@@ -349,7 +352,8 @@ class GroupEmitter:
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _call(self, *operands: Node | None, **settings: Any) -> Node:
-        """Insert the op, or its variant for a head whose classes are split over ranks."""
+        """Insert the op, or the variant for an output projection whose classes are split over
+        ranks."""
         e, split = self.editor, self.split
         if split is None:
             whole, adapted = op_folder.linear_cross_entropy, op_folder.linear_cross_entropy_adapted
@@ -358,17 +362,17 @@ class GroupEmitter:
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
-        """Return this rank's part of an operand that is split over ranks."""
+        """Return this rank's shard of an operand that is split over ranks."""
         if self.split is None:
             return node
         return shards.here(self.editor, self.head, node, summed)
 
     def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
-        """Return the inputs of the head's low-rank products, and the matrices that they are
-        multiplied by.
+        """Return the inputs of the projection's low-rank products, and the matrices that multiply
+        these inputs.
 
-        Several low-rank products are joined into one, whose rank is the sum of theirs. The scales
-        of these products multiply the op's low-rank inputs instead of V numbers per row.
+        Several low-rank products are combined into one, whose rank is the sum of their ranks. The
+        scales of these products multiply the op's low-rank inputs instead of V numbers per row.
         """
         e, lows, ups = self.editor, list[Node](), list[Node]()
         for part in self.head.parts:
@@ -383,7 +387,8 @@ class GroupEmitter:
         return [e.call(aten.cat.default, lows, -1), e.call(aten.cat.default, ups, -1)]
 
     def _moved(self, node: Node, steps: Sequence[Step], size: Any) -> Node:
-        """Apply row moves, and the scales of rows between them, to the hidden states."""
+        """Apply row moves (reorderings and selections of rows), and the per-row scales between
+        them, to the hidden states."""
         e, done = self.editor, 0
         for factor in self.modifiers.factors:
             if factor.rows is not None:
@@ -392,7 +397,7 @@ class GroupEmitter:
         return replay_rows(e, node, steps[done:], size)
 
     def _scaled(self, node: Node) -> Node:
-        """Multiply by the factors that are the same for all rows."""
+        """Multiply by the factors that are equal for all rows."""
         shared = [factor for factor in self.modifiers.factors if factor.rows is None]
         return self._times(node, shared) if shared else node
 
@@ -411,7 +416,8 @@ class GroupEmitter:
         return e.cast(node, dtype)
 
     def _cut(self, node: Node, dim: int, classes: tuple[int, int] | None = None) -> Node:
-        """Return a view without the classes that the losses do not read; their gradient is zero."""
+        """Return a view without the classes that no loss reads; the gradient of these classes is
+        zero."""
         classes = classes or self.modifiers.classes
         return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 
@@ -425,7 +431,7 @@ class GroupEmitter:
         return self.editor.call(aten.slice.Tensor, vector, 0, shard.first, stop)
 
     def _total_call(self, operands: Sequence[Node | None], low_rank: Sequence[Node]) -> None:
-        """Insert the op that returns the reduced loss and the gradients."""
+        """Insert the op that returns the reduced loss together with its gradients."""
         e, tail = self.editor, self.group[0]
         row_weight = norm = None
         if tail.class_weight is not None or tail.reduction == 1:
@@ -466,7 +472,7 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the op's per-row results for the rows that the current tail uses."""
+        """Return one of the op's per-row results, for the rows that the current tail uses."""
         item = self._items[index]
         value = self.info.tensor(item)
         if self._silent and value is not None and value.requires_grad:
@@ -474,7 +480,8 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
-        """Return how many row moves are applied before the op: those that all tails share."""
+        """Return how many row moves are applied before the op: the moves that all tails have in
+        common."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):
@@ -521,8 +528,8 @@ class GroupEmitter:
         return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
-        """Reshape ``node`` to `shape`, or, if sizes are unknown, to the shape of the node that
-        ``like`` returns.
+        """Reshape ``node`` to `shape`; if sizes are unknown, reshape it to the shape of the node
+        that ``like`` returns.
         """
         if same_shape(shape, self.info.value(node).shape):
             return node
@@ -551,7 +558,7 @@ class GroupEmitter:
         return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
     def _entry(self, tail: Tail) -> Node:
-        """Return the logit of each row at its target, as a gather or a one-hot sum does."""
+        """Return the logit of each row at its target, like a gather or a one-hot sum."""
         e, found, factor = self.editor, self._rows(_NLL), tail.factor
         if tail.kind == "log_prob":
             factor = -factor  # the op returns minus the log-probability
@@ -571,7 +578,7 @@ class GroupEmitter:
         return found
 
     def _by_number(self, node: Node, factor: float) -> Node:
-        """Multiply by a number; if it is 1, insert no node."""
+        """Multiply by a number; for the number 1, insert no node."""
         if factor in (1.0, -1.0):
             return node if factor == 1.0 else self.editor.call(aten.neg.default, node)
         return self.editor.call(aten.mul.Scalar, node, factor)
@@ -599,7 +606,7 @@ class GroupEmitter:
         return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
-        """Select the tail's rows from the op's per-row results, in the tail's shape."""
+        """Return the tail's rows of the op's per-row results, in the tail's shape."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)
@@ -615,7 +622,8 @@ class GroupEmitter:
         return rows
 
     def _loss(self, tail: Tail) -> Node:
-        """Reduce per-token losses as cross_entropy does: weights, smoothing, then the reduction."""
+        """Reduce per-token losses like cross_entropy: class weights, label smoothing, then the
+        reduction."""
         e = self.editor
         if self.total is not None:
             return self.total

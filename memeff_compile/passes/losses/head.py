@@ -1,14 +1,15 @@
-"""Read how logits are computed from hidden states: a head, then row moves and pointwise steps.
+"""Read how logits are computed from hidden states: by an output projection, then by row moves and
+pointwise steps.
 
     hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
     bias}*
 
-A head may be a sum of products: one with the full weight, and low-rank products, as of LoRA
-adapters.
+An output projection may be a sum of products: one with the full weight, and low-rank products such
+as those of LoRA adapters.
 
-Row moves do not touch the class dimension, so they give the same result before the product as after
-it. The rewrite applies row moves to the hidden states. Pointwise steps become the arguments
-``scale``, ``softcap`` and ``bias`` of the op.
+Row moves (reorderings and selections of rows) leave the class dimension alone, so they give the
+same result before the product as after it. So the rewrite applies row moves to the hidden states.
+Pointwise steps become the arguments ``scale``, ``softcap`` and ``bias`` of the op.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _HEAD_WIDTH = 4  # a head is wider than this times its input
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank product that is added to a head's product: ``scale * low @ up.T``."""
+    """A low-rank product that is added to the projection's product: ``scale * low @ up.T``."""
 
     low: Node
     up: Node
@@ -64,9 +65,9 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Head:
-    """The product that computes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``.
+    """The matrix product that computes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``.
 
-    If the head has low-rank products, ``node`` is the sum with these.
+    With low-rank products, ``node`` is the sum of all products.
     """
 
     node: Node
@@ -81,13 +82,13 @@ class Head:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the nodes of the products, and of the sums that add them, in order."""
+        """Return the nodes of the products, and of the sums that add them, in graph order."""
         return (*self.summed, self.node)
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """Return the dtype of the low-rank products: the head's, or fp32 if they differ from each
-        other."""
+        """Return the dtype of the low-rank products: that of the projection, or fp32 if their
+        dtypes differ."""
         if all(part.dtype == self.compute_dtype for part in self.parts):
             return self.compute_dtype
         return wide(self.compute_dtype)
@@ -95,7 +96,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor that multiplies or divides logits: one number, or one number per row."""
+    """A tensor by which logits are multiplied or divided: one number, or one number per row."""
 
     node: Node
     is_divisor: bool
@@ -105,8 +106,8 @@ class Factor:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector over the vocabulary that is added to the logits, and the later steps that change
-    it."""
+    """A vector over the vocabulary that is added to the logits, and the later steps that change the
+    vector."""
 
     node: Node
     classes: tuple[int, int] | None = None  # its classes that remain at the end
@@ -115,15 +116,15 @@ class Vector:
 
 @dataclass(frozen=True)
 class Step:
-    """One node between the head and a node that uses the logits.
+    """One node between the output projection and a node that uses the logits.
 
     kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
     (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (selects some
     classes), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with
     its value. If the graph computes the value from a number that the user passed (``dynamic=True``
-    turns these into symbols), a guard on ``symbol`` keeps the value constant. ``classes`` are the
-    first kept class and the class after the last one. If a step also moves rows, ``whole`` is the
-    complete call of its node.
+    turns such numbers into symbols), a guard on ``symbol`` keeps the value constant. ``classes``
+    are the first class that is kept and the class after the last one. If a step also moves rows,
+    ``whole`` is the complete ATen call of its node.
     """
 
     node: Node
@@ -136,13 +137,13 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key that is equal for row moves with the same effect on the same rows."""
+        """Return a key that is equal for two row moves with the same effect on the same rows."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A head, and the steps from it to ``node``, in order."""
+    """An output projection, and the steps from it to ``node``, in order."""
 
     head: Head
     steps: tuple[Step, ...]
@@ -150,48 +151,50 @@ class Chain:
 
     @property
     def row_steps(self) -> tuple[Step, ...]:
-        """Return the steps that change leading dimensions."""
+        """Return the steps that change the leading dimensions."""
         return tuple(s for s in self.steps if s.kind in ("rows", "reshape"))
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for chains with the same rows in the same order.
+        """Return a key that is equal for two chains with the same rows in the same order.
 
-        The key has one entry per row move, up to the last one that selects or reorders rows.
+        The key contains one entry per row move, up to the last one that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether this chain has only rows that another chain of the same head has too."""
+        """Return whether every row of this chain is also a row of another chain of the same
+        projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
     @property
     def classes(self) -> tuple[int, int] | None:
-        """Return the first class that the steps keep, and the one after the last; None if they keep
-        all."""
+        """Return the first class that the steps keep and the class after the last one, or None if
+        the steps keep all classes."""
         return _left(self.steps)
 
     @property
     def factors(self) -> tuple[Factor, ...]:
-        """Return the tensors that scale the logits."""
+        """Return the tensors by which the logits are multiplied or divided."""
         return tuple(s.value for s in self.steps if s.kind == "factor")
 
     @property
     def moved(self) -> bool:
-        """Return whether the class dimension is dimension 1 instead of the last."""
+        """Return whether the class dimension is dimension 1 instead of the last one."""
         return any(s.kind == "move" for s in self.steps)
 
     @property
     def detached(self) -> bool:
-        """Return whether a step blocks the gradient."""
+        """Return whether a step stops the gradient."""
         return any(s.kind == "detach" for s in self.steps)
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """Return the other tensors that the steps read: row indices and vectors."""
+        """Return the other tensors that the steps read: row indices and vectors over the
+        vocabulary."""
         readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
         flat = (a for value in readings for a in (value if isinstance(value, list) else [value]))
         vectors = [s.value for s in self.steps if s.kind == "bias"]
@@ -201,7 +204,7 @@ class Chain:
 
 
 def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the classes that remain after some steps, with their indices before these steps."""
+    """Return the classes that remain after some steps, with the indices that they had before."""
     first = None
     for start, stop in (step.classes for step in steps if step.classes is not None):
         first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
@@ -209,7 +212,7 @@ def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
 
 
 def _frozen(value: Any) -> Any:
-    """Return an argument in a form that compares by value; nodes compare by identity."""
+    """Return an argument in a form that compares by value; nodes still compare by identity."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
     plain = value is None or isinstance(value, (int, float, str, Node, torch.dtype))
@@ -224,9 +227,9 @@ _MAX_PARTS = 8  # low-rank products added to a head's
 
 
 class HeadReader:
-    """Reads the chains of one graph, each node once.
+    """The reader of all chains (output projection and steps) in one graph; it reads each node once.
 
-    If ``tracing`` is set, the reader also reads nodes by tracing them, which takes milliseconds.
+    With ``tracing``, the reader also reads nodes by tracing them, which takes milliseconds.
     """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
@@ -235,7 +238,8 @@ class HeadReader:
         self._products = 0  # products of two tensors alike whose operands are being read
 
     def chain(self, node: Node) -> Chain | Decline:
-        """Return the chain that ends in ``node``, or a Decline that says why there is none."""
+        """Return the chain that ends in ``node``, or a Decline with the reason why there is
+        none."""
         if node not in self._chains:
             self._chains[node] = self._read_chain(node)
         return self._chains[node]
@@ -254,11 +258,13 @@ class HeadReader:
         return self.extend(Chain(head, (), node), upwards[::-1])
 
     def is_wide(self, head: Head) -> bool:
-        """Return whether a linear layer is a head by the shape and the source of its weight."""
+        """Return whether a linear layer is an output projection, judged by the shape and source of
+        its weight."""
         return self.has_shape_of_head(head) and self.input_in_weight(head) is None
 
     def has_shape_of_head(self, head: Head) -> bool:
-        """Return whether a linear layer's shape is that of a head, not of an inner layer."""
+        """Return whether a linear layer has the shape of an output projection rather than of an
+        inner layer."""
         weight, hidden = self.info.tensor(head.weight), self.info.tensor(head.hidden)
         if weight is None or hidden is None:
             return False
@@ -266,10 +272,10 @@ class HeadReader:
         return is_wide(vocabulary, compat.size_hint(hidden.shape[-1]))
 
     def input_in_weight(self, head: Head) -> Node | None:
-        """Return the graph's input that a weight is computed from and that no module holds.
+        """Return the graph input that a weight is computed from and that no module owns.
 
-        Return None for a weight that is an input itself, or is computed only from parameters and
-        buffers. A product of two encoders' outputs has no such weight.
+        If the weight is an input itself, or is computed only from parameters and buffers, return
+        None. For the product of two encoders' outputs, for example, the weight is no parameter.
         """
         for node in self._sources(head.weight):
             value = self.info.tensor(node)
@@ -279,14 +285,15 @@ class HeadReader:
         return None
 
     def masks_parameter(self, head: Head) -> bool:
-        """Return whether a weight is computed from a trained input of its own shape."""
+        """Return whether a weight is computed from a trained input of the same shape, such as a
+        masked parameter."""
         weight = self.info.value(head.weight)
         values = [self.info.tensor(node) for node in self._sources(head.weight)]
         trained = [value for value in values if value is not None and value.requires_grad]
         return any(same_shape(value.shape, weight.shape) for value in trained)
 
     def _sources(self, node: Node) -> list[Node]:
-        """Return the graph's inputs that a node is computed from."""
+        """Return the graph inputs from which a node is computed."""
         found, seen, queue = list[Node](), {node}, [node]
         while queue:
             current = queue.pop()
@@ -298,7 +305,8 @@ class HeadReader:
         return found
 
     def row_operand(self, node: Node) -> Node | None:
-        """Return the operand whose rows ``node`` moves, casts or detaches, without tracing."""
+        """Return the operand whose rows ``node`` moves, casts or detaches, without tracing the
+        node."""
         reading = read(node)
         if not reading or reading[0].op not in _MOVE_OPS:
             return None
@@ -308,8 +316,8 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return ``chain`` extended by later nodes, as long as each of them is a step (of one of
-        ``kinds``)."""
+        """Return ``chain`` extended by later nodes, as long as each of them is a step of one of
+        ``kinds``."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
@@ -345,13 +353,13 @@ class HeadReader:
         return None
 
     def product(self, node: Node) -> Head | None:
-        """Return the head whose product is this node, or None."""
+        """Return the output projection whose product is this node, or None."""
         head = self._head(node)
         return head if isinstance(head, Head) else None
 
     def _sum_head(self, node: Node, left: Any, right: Any) -> Head | None:
-        """Read the sum of a head and a low-rank product with the same rows and classes, in either
-        order."""
+        """Read the sum of an output projection and a low-rank product with the same rows and
+        classes, in either order."""
         values = [self.info.tensor(each) for each in (left, right, node)]
         shapes = [value.shape for value in values if value is not None]
         if len(shapes) < 3 or not all(same_shape(shape, shapes[2]) for shape in shapes):
@@ -381,7 +389,7 @@ class HeadReader:
         return rank is not None and compat.statically_true(rank < width)
 
     def _low_rank(self, node: Node) -> LowRank | None:
-        """Read a low-rank product followed by casts and scales by numbers."""
+        """Read a low-rank product and the casts and scales that follow it."""
         nodes, symbols, scale = list[Node](), list[Node](), 1.0
         while (call := read_one(node)) is not None and len(nodes) < _MAX_STEPS:
             nodes.append(node)
@@ -404,7 +412,8 @@ class HeadReader:
         return None
 
     def _cast_head(self, node: Node) -> tuple[Head | None, list[Node]]:
-        """Return the head of a value that is only a cast of the head's result, and the casts."""
+        """Return the output projection of a value that is only a cast of the projection's result,
+        and the casts."""
         casts: list[Node] = []
         node = back_over(node, (aten.to.dtype,), casts)
         if not all(self.info.value(cast).dtype.is_floating_point for cast in casts):
@@ -471,7 +480,7 @@ class HeadReader:
     ) -> tuple[Node, bool]:
         """Follow a weight or a bias through casts and transposes.
 
-        Each cast must keep all values, or the product must cast to the same dtype anyway.
+        Each cast must preserve all values, or the product must cast to the same dtype anyway.
         """
         while (call := call_of(node, aten.to.dtype)) is not None:
             before, after = self.info.tensor(call.args["self"]), self.info.value(node)
@@ -522,10 +531,10 @@ class HeadReader:
     def _is_scale(
         self, left: Node, left_value: torch.Tensor, right: Node, right_value: torch.Tensor
     ) -> bool:
-        """Return whether a product's first operand is a scale and its second one the logits.
+        """Return whether the first operand of a product is a scale and the second is the logits.
 
-        The wider of the two operands is the logits. If both operands are equally wide, the one that
-        comes from a head is the logits.
+        The wider of the two operands is the logits. If both operands have the same width, the one
+        that comes from an output projection is the logits.
         """
         if same_shape(left_value.shape, right_value.shape):
             return self._products < _MAX_PRODUCTS and self._comes_second(left, right)
@@ -647,7 +656,8 @@ class HeadReader:
     def _factor(
         self, node: Node, factor: Node, is_divisor: bool, head: Head, moved: bool
     ) -> Step | Decline:
-        """Read a tensor that scales logits: one number for all rows, or one number per row."""
+        """Read a tensor by which logits are multiplied: one number for all rows, or one number per
+        row."""
         value, scaled = self.info.value(factor), self.info.value(node)
         logits, verb = self.info.tensor(self._chain_operand(node)), _describe(node)
         if logits is None or not value.is_floating_point():
@@ -677,7 +687,7 @@ class HeadReader:
         return Step(node, "factor", Factor(factor, is_divisor, rows=()))
 
     def _depends_on(self, node: Node, source: Node) -> bool:
-        """Return whether a tensor is computed from another."""
+        """Return whether one tensor is computed from another tensor."""
         first, seen, queue = self.info.positions[source], {node}, [node]
         while queue:
             current = queue.pop()
@@ -690,7 +700,8 @@ class HeadReader:
         return False
 
     def _vector_source(self, node: Node) -> Node:
-        """Follow a vector back through views and moves that keep its values; return its source."""
+        """Follow a vector back through views and moves that preserve its values; return the
+        source."""
         while (call := call_of(node, *_VECTOR_VIEWS)) is not None:
             before, dtype = self.info.tensor(call.args["self"]), self.info.value(node).dtype
             if before is None or before.dtype != dtype or not _is_vector(before):
@@ -739,7 +750,8 @@ class HeadReader:
 
 
 def is_wide(classes: int, width: int) -> bool:
-    """Return whether a linear layer of these sizes is a head, and not an inner layer."""
+    """Return whether a linear layer of these sizes is an output projection rather than an inner
+    layer."""
     return classes >= SMALLEST_VOCABULARY and classes > _HEAD_WIDTH * width
 
 
@@ -768,7 +780,7 @@ _UNFOLDED_HINTS = {
 def fold(chain: Chain) -> Modifiers | Decline:
     """Turn the pointwise steps of a chain, in order, into arguments of the op.
 
-    The arguments are scale, softcap, bias, the tensors that scale the logits, and the remaining
+    The arguments are scale, softcap, bias, the tensors that multiply the logits, and the remaining
     classes.
     """
     pairs: list[tuple[str, Any]] = []
@@ -798,13 +810,14 @@ def fold(chain: Chain) -> Modifiers | Decline:
 
 
 def _is_held_by_module(node: Node) -> bool:
-    """Return whether an input of the graph is a module's parameter or buffer."""
+    """Return whether a graph input is a module's parameter or buffer."""
     name = compat.source_name(node)
     return any(part in name for part in ("._parameters[", "._buffers[", "_modules["))
 
 
 def _class_cut(node: Node, call: Call, rank: int, width: Any) -> tuple[int, int] | Decline | None:
-    """Return which classes remain after a slice of the last dimension, or None for another call."""
+    """Return the classes that remain after a slice of the last dimension, or None for any other
+    call."""
     if call.op not in (aten.slice.Tensor, aten.narrow.default):
         return None
     a, size = call.args, None if width is None else compat.known_size(width)
@@ -829,21 +842,21 @@ def _class_cut(node: Node, call: Call, rank: int, width: Any) -> tuple[int, int]
 
 
 def _known_integer(value: Any) -> int | None:
-    """Return a number, or the constant value of a node, or None for any other value."""
+    """Return a number, or the constant value of a node; for any other value, return None."""
     number = compat.example_value(value) if isinstance(value, Node) else value
     return compat.known_size(number) if isinstance(number, (int, torch.SymInt)) else None
 
 
 def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
-    """Return whether the last dimension is known to have this size."""
+    """Return whether the last dimension of a tensor is known to have this size."""
     if value is None or width is None or value.dim() < 1:
         return False
     return compat.statically_true(value.shape[-1] == width)
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
-    """Insert the row moves among ``steps`` again, on the hidden states (last dimension D instead of
-    V)."""
+    """Insert the row moves among ``steps`` again, applied to the hidden states (with last dimension
+    D instead of V)."""
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
     return hidden
@@ -874,9 +887,9 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Return the kind of row move of ``call``: same, reshape, rows, move or detach.
+    """Return which kind of row move ``call`` is: same, reshape, rows, move or detach.
 
-    Return None for a call that is no row move.
+    For a call that is not a row move, return None.
     """
     op, args = call.op, call.args
     last = rank - 1
@@ -930,8 +943,8 @@ def _is_vector(value: torch.Tensor) -> bool:
 
 
 def _describe(node: Node) -> str:
-    """Return the name of a node's operation; for one of several results, that of the op which
-    returns them."""
+    """Return the name of a node's operation; if the node is one of several results, return the name
+    of the op that returns them."""
     return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
 
 

@@ -1,7 +1,8 @@
-"""Decide which logits among a graph's outputs can be returned as deferred tensors, and plan this.
+"""Decide which logits among a graph's outputs can be returned as deferred tensors, and plan their
+replacement.
 
-Two callers use this module: the fused loss, for logits that the model returns with the loss, and
-`defer_logits`, for logits of a training graph that has no loss.
+Two passes use this module: the fused loss, for logits that the model returns with the loss, and
+`defer_logits`, for logits of a training graph without a loss.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SPREAD_SENTENCE = (
 
 @dataclass(frozen=True)
 class LogitsOutput:
-    """Logits among the graph's outputs: their positions, and how they are computed."""
+    """Logits among the graph's outputs: the outputs' positions, and how the logits are computed."""
 
     node: Node
     chain: Chain
@@ -60,17 +61,18 @@ class LogitsOutput:
 
 @dataclass
 class Returned:
-    """A head whose logits a training graph returns, and these outputs."""
+    """An output projection whose logits a training graph returns, and the outputs with these
+    logits."""
 
     head: Node
     outputs: list[LogitsOutput]
 
 
 def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
-    """Return the heads of a training graph whose logits are among its outputs.
+    """Return the output projections of a training graph whose logits are among the graph's outputs.
 
-    If there are none, return linears whose result is returned and that are too narrow to be
-    recognised as a head by their shape.
+    If there are none, return linears whose result the graph returns, but whose shape is too narrow
+    for an output projection.
     """
     if not info.needs_grad or info.parent is not None:
         return []
@@ -104,14 +106,15 @@ def is_unused(info: GraphInfo, match: Returned) -> bool:
 
 
 def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
-    """Return why returned logits without a loss in the graph cannot be deferred, or None."""
+    """Return the reason why returned logits without a loss in the graph cannot be deferred, or
+    None."""
     hint = "compute the loss inside the compiled function (pass labels=)"
     alone = _not_deferrable(match.head, _why_no_loss(info, match), hint)
     return alone or check(info, match.outputs, hint)
 
 
 def _why_no_loss(info: GraphInfo, match: Returned) -> str:
-    """Return why a loss outside the graph could not use the op, or ""."""
+    """Return the reason why a loss outside of the graph could not use the op, or ""."""
     if compat.feeds_resumed_code(info.gm):
         return "Dynamo ended the graph here, and the function goes on after it"
     chains = [output.chain for output in match.outputs]
@@ -132,7 +135,7 @@ def _why_no_loss(info: GraphInfo, match: Returned) -> str:
 
 
 def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
-    """Return why the op would not support a loss of these logits, or ""."""
+    """Return the reason why the op would not support a loss of these logits, or ""."""
     head = chains[0].head
     hidden, weight = info.value(head.hidden), info.value(head.weight)
     vectors = [s.value for chain in chains for s in chain.steps if s.kind == "bias"]
@@ -159,9 +162,9 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
 
 
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
-    """Return why these outputs cannot be deferred (or dropped), or None.
+    """Return the reason why these outputs cannot be deferred or removed, or None.
 
-    ``way_out`` is the remedy to report if no loss in the graph reads the logits.
+    ``way_out`` is the remedy that the report names if no loss in the graph reads the logits.
     """
     if not outputs:
         return None
@@ -223,8 +226,8 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
 
 
 def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] | str:
-    """Return the LoRA matrices of a head and their steps, so that deferred logits can have the same
-    bits as the model's; or why that is not possible.
+    """Return the LoRA matrices of an output projection and their steps, with which deferred logits
+    equal the model's bit for bit; or return the reason why that is not possible.
     """
     said = "the adapter of the head does not add a number times B(A(hidden states)) to them"
     said += ", for example because of a dropout before A"
@@ -250,7 +253,7 @@ def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] |
 
 
 def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[LogitsOutput]]:
-    """Group the outputs that share memory: views of each other, or of a tensor that is not
+    """Group the outputs that share memory: views of one another, or views of a tensor that is not
     returned."""
     groups: list[list[LogitsOutput]] = []
     for output in outputs:
@@ -264,7 +267,7 @@ def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[Lo
 
 
 def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
-    """Return the tensor whose memory an output shares: the earliest one of which the output is a
+    """Return the tensor whose memory an output shares: the earliest node of which the output is a
     view."""
     chain = output.chain
     way = [chain.head.node, *(step.node for step in chain.steps)]
@@ -279,14 +282,15 @@ def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The tensor of which some outputs are views, and its dimensions in memory order."""
+    """The tensor of which some outputs are views, with its dimensions in the order of its
+    memory."""
 
     base: LogitsOutput
     order: tuple[int, ...]
 
     @property
     def back(self) -> tuple[int, ...]:
-        """Return the order of the base's dimensions in memory."""
+        """Return the order of the base tensor's dimensions in memory."""
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property
@@ -295,8 +299,8 @@ class _Layout:
 
 
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
-    """Return how deferred logits can have the memory layout of these outputs, or why they
-    cannot."""
+    """Return how deferred logits can have the memory layout of these outputs, or the reason why
+    they cannot."""
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)
     if any(other.node is not base.node for other in others):
@@ -327,7 +331,7 @@ def _behind(output: LogitsOutput, base: LogitsOutput) -> tuple[Step, ...]:
 def rewrite(
     info: GraphInfo, outputs: Sequence[LogitsOutput], editor: Editor
 ) -> tuple[list[DeferredOutput], list[Note]]:
-    """Replace the outputs by hidden states (or None); return the plan and the notes for the
+    """Replace the outputs by hidden states (or None); return the plan, and the notes for the
     report."""
     if not outputs:
         return [], []
@@ -376,7 +380,7 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return some steps as view operations; sizes that vary become further outputs of the graph."""
+    """Return steps as view operations; sizes that vary become additional outputs of the graph."""
 
     def given(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):

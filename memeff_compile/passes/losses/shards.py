@@ -1,12 +1,12 @@
-"""Read heads whose classes DTensor splits over ranks, and insert nodes that combine the ranks'
-results.
+"""Read output projections whose classes DTensor splits over ranks, and insert nodes that combine
+the ranks' results.
 
     x = DTensor.from_local(h, mesh, (Replicate,))
     l = linear(x, W)                          W: Shard(0), this rank's classes
     z = l.redistribute(placements=(Replicate,)).to_local()
 
-All ranks of a group must make the same edits, because otherwise a collective would hang. So this
-module decides only from layouts and from sizes of whole tensors.
+All ranks of a group must make the same edits, because a collective would hang otherwise. So this
+module bases its decisions only on layouts and on the sizes of whole tensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ HINT = (
 
 
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
-    """Return the sentence for the report on a head that is split over ranks.
+    """Return the report's sentence about an output projection that is split over ranks.
 
-    The sentence names this rank's classes, and how often the ranks gather how many numbers.
+    This sentence names this rank's classes, how often the ranks gather numbers, and how many.
     """
     shard = split.shard
     last = shard.first + shard.columns - 1
@@ -46,8 +46,8 @@ def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
 
 
 def moved(node: Node) -> Node | None:
-    """Return the operand of a call that sends data between ranks or takes this rank's part, or
-    None.
+    """Return the operand of a call that sends data between ranks or takes this rank's shard, or
+    None for another call.
     """
     if node_name(node) not in ("redistribute", "to_local", *_CLOSURES) or not node.args:
         return None
@@ -62,8 +62,8 @@ _CLOSURES = (
 
 
 def lost(node: Node) -> Decline | None:
-    """Return why logits lack classes or rows after ranks exchanged data, or None if they are
-    complete."""
+    """Return the reason why logits lack classes or rows after ranks exchanged data, or None if the
+    logits are complete."""
     source: Any = node.args[0]
     before, after = compat.example_value(source), compat.example_value(node)
     if compat.is_dtensor(after):
@@ -85,7 +85,7 @@ def is_everywhere(value: Any) -> bool:
 
 
 def _is_by_classes(logits: Any) -> bool:
-    """Return whether ranks have the whole logits, or all rows for some of the classes."""
+    """Return whether each rank has the whole logits, or all rows for some of the classes."""
     from torch.distributed.tensor import Shard
 
     places = [p for p in logits.placements if not p.is_replicate()]
@@ -94,9 +94,10 @@ def _is_by_classes(logits: Any) -> bool:
 
 
 def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
-    """Return how a head is split over ranks, or why this split is not supported.
+    """Return how an output projection is split over ranks, or the reason why this split is not
+    supported.
 
-    Return None if the head is not split."""
+    If the projection is not split, return None."""
     operands = [compat.example_value(n) for n in (head.hidden, head.weight, head.bias) if n]
     if not any(map(compat.is_dtensor, operands)):
         return None
@@ -126,7 +127,8 @@ def _declined(said: str, node: Node) -> Decline:
 
 
 def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> Node:
-    """Insert a node for this rank's part of one of the head's operands, once, before the head."""
+    """Insert a node for this rank's shard of one of the projection's operands, once, before the
+    projection."""
 
     def build() -> Node:
         with editor.at(head.node):
@@ -136,7 +138,7 @@ def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> No
 
 
 def on_every_rank(value: Tensor, like: Any) -> Tensor:
-    """Return a value that is equal on all ranks as a DTensor on the mesh of ``like``."""
+    """Return a value that is equal on all ranks, as a DTensor on the device mesh of ``like``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     places = [Replicate()] * like.device_mesh.ndim

@@ -1,11 +1,11 @@
-"""Read probabilities and log-probabilities back to the logits from which they are computed.
+"""Trace probabilities and log-probabilities back to the logits from which they are computed.
 
     logits -> log_softmax | x - logsumexp(x) | log(softmax) -> {view, slice, cast, detach}*
     logits -> softmax | exp(log-probabilities)              -> {view, slice, cast, detach}*
     logits -> logsumexp | log(sum(exp(x))), where x may be the logits minus their maximum
 
-Moving rows before a softmax or after it gives the same result, so row moves become steps of the
-chain.
+Moving rows before a softmax gives the same result as moving them after it, so row moves become
+steps of the chain.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _TRANSPARENT = ("rows", "reshape", "same", "move", "detach", "to")
 
 @dataclass(frozen=True)
 class Soft:
-    """Probabilities or their logarithms that the graph computes from logits.
+    """Probabilities or log-probabilities that the graph computes from logits.
 
-    The object has the logits, with the same row moves, and the nodes from the logits to these
-    values.
+    The object contains the logits, with the same row moves, and the nodes from the logits to the
+    probabilities.
     """
 
     chain: Chain
@@ -44,9 +44,9 @@ class Soft:
 
 @dataclass(frozen=True)
 class Peak:
-    """The maximum of each row's logits, which the graph subtracts from them or adds again.
+    """The maximum of each row's logits, which the graph subtracts from the logits or adds again.
 
-    If the maximum is both subtracted and added again, its value does not matter, and its gradient
+    If the maximum is subtracted and added again, its value does not matter, and its gradient
     cancels if both uses have one.
     """
 
@@ -57,22 +57,20 @@ class Peak:
     through: tuple[Node, ...]
 
     def is_over(self, dim: Any) -> bool:
-        """Return whether a softmax over ``dim`` is over the dimension of the maximum."""
+        """Return whether a softmax over ``dim`` is over the same dimension as the maximum."""
         rank = compat.example_value(self.logits).dim()
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether adding one maximum undoes the subtraction of the other, also for
+        """Return whether adding one maximum cancels the subtraction of the other, also for
         gradients."""
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
 
 @dataclass(frozen=True)
 class Total:
-    """A log-sum-exp over the classes, minus the maximum that the graph subtracted from the logits,
-    if any.
-    """
+    """A log-sum-exp over the classes, minus the maximum if it was subtracted from the logits."""
 
     chain: Chain
     peak: Peak | None
@@ -81,25 +79,27 @@ class Total:
 
 
 class SoftmaxReader:
-    """Reads one graph; it asks `HeadReader`, which may trace nodes, only where it finds a
-    softmax."""
+    """The reader of softmaxes in one graph; it calls `HeadReader`, which may trace nodes, only
+    where it finds a softmax."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
 
     def log_probs(self, node: Any) -> Soft | Decline | None:
-        """Read log-probabilities over the classes.
+        """Return a node as log-probabilities over the classes.
 
-        Return None for other nodes, and a Decline if the log-probabilities come from no head.
+        For other nodes, return None; if the log-probabilities come from no output projection,
+        return a Decline.
         """
         return self._read(node, self._start_of_log_probs)
 
     def signed_log_probs(self, node: Any) -> Soft | Decline | None:
-        """Read log-probabilities or their negatives, with the sign before or after row moves."""
+        """Return a node as log-probabilities or their negatives; the sign may come before or after
+        row moves."""
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:
-        """Read probabilities over the classes, or return None for other nodes."""
+        """Return a node as probabilities over the classes, or None."""
         soft = self._read(node, self._start_of_probs)
         return soft if isinstance(soft, Soft) else None
 
@@ -110,7 +110,7 @@ class SoftmaxReader:
         *,
         signed: bool = False,
     ) -> Soft | Decline | None:
-        """Follow nodes that only move rows back to the softmax that ``start`` reads."""
+        """Follow nodes that only move rows back to the softmax from which ``start`` is computed."""
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:
             found = start(node)
@@ -161,7 +161,8 @@ class SoftmaxReader:
         return Soft(total.chain, (*total.through, *way, other, node))
 
     def total(self, node: Any) -> Total | None:
-        """Read a log-sum-exp over the classes, written with or without subtracting the maximum."""
+        """Return a node as a log-sum-exp over the classes, computed with or without subtracting the
+        maximum."""
         call = call_of(node, *_TOTALS)
         if call is None:
             return None
@@ -199,7 +200,7 @@ class SoftmaxReader:
         return Total(chain, peak, keepdim, (*before, *way))
 
     def _peak_added(self, call: Call) -> Total | None:
-        """Read a log-sum-exp to which the graph adds the subtracted maximum again."""
+        """Read a log-sum-exp to which the graph adds the maximum that it had subtracted."""
         pairs = (call.args["self"], call.args["other"]), (call.args["other"], call.args["self"])
         for inner, other in pairs if call.args["alpha"] == 1 else ():
             left, right = self.info.tensor(inner), self.info.tensor(other)
@@ -213,7 +214,7 @@ class SoftmaxReader:
         return None
 
     def peak_taken_off(self, node: Any) -> Peak | None:
-        """Return the maximum that the graph subtracted from logits, if ``node`` is this
+        """Return the maximum that the graph subtracted from the logits, if ``node`` is the
         difference."""
         call = call_of(node, aten.sub.Tensor)
         if call is None or call.args["alpha"] != 1:
@@ -226,7 +227,7 @@ class SoftmaxReader:
         return peak if same_shape(taken.shape, wanted) else None
 
     def _peak(self, node: Any) -> Peak | None:
-        """Read a maximum over one dimension of logits, and the nodes on the way to it."""
+        """Read a maximum over one dimension of the logits, and the nodes on the way to it."""
         value, way = self.info.tensor(node), list[Node]()
         while (call := call_of(node, *_PEAK_MOVES)) is not None:
             way.append(node)
@@ -288,7 +289,7 @@ class SoftmaxReader:
         return value is not None and (dtype is None or dtype.itemsize >= value.dtype.itemsize)
 
     def _same_values(self, node: Node) -> Node | None:
-        """Return x for ``x.clamp(min=finfo.min)`` and for a broadcast to x's shape."""
+        """Return x if a node is ``x.clamp(min=finfo.min)`` or a broadcast to x's own shape."""
         operand = broadcast_operand(node)
         if operand is not None:
             before, after = self.info.tensor(operand), self.info.tensor(node)
@@ -307,7 +308,7 @@ _TOTALS = named("log.default add.Tensor logsumexp.default squeeze.dim")
 
 
 def negated(node: Node) -> Node | None:
-    """Return the tensor that ``node`` is the negative of."""
+    """Return the tensor of which ``node`` is the negative."""
     call = call_of(node, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar)
     if call is None or (call.op is not aten.neg.default and call.args["other"] not in (-1, -1.0)):
         return None
@@ -333,9 +334,10 @@ def _of_maximum(node: Any) -> tuple[Any, int]:
 
 
 def is_shift(node: Node) -> bool:
-    """Return whether a node is the rows' maximum that a stable softmax subtracts, or only feeds it.
+    """Return whether a node is the row maximum that a stable softmax subtracts, or only leads to
+    that maximum.
 
-    The maximum cancels in the softmax, so its gradient may be left out.
+    The maximum cancels in the softmax, so its gradient may be omitted.
     """
     if call_of(node, aten.detach.default) is not None and node.users:
         users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
@@ -362,5 +364,5 @@ def broadcast_operand(node: Node) -> Node | None:
 
 
 def class_position(chain: Chain, rank: int) -> int:
-    """Return the dimension that has the classes in a chain's result on this rank."""
+    """Return the dimension that contains the classes in a chain's result on this rank."""
     return 1 if chain.moved and rank > 1 else max(rank, 1) - 1

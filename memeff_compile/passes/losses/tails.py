@@ -1,8 +1,9 @@
-"""Find the nodes that read logits: losses, gathered log-probabilities, log-sum-exps, metrics.
+"""Find the nodes that compute results from logits: losses, gathered log-probabilities,
+log-sum-exps, metrics.
 
 A *tail* is a node that uses logits and whose result memeff::linear_cross_entropy can compute; a
-*site* is a head and all its tails. For a node that looks like a loss but is not recognised, the
-reader returns a Decline.
+*site* is an output projection and all its tails. If a node looks like a loss but is not recognised,
+the reader returns a Decline.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .targets import INDICES, NUMBERS, OneHot, counts_up, indexed_by_numbers, re
 
 @dataclass(frozen=True)
 class Tail:
-    """A node whose result the op can compute from logits.
+    """A node whose result the op memeff::linear_cross_entropy can compute from logits.
 
     kind is, with a target, ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
     log-probabilities) or ``logit`` (gather on the logits themselves); without a target, ``lse``
@@ -83,14 +84,14 @@ LOSSES = ("loss", "log_prob", "entropy", "neg_entropy", "log_prob_sum")
 
 
 def reads_sum(tail: Tail) -> bool:
-    """Return whether a tail needs the sum of each row's logits, so that every class has a
+    """Return whether a tail needs the sum of each row's logits, so that every class gets a
     gradient."""
     return tail.label_smoothing > 0 or tail.spread != 0 or tail.kind in SUMS
 
 
 def is_silent(info: GraphInfo, tail: Tail) -> bool:
-    """Return whether no gradient flows back through ``tail``: it is detached, under no_grad, or an
-    integer."""
+    """Return whether no gradient flows back through ``tail``, because it is detached, under
+    no_grad, or an integer."""
     value = info.tensor(tail.node)
     return value is None or not value.requires_grad
 
@@ -107,7 +108,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return the fields on which the loss of a tail depends."""
+        """Return the fields that affect the loss of a tail."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -145,7 +146,7 @@ def unread(node: Node) -> list[Node]:
 
 @dataclass
 class Site:
-    """A head, its tails, and the outputs that return its logits."""
+    """An output projection, its tails, and the graph outputs that return its logits."""
 
     head: Head
     tails: list[Tail]
@@ -163,7 +164,7 @@ _TAIL_NAMES = frozenset(
 
 
 class TailReader:
-    """Finds the results that the nodes of one graph compute from logits."""
+    """The reader of results that the nodes of one graph compute from logits."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
@@ -172,8 +173,8 @@ class TailReader:
         self.untraced = HeadReader(info, tracing=False)
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
-        """Yield the tails that ``node`` computes from logits, or a Decline that says why one is not
-        supported."""
+        """Yield the tails that ``node`` computes from logits, or a Decline with the reason why a
+        tail is not supported."""
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
             return
@@ -189,8 +190,8 @@ class TailReader:
             yield Decline("unreadable_loss", said, hint, node)
 
     def chain_of_log_probs(self, node: Node) -> Chain | None:
-        """Return the chain of logits if ``node`` is their log-probabilities or the negative of
-        these.
+        """Return the chain of logits if ``node`` is their log-probabilities or the negative
+        log-probabilities.
         """
         soft = self.softmax.signed_log_probs(node)
         return soft.chain if isinstance(soft, Soft) else None
@@ -275,7 +276,8 @@ class TailReader:
         )
 
     def _one_hot_classes(self, node: Node, chain: Chain | Decline, a: Any) -> OneHot | None:
-        """Read class probabilities that are class indices in one-hot form, smoothed or not."""
+        """Read class probabilities that are class indices in one-hot form, with or without label
+        smoothing."""
         value, target = self.info.tensor(a["self"]), self.info.tensor(a["target"])
         if value is None or target is None or a["weight"] is not None or value.dim() != 2:
             return None
@@ -290,7 +292,7 @@ class TailReader:
             yield from self._entry(node, picked)
 
     def _indexed(self, node: Node) -> Iterable[Tail | Decline]:
-        """Read ``x[arange(rows), targets]``: the element of each row at its target."""
+        """Read ``x[arange(rows), targets]``, which is the element of each row at its target."""
         picked = self._picked_by_index(node)
         if isinstance(picked, Decline):
             yield picked
@@ -342,7 +344,7 @@ class TailReader:
         return self._rows_differ(node, source)
 
     def _rows_differ(self, node: Node, source: Node) -> Decline | None:
-        """Return why indexing single elements of log-probabilities is not supported."""
+        """Return the reason why indexing single elements of log-probabilities is not supported."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"
@@ -351,8 +353,8 @@ class TailReader:
         return Decline("rows_differ", said, f"{hint}states to the rows that count", node)
 
     def _entry(self, node: Node, picked: Picked) -> Iterable[Tail | Decline]:
-        """Read the element at one class per row of logits, of log-probabilities, or of their
-        negatives."""
+        """Read the element of one class per row from logits, log-probabilities, or negative
+        log-probabilities."""
         source, index = picked.source, picked.index
         soft = self.softmax.signed_log_probs(source)
         if isinstance(soft, Decline):
@@ -385,8 +387,8 @@ class TailReader:
             yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
 
     def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x is logits minus their
-        maximum.
+        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x is the logits minus
+        their maximum.
         """
         for left, right, sign in ((a["self"], a["other"], -1.0), (a["other"], a["self"], 1.0)):
             total = self.softmax.total(left) if a["alpha"] == 1 else None
@@ -415,7 +417,7 @@ class TailReader:
             return
 
     def _picked(self, node: Any, way: list[Node]) -> tuple[Node, Picked | Decline | None]:
-        """Read one class per row of any tensor, whose last dimension may be removed afterwards."""
+        """Read one class per row of any tensor; the last dimension may be removed afterwards."""
         entry = back_over(node, (aten.squeeze.dim, aten.select.int), way)
         call = call_of(entry, aten.gather.default, aten.take_along_dim.default)
         found = self._picked_by_index(entry) if call is None else self._gathered(entry, call.args)
@@ -436,7 +438,8 @@ class TailReader:
             yield Tail(node, "log_prob", soft.chain, through=through, **picked.how)
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
-        """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]`` as an argmax, if no node uses the values."""
+        """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]`` as an argmax, if no node uses the maximum
+        itself."""
         pair, index = node.args
         call = call_of(pair, aten.max.dim, aten.topk.default) if index in (1, -1) else None
         if call is None or not isinstance(pair, Node):
@@ -447,7 +450,7 @@ class TailReader:
             yield from self._top(node, {"keepdim": True, **call.args}, (pair, *others))
 
     def _top(self, node: Node, a: Any, through: tuple[Node, ...] = ()) -> Iterable[Tail]:
-        """Read an argmax over the classes of logits, or of any form of their probabilities."""
+        """Read an argmax over the classes of logits, probabilities or log-probabilities."""
         source = a["self"]
         value = self.info.tensor(source)
         if value is None or value.dim() == 0 or not isinstance(a["dim"], int):
@@ -483,8 +486,8 @@ class TailReader:
             yield from self._class_sum(node, a, reduction, is_mean=True)
 
     def _is_over_a_dimension(self, a: Any, reduction: int) -> bool:
-        """Return whether a sum is over one dimension or all, in the dtype of the numbers or a wider
-        one."""
+        """Return whether a sum is over one dimension or over all, and sums in the numbers' dtype or
+        a wider one."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
         if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False
@@ -571,7 +574,7 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail]:
-        """Read a sum over the classes of logits times one-hot targets."""
+        """Read a sum over the classes of logits multiplied by one-hot targets."""
         left, right = call.args["self"], call.args["other"]
         for logits, targets in ((left, right), (right, left)):
             value, given = self.info.tensor(logits), self.info.tensor(targets)
@@ -670,11 +673,11 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the index by which torch.distributions gathers log-probabilities, and the nodes to
+    """Return the index with which torch.distributions gathers log-probabilities, and the nodes to
     remove.
 
-    The index node is ``broadcast_tensors(index, logits)[0][..., :1]``, whose broadcast reads the
-    logits.
+    The index node is ``broadcast_tensors(index, logits)[0][..., :1]``; its broadcast reads only the
+    shape of the logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()
@@ -700,7 +703,8 @@ def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
 
 
 def _same_logits(a: Chain, b: Chain) -> bool:
-    """Return whether two chains have equal values in the same positions; gradients may differ."""
+    """Return whether two chains have equal values at the same positions; their gradients may
+    differ."""
     left, right = fold(a), fold(b)
     return (
         a.head.node is b.head.node
@@ -712,7 +716,8 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 
 
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
-    """Report a training graph that returns its logits unchanged and has no loss that reads them."""
+    """Report a training graph that returns its logits unchanged and contains no loss that reads
+    them."""
     for match in returned_logits(info):
         if is_deferrable(info, match):
             continue
@@ -731,10 +736,10 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Return the tails, losses first, without those that are only intermediate results of other
+    """Return the tails, losses first, without tails that are only intermediate results of other
     tails.
 
-    An example of an intermediate result is the logsumexp of log-probabilities.
+    For example, the logsumexp of log-probabilities is such an intermediate result.
     """
     inner = {node for tail in tails for node in tail.through}
     known = inner | {tail.node for tail in tails}
@@ -743,8 +748,8 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph has a logsumexp over the rows of `tail`, which gathers from logits.
+    """Return whether the graph has a logsumexp over the rows of `tail`, which gathers logits.
 
-    In loops over chunks, each logsumexp may be over some of these rows.
+    In a loop over chunks, each logsumexp may cover only some of these rows.
     """
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)

@@ -1,4 +1,5 @@
-"""Read how an explicitly written loss selects classes: by row positions and by one-hot forms.
+"""Read how a loss written in basic operations selects its target classes: by row positions, or by
+one-hot tensors.
 
 x[arange(rows), targets]
 one_hot(targets, V), its casts, and a * one_hot + b
@@ -34,7 +35,7 @@ def indexed_by_numbers(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
 
 
 def counts_up(info: GraphInfo, index: Any, dim: int, rows: Sequence[Any], reader: Node) -> bool:
-    """Return whether ``reader`` sees in ``index`` each row's own position along ``dim``."""
+    """Return whether, for ``reader``, ``index`` contains each row's own position along ``dim``."""
     if isinstance(index, NUMBERS):  # which broadcast along the last of the dimensions only
         size = compat.known_size(rows[dim])
         is_last = dim == len(rows) - 1
@@ -69,7 +70,7 @@ _POSITION_MOVES = named(
 
 @dataclass(frozen=True)
 class OneHot:
-    """A target for every class: ``base``, plus ``peak`` for the class ``index``."""
+    """A one-hot target: ``base`` for every class, plus ``peak`` for the class ``index``."""
 
     index: Node
     base: float
@@ -86,7 +87,7 @@ class OneHot:
 
 
 def read_one_hot(info: GraphInfo, node: Node, reader: Node) -> OneHot | None:
-    """Return ``node`` as a one-hot form, if ``reader`` is its only reader."""
+    """Return ``node`` as a one-hot tensor, if ``reader`` is the only node that reads it."""
     found = _one_hot(info, node, reader)
     if found is None or not all(
         user in found.nodes or user is reader for each in found.nodes for user in each.users
@@ -148,7 +149,7 @@ _WHOLE = named("mul.Tensor mul.Scalar add.Tensor add.Scalar sub.Tensor sub.Scala
 
 
 def _constant(node: Any) -> float | None:
-    """Return the number that fills a new tensor."""
+    """Return the number with which a node fills a new tensor."""
     name = node_name(node) if isinstance(node, Node) else ""
     if name in _FILLED:
         return _FILLED[name]
@@ -200,7 +201,8 @@ def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
 
 
 def _written_one_hot(info: GraphInfo, nodes: Sequence[Node]) -> OneHot | None:
-    """Read a new tensor filled with one number, with another number written at the targets."""
+    """Read a new tensor that is filled with one number and has another number written at the
+    targets."""
     if not nodes:
         return None
     made, *writers = nodes
@@ -231,5 +233,5 @@ def _is_plain_scatter(node: Node) -> bool:
 
 
 def _written(info: GraphInfo, nodes: Sequence[Node], first: Node, last: Node) -> bool:
-    """Return whether any node between two others may write to ``nodes``."""
+    """Return whether a node between two others may write to ``nodes``."""
     return info.written_between(nodes, first, last) is not None

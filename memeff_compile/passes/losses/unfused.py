@@ -1,8 +1,8 @@
-"""Find output projections of a training graph whose loss was not fused, and report each.
+"""Report each output projection of a training graph whose loss was not fused.
 
-What a product is used for distinguishes an output projection (head) from a wide layer inside a
-model. The result of a layer goes into another product. The result of a head is reduced to at most
-one number per row, as in a loss, or leaves the graph.
+The use of a product distinguishes an output projection from a wide layer inside a model. The result
+of an inner layer is used in another product. The result of an output projection is reduced to at
+most one number per row, as in a loss, or leaves the graph.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _PRODUCTS = frozenset(_NAMES.split())
 def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
-    """Yield a Decline for each trained head with at least 8,192 classes that has no other record.
+    """Yield a Decline for each trained output projection with at least 8,192 classes that has no
+    other record.
 
-    ``judged`` contains the heads and nodes for which a pass has already reported a change or a
-    decline.
+    ``judged`` contains the projections and nodes for which a pass has already reported a change or
+    a decline.
     """
     if not info.needs_grad:
         return
@@ -60,7 +61,8 @@ def unfused_heads(
 
 
 def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
-    """Return a node as a head, if it is a product with at least 8,192 classes and a gradient."""
+    """Return a node as an output projection, if it is a product with at least 8,192 classes and a
+    gradient."""
     value = info.tensor(node)
     if node_name(node) not in _PRODUCTS or value is None or not value.requires_grad:
         return None
@@ -70,10 +72,10 @@ def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
 
 
 def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
-    """Return the nodes that reduce the class dimension of a product.
+    """Return the nodes that reduce the class dimension of a product's result.
 
-    Return None if the product goes into another product, has another record, or has too many users
-    to follow.
+    If the result is used in another product, has another record, or has too many users to follow,
+    return None.
     """
     classes, elements = info.value(product).shape[-1], _elements(info, product)
     queue, seen, ends = [product], {product}, list[Node]()
@@ -98,9 +100,10 @@ def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node
 
 
 def _weighs_classes(info: GraphInfo, node: Node, logits: Node) -> bool:
-    """Return whether a product sums each row's classes, with numbers of that row and class.
+    """Return whether a product sums the classes of each row, weighted by numbers that differ by row
+    and class.
 
-    A layer that reads the classes has one weight for all rows.
+    In contrast, a layer that reads the classes has the same weights for all rows.
     """
     classes = compat.size_hint(info.value(logits).shape[-1])
     wanted = _elements(info, logits)
@@ -114,7 +117,7 @@ def _elements(info: GraphInfo, node: Node) -> int:
 
 
 def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -> Decline | None:
-    """Return a Decline that names the loss that reads the logits, or how the logits leave the
+    """Return a Decline that names the loss which reads the logits, or how the logits leave the
     graph."""
     classes = compat.size_hint(info.value(head.node).shape[-1])
     for node in ends:
@@ -142,7 +145,8 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _given_in_weight(head: Head, classes: int) -> Decline:
-    """Return the decline for returned logits whose weight has an input that no module holds."""
+    """Return the decline for returned logits whose weight is computed from an input that no module
+    owns."""
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
     said += (
         f"deferred: `{node_name(head.weight)}` computes the head's weight from a tensor that is "
@@ -153,7 +157,7 @@ def _given_in_weight(head: Head, classes: int) -> Decline:
 
 
 def _before(node: Node) -> set[Node]:
-    """Return the nodes, a few calls earlier, from which a node may read logits."""
+    """Return the nodes, a few calls earlier, from which a node may get logits."""
     found, queue = {node}, [node]
     while queue and len(found) < _MAX_NODES:
         fresh = [n for n in queue.pop().all_input_nodes if n not in found]
@@ -163,7 +167,8 @@ def _before(node: Node) -> set[Node]:
 
 
 def _own_function(info: GraphInfo, node: Node) -> Decline | None:
-    """Return a Decline for an autograd function of the user that takes hidden states and a head."""
+    """Return a Decline for a user's autograd function that takes hidden states and an output
+    projection's weight."""
     if node_name(node) != "autograd_function_apply":
         return None
     values = [value for value in map(info.tensor, node.all_input_nodes) if value is not None]
@@ -185,8 +190,8 @@ def _own_function(info: GraphInfo, node: Node) -> Decline | None:
 
 
 def _cut_inside_a_loss(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for a loss with a graph break inside, so that no graph has both it and its
-    head."""
+    """Yield a Decline for a loss that contains a graph break, so that no graph contains both the
+    loss and its output projection."""
     if info.parent is None and compat.is_cut_in(info.gm, TRL_LOSS):
         said = (
             "TRL computes this loss by its own head (fused_lm_head=True), inside of which Dynamo "
@@ -211,9 +216,9 @@ def _has_loss(info: GraphInfo) -> bool:
 
 
 def narrow_heads(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for returned logits of a head that may be an ordinary layer.
+    """Yield a Decline for returned logits of an output projection that may be an ordinary layer.
 
-    Such a head is too narrow to be told apart from a layer inside a model.
+    Such a projection is too narrow to be distinguished from a layer inside a model.
     """
     if info.options.switched_off(outputs.NAME) or compat.feeds_resumed_code(info.gm):
         return

@@ -1,1 +1,1 @@
-"""Recognise layers with ternary weights in a graph."""
+"""Recognize layers with ternary weights in a graph."""

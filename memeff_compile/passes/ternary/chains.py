@@ -1,12 +1,13 @@
-"""Read the nodes that quantise a tensor before a linear, as ternary training writes them.
+"""Read the nodes that quantise a tensor before a linear, in the forms that ternary training code
+uses.
 
     x -> abs -> max or mean -> lower bound -> a scale; x * scale -> round -> clamp -> / scale
 
-The max or mean is over a token (last axis) or over a whole weight. A straight-through estimator may
-surround the chain: `x + (q - x).detach()`, `(q + x) - x.detach()`, the same with q computed under
-no_grad, or an autograd Function whose backward pass returns its gradient unchanged. A chain is read
-completely or not at all: the caller gets the result, or a sentence about the first node that does
-not fit.
+The max or mean is over one token (the last axis) or over a whole weight. A straight-through
+estimator may surround these nodes: `x + (q - x).detach()`, `(q + x) - x.detach()`, the same with q
+computed under no_grad, or an autograd Function whose backward pass returns its gradient unchanged.
+The nodes are read completely or not at all: the caller gets the result, or a sentence about the
+first node that does not fit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Unread: TypeAlias = Decline  # why a chain cannot be served
 
 @dataclass(frozen=True)
 class Quantized:
-    """A value that is another tensor, quantised and dequantised."""
+    """A value that is another tensor after quantisation and dequantisation."""
 
     source: Node  # the quantised tensor
     quantizer: Quantizer  # how tokens are quantised; for a weight, only eps and details matter
@@ -45,7 +46,8 @@ class Quantized:
 
 @dataclass
 class _Chain:
-    """The nodes of a chain, from its end backwards, and the nodes of the numbers in it."""
+    """The quantising nodes of a tensor, read from the end backwards, and the nodes of the numbers
+    in them."""
 
     nodes: list[Node] = field(default_factory=list)
     numbers: list[Node] = field(default_factory=list)
@@ -56,7 +58,7 @@ class _Chain:
         return node
 
     def number(self, value: Any) -> float:
-        """Return a value as a number; for a symbol, its current number."""
+        """Return a value as a number; for a symbol, return its current number."""
         found = compat.known_number(value)
         if found is None:
             raise _Misfit("learned_scale", "one of its constants is computed")
@@ -66,7 +68,7 @@ class _Chain:
 
 
 class _Misfit(Exception):
-    """A chain cannot be read."""
+    """The error that quantising nodes cannot be read."""
 
     def __init__(self, code: str, sentence: str, hint: str = "") -> None:
         super().__init__(sentence)
@@ -81,13 +83,13 @@ _ROUNDING = ("round", "sign")
 
 
 def may_round(gm: GraphModule) -> bool:
-    """Return whether any node in a graph, or in a nested graph, rounds or takes the sign."""
+    """Return whether any node of a graph or nested graph rounds a value or takes its sign."""
     graphs = (each.graph for each in gm.modules() if isinstance(each, GraphModule))
     return any(node_name(n).rstrip("_") in _ROUNDING for graph in graphs for n in graph.nodes)
 
 
 def rounds(node: Any) -> bool:
-    """Return whether a node a few steps before this one rounds or takes the sign."""
+    """Return whether a node a few steps earlier rounds a value or takes its sign."""
     pending, seen = [(node, 0)], set()
     while pending:
         current, depth = pending.pop()
@@ -109,7 +111,7 @@ def rounds(node: Any) -> bool:
 
 
 def read_quantized(node: Node) -> Quantized | Unread:
-    """Read the chain that ends in `node`."""
+    """Read the quantising nodes that end in `node`."""
     try:
         return _read(node)
     except _Misfit as misfit:
@@ -134,9 +136,9 @@ def _read(node: Node) -> Quantized:
 
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
-    """Read the scale of a whole weight: codes per unit, or units per code.
+    """Read the scale of a whole weight, in codes per unit or units per code.
 
-    The returned source is the weight.
+    The function returns the weight as the source of the scale.
     """
     chain = _Chain()
     try:
@@ -171,7 +173,7 @@ def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> 
 
 
 def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None:
-    """Read `(q + x) - x.detach()`, where q has no gradient."""
+    """Read `(q + x) - x.detach()`, in which q has no gradient."""
     total, taken = call.args["self"], call.args["other"]
     if not isinstance(taken, Node) or call.args.get("alpha", 1) != 1:
         return None
@@ -186,9 +188,9 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 
 
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
-    """Read the chain inside a straight-through estimator.
+    """Read the quantising nodes inside a straight-through estimator.
 
-    The chain's input must be the tensor that the estimator adds back.
+    The input of the quantising nodes must be the tensor that the estimator adds back.
     """
     end = _without_casts(chain, quantized)
     found, quantizer, is_weight = _fake_quantized(chain, end, source)
@@ -207,7 +209,8 @@ def _is_function(node: Any) -> bool:
 
 
 def _body(node: Node, place: int) -> Any:
-    """Return the graph of the forward (0) or backward (1) of an autograd Function's call."""
+    """Return the graph of the forward pass (0) or backward pass (1) of an autograd Function's
+    call."""
     named = node.args[place] if len(node.args) > place else None
     root = node.graph.owning_module
     if not isinstance(named, Node) or named.op != "get_attr" or root is None:
@@ -217,8 +220,8 @@ def _body(node: Node, place: int) -> Any:
 
 
 def _through_function(chain: _Chain, item: Node) -> Quantized:
-    """Read an autograd Function whose forward quantises and whose backward passes the gradient
-    on."""
+    """Read an autograd Function whose forward pass quantises and whose backward pass returns its
+    gradient unchanged."""
     call = behind_item(item)
     forward, backward = _body(call, 0), _body(call, 1)
     operands = call.args[2:]
@@ -252,7 +255,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
 
 
 def _hands_gradient_on(graph: Any) -> bool:
-    """Return whether a backward graph only returns its argument or a copy of it."""
+    """Return whether a backward graph only returns its argument, or a copy of it."""
     result = graph.output_node().args[0]
     while isinstance(result, (tuple, list)) and len(result) == 1:
         result = result[0]
@@ -265,8 +268,8 @@ def _fake_quantized(
 ) -> tuple[Node, Quantizer, bool]:
     """Read `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
-    A mask of the larger half may be applied before or after; not before if `wanted` is the masked
-    x.
+    The mask of a token's larger half may be applied before or after; if `wanted` is the masked x,
+    it may not be applied before.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -282,7 +285,7 @@ def _fake_quantized(
 
 
 def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
-    """Read `x * mask` or `where(mask, x, 0)`: return the tensor whose larger half the mask selects,
+    """Read `x * mask` or `where(mask, x, 0)`; return the tensor whose larger half the mask selects,
     and x."""
     call = read_one(node)
     pairs: list[tuple[Any, Any]] = []
@@ -363,8 +366,8 @@ def _looks_clamped(node: Node) -> bool:
 
 
 def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
-    """Read a value that is rounded and clamped to bounds, in either order; return the bounds and
-    the value."""
+    """Read a value that is rounded and clamped, in either order; return the bounds and the value
+    before."""
     node = _without_casts(chain, node, (*_FLOATS, *_SIGNED))
     if node_name(node).rstrip("_") == "sign":
         raise _Misfit(
@@ -389,8 +392,7 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
-    """Read `levels / t`, or `t / levels` if the scale is in units per code; return t and the
-    levels."""
+    """Read `levels / t`, or for a scale in units per code `t / levels`; return t and the levels."""
     if is_step:
         call = _call_of(scale, "div")
         if call is None:
@@ -413,7 +415,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
 
 
 def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
-    """Read `t.clamp(min=eps)` or `t + eps`; return eps, whether the chain adds it, and t."""
+    """Read `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
     call = _call_of(node, "clamp", "clamp_min", "add")
     if call is None:
         said = "its scale is not a bounded maximum or mean of absolute values"
@@ -429,7 +431,7 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
-    """Read a max or mean: return whether it is a mean, whether it is over all elements, and its
+    """Read a max or mean; return whether it is a mean, whether it is over all elements, and its
     operand."""
     reduced = behind_item(node)
     chain.take(node)
@@ -457,8 +459,8 @@ def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
 
 
 def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
-    """Return the quantised node, and whether it is quantised in its dtype rather than in
-    float32.
+    """Return the tensor that is quantised, and whether it is quantised in its own dtype rather than
+    in float32.
     """
     ends = [_behind_exact_casts(chain, node) for node in (value, measured)]
     if ends[0] is not ends[1]:
@@ -472,7 +474,7 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
 
 
 def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
-    """Follow detaches, and casts that keep every value, back to their source."""
+    """Follow detaches, and casts that preserve every value, back to the source."""
     while (call := call_of(node, aten.to.dtype, aten.detach.default)) is not None:
         held, cast = (compat.example_value(each).dtype for each in (call.args["self"], node))
         if cast not in (held, torch.float32) or held == torch.float64 != cast:
@@ -483,8 +485,8 @@ def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
 
 
 def _require_one_dtype(*nodes: Node) -> None:
-    """Raise an error unless a chain is computed in one dtype; autocast computes some steps in
-    float32."""
+    """Raise an error unless all quantising nodes compute in one dtype; autocast computes some steps
+    in float32."""
     dtypes = {compat.example_value(node).dtype for node in nodes}
     if len(dtypes) != 1:
         names = " and ".join(sorted(map(short, dtypes)))
@@ -496,12 +498,13 @@ def _require_one_dtype(*nodes: Node) -> None:
 
 
 def _base(call: Call) -> str:
-    """Return the name of an op; an in-place op has the name of the op that is not in place."""
+    """Return the name of an op; for an in-place op, return the name of the corresponding
+    out-of-place op."""
     return str(compat.schema(call.op).name.split("::")[-1]).rstrip("_")
 
 
 def _call_of(node: Any, *names: str) -> Call | None:
-    """Return the ATen call of a node if its op has one of these names, or None."""
+    """Return the ATen call of a node if its op has one of the given names, or None."""
     call = read_one(node)
     return call if call is not None and _base(call) in names else None
 
@@ -517,7 +520,7 @@ def _one(node: Any, names: tuple[str, ...], what: str) -> Call:
 
 
 def _tensors(call: Call) -> tuple[Node, Node]:
-    """Return both operands of a node, which must be tensors."""
+    """Return both operands of a node; both must be tensors."""
     left, right = call.args["self"], call.args["other"]
     if not isinstance(left, Node) or not isinstance(right, Node):
         raise _learned("it is scaled by a number", "learned and fixed scales are")
@@ -538,7 +541,7 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _without_casts(chain: _Chain, node: Node, dtypes: tuple[torch.dtype, ...] = _FLOATS) -> Node:
-    """Follow casts to given dtypes, and aliases, back."""
+    """Follow casts to the given dtypes, and aliases, back to the source."""
     while (call := call_of(node, aten.to.dtype, aten.alias.default)) is not None:
         if compat.example_value(node).dtype not in dtypes:
             raise _Misfit("chain_form", f"a cast to {compat.example_value(node).dtype} changes it")
@@ -553,7 +556,7 @@ def _without_detach(chain: _Chain, node: Node) -> Node:
 
 
 def _is_same(a: Any, b: Node) -> bool:
-    """Return whether two nodes have the same value, apart from aliases and detaches."""
+    """Return whether two nodes have the same value, ignoring aliases and detaches."""
     sides = (aten.detach.default, aten.alias.default)
     return back_over(a, sides) is back_over(b, sides)
 
@@ -564,10 +567,11 @@ def _requires_grad(node: Node) -> bool:
 
 
 def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
-    """Return a node outside a chain that uses one of the chain's inner values, or None.
+    """Return a node outside of the quantising nodes that uses one of their intermediate values, or
+    None.
 
-    Outputs of a graph do not count, because Dynamo returns every value of a Function's body, used
-    or not.
+    Graph outputs do not count, because Dynamo returns every value of a Function's body, whether
+    used or not.
     """
     inside = set(chain) | {end}
     for node in chain:

@@ -1,4 +1,5 @@
-"""Read the mask that keeps the larger half of a token: x.abs() >= the (K / 2)-th largest value."""
+"""Read the mask that selects the larger half of a token's elements: x.abs() >= the (K / 2)-th
+largest value."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from ..graph.canonical import aten, call_of, read_one
 
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
-    """Read `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, perhaps with a cast.
+    """Read `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, with or without a cast.
 
-    Return x and the nodes of this mask, or None for any other node. A mask that scatters the
-    indices of a ranking is not read, because it keeps other elements in case of ties.
+    For such a mask, return x and the nodes of the mask; for any other node, return None. A mask
+    made by scattering the indices of a ranking is not read, because for equal values it selects
+    other elements.
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
@@ -44,10 +46,10 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
 
 
 def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
-    """Read the last, or the smallest, value along the last axis, with the axis kept as size one.
+    """Read the last, or the smallest, value along the last axis, which is kept with size one.
 
-    Return all values on that axis, and whether they must be sorted, because the smallest is
-    selected by position.
+    Return all values on that axis, and whether they must be sorted because the smallest one is
+    selected by its position.
     """
     call = read_one(node)
     if call is None:
@@ -74,7 +76,8 @@ def _absolute(node: Node, chain: list[Node]) -> Node | None:
 
 
 def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> Node:
-    """Follow casts back: any casts of a mask, and casts of values that keep every value."""
+    """Follow casts back to the source: all casts of a mask, but only value-preserving casts of
+    values."""
     while (call := call_of(node, aten.to.dtype)) is not None:
         source: Node = call.args["self"]
         before, after = (compat.example_value(n).dtype for n in (source, node))

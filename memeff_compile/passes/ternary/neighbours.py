@@ -1,4 +1,5 @@
-"""Read the nodes next to linears with packed weights: a gate and a norm before, a sum after.
+"""Read the nodes next to linears with packed weights: a gate and a norm before them, an addition
+after them.
 
     relu(gate) ** 2 * up -> x * rsqrt(mean(x ** 2) + eps) * weight -> ternary_linear -> + residual
 
@@ -23,7 +24,7 @@ from .chains import both, other_user
 
 @dataclass(frozen=True)
 class Entering:
-    """The operations that are applied to a linear's input."""
+    """The operations that are applied to the input of a linear."""
 
     source: Node  # the input: x, or the gate where `up` is given
     up: Node | None = None  # the other factor of a squared-ReLU gate, or None
@@ -33,9 +34,9 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Read the norm and the gate before `node`, whose only users are `users`.
+    """Read the norm and the gate that precede `node`, whose only users are `users`.
 
-    A node with other users must be computed anyway and is not included.
+    A node with other users must be computed anyway, so it is not included.
     """
     found = Entering(node)
     norm = _norm(node)
@@ -96,7 +97,7 @@ def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
 
 
 def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:
-    """Read `relu(gate) ** 2 * up` of two tensors with the same shape and dtype."""
+    """Read `relu(gate) ** 2 * up`, in which both tensors have the same shape and dtype."""
     for left, up in _factors(node):
         base = _squared(left)
         active = None if base is None else read_one(base)
@@ -109,7 +110,7 @@ def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:
 
 
 def _squared(node: Node) -> Node | None:
-    """Return the operand if ``node`` is a square, or None."""
+    """Return the operand of ``node`` if the node is a square, or None."""
     call = read_one(node)
     if call is None:
         return None
@@ -143,7 +144,7 @@ def _name(call: Call) -> str:
 
 
 def _without_cast(node: Node, chain: list[Node]) -> Node:
-    """Return the operand if ``node`` is a cast, and record the cast; otherwise return the node."""
+    """If ``node`` is a cast, record the cast and return its operand; otherwise return the node."""
     if (call := call_of(node, aten.to.dtype)) is None:
         return node
     if node not in chain:
@@ -157,9 +158,10 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activations between two linears (gate and up) and their product, or None.
+    """Return the activation functions between two linears (gate and up) and their product, or None.
 
-    Only the backward pass of the activations and of the product needs the linears' results.
+    No node needs the linears' results afterwards, except the backward pass of the activation
+    functions and of the product.
     """
     if len(results) != 2:
         return None
@@ -176,8 +178,8 @@ def read_gate(results: Sequence[Node]) -> list[Node] | None:
 
 
 def _activations(node: Node) -> list[Node]:
-    """Follow a value to its only user as long as that is an activation function of this value
-    alone.
+    """Follow a value to its only user, as long as that user is an activation function of only this
+    value.
     """
     found = [node]
     for _ in range(_MOST_ACTIVATIONS):
@@ -192,7 +194,8 @@ def _activations(node: Node) -> list[Node]:
 
 
 def read_added(item: Node) -> tuple[Node, Node] | None:
-    """Return the sum that is the only user of a result, and its other operand; or None."""
+    """Return the addition that is the only user of a result, and the addition's other operand; or
+    None."""
     users: list[Any] = list(item.users)
     call = read_one(users[0]) if len(users) == 1 else None
     if call is None or call.op is not aten.add.Tensor or call.args.get("alpha", 1) != 1:
@@ -210,7 +213,7 @@ _COMPUTED = "add mul embedding linear ternary_linear kv_cache_attention"
 
 
 def is_computed(node: Node) -> bool:
-    """Return whether the value is known to be computed by a kernel of this graph."""
+    """Return whether it is known that a kernel of this graph computes the value."""
     for _ in range(16):
         if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
             return False

@@ -1,6 +1,6 @@
-"""Read the calls of `memeff::ternary_linear_product` that linears replaced by `ternarize_` make.
+"""Read the calls of `memeff::ternary_linear_product` in linears that `ternarize_` converted.
 
-Each linear quantises its input by itself; linears with the same input can share one call.
+Each such linear quantises its own input; linears with the same input can share one call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .chains import Quantized, read_weight_scale
 
 @dataclass(frozen=True)
 class Product:
-    """A product with one weight: its result, its operands, and the nodes that only it needs."""
+    """A product with one ternary weight: its result, its operands, and the nodes that only this
+    product needs."""
 
     result: Node
     bias: Node | None
@@ -29,7 +30,8 @@ class Product:
 
 
 def read_product(info: GraphInfo, node: Node) -> Product | None:
-    """Read a product with one weight, and everything from input and weight to their codes."""
+    """Read a product with one ternary weight, and all nodes that compute the codes of its input and
+    weight."""
     if node.target is not op_folder.ternary_linear_product or node.kwargs or len(node.args) < 10:
         return None
     x, weights, codes, scale, sums, packed, scales, biases, _, _, *steps = node.args
@@ -66,7 +68,7 @@ def read_product(info: GraphInfo, node: Node) -> Product | None:
 
 
 def _quantize_of(items: list[Any]) -> Node | None:
-    """Return the call whose three results these nodes are."""
+    """Return the call of which these nodes are the three results."""
     calls = set()
     for place, item in enumerate(items):
         is_item = isinstance(item, Node) and item.target is operator.getitem
