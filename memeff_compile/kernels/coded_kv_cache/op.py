@@ -93,7 +93,7 @@ def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
 def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | None:
     groups, block = named["k_codes"].shape[2:]
     v_bits = value_bits_of(block, named["v_codes"].shape[3], bits)
-    if v_bits not in (PLAIN, *BITS) or (v_bits == PLAIN) != (bits == PLAIN):
+    if v_bits not in ((PLAIN,) if bits == PLAIN else BITS):
         return f"a block of v_codes has {named['v_codes'].shape[3]} bytes: no known number of bits."
     scheme = reference.scheme_of(named["k_scales"])
     shapes = scale_shapes(depth, bits, group_of(block, depth, bits), scheme)

@@ -534,11 +534,11 @@ def test_kernels_of_all_layers_are_compiled_at_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(compat, "compile_with_inductor", compiled)
     monkeypatch.setattr(AsyncCompile, "wait", waited)
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     model, x = Net(alike()), torch.randn(3, WIDTH)
     # Inductor calls the operations: no loops for g++ to compile
     more = {"memeff.inner": "inductor", "fallback_by_default": True}
-    found = gradients(model, x, "on", **more)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found = gradients(model, x, "on", **more)
     assert order == ["compile"] * 3 + ["wait"] * 6
     torch.testing.assert_close(found, gradients(model, x, "off"))
 
