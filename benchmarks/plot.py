@@ -570,7 +570,7 @@ def tasks(rows: list[Row]) -> Any:
             "mean change of scores, points",
         )
         how = task_scores.how_timed(here)
-        tidy(right, f"kernels of a prompt and 256 tokens, {how}, % of exact", "")
+        tidy(right, f"time of kernels, {how}, % of exact", "")
     figure.suptitle(caption(rows), fontsize=8)
     return figure
 
