@@ -31,6 +31,7 @@ else:
 _memory = gl.shared_memory_descriptor
 seen_as = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+warpgroup_mma_init = hopper.warpgroup_mma_init
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
