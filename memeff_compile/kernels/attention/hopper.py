@@ -36,6 +36,7 @@ class Shape:
     in_registers: bool = False
     is_persistent: bool = True
     registers: int = 232
+    carried: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def _constants(call: Any, shape: Shape, *, sections: int) -> dict[str, Any]:
         "FUSED": shape.fused,
         "IN_TURN": shape.in_turn,
         "IN_REGISTERS": shape.in_registers,
+        "CARRIED": shape.carried,
         "HAS_BOUNDS": call.given.has_tables(),
         "num_warps": 4,
         **key_tiles.flags_of(call.given),

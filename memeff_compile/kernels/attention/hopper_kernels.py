@@ -841,6 +841,79 @@ def _step_key_gradient(
 
 
 @gluon.jit
+def _step_key_gradient_carried(
+    grads,
+    slope,
+    step,
+    stat,
+    other,
+    key,
+    told,
+    memory,
+    bars,
+    scale,
+    MASKED: gl.constexpr,
+    FIRST: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Add the contribution of a tile of queries to the gradients of keys and values."""
+    grad_k, grad_v = grads
+    k, v, q_memory, grad_memory = memory
+    _, _, q_full, q_empty, grad_full, _ = bars
+    query_ids_ptr, sums_ptr, delta_ptr, span, queries, is_key = told
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.ROWS, 16])
+    out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
+    by_operand: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
+    stage = step % C.STAGES
+    phase = (step // C.STAGES) & 1
+    q = _tile_2d(q_memory.index(stage), C.ROWS, C)
+    grad = _tile_2d(grad_memory.index(stage), C.ROWS, C)
+    query = other * C.ROWS + gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, score_mma))
+    is_row = query < queries
+    if MASKED:
+        sums = gl.load(sums_ptr + stat + query, mask=is_row, other=float("inf"))
+    else:
+        sums = gl.load(sums_ptr + stat + query)
+    zeros = gl.zeros([OWN, C.ROWS], gl.float32, score_mma)
+    mbarrier.wait(q_full.index(stage), phase)
+    raw = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(grad_full.index(stage), phase)
+    steep = warpgroup_mma(v, grad.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    before = (step + C.STAGES - 1) % C.STAGES
+    if not FIRST:
+        grad_k = warpgroup_mma(
+            slope, _tile_2d(q_memory.index(before), C.ROWS, C), grad_k, is_async=True
+        )
+        raw = warpgroup_mma_wait(2, deps=[raw])
+    else:
+        raw = warpgroup_mma_wait(1, deps=[raw])
+    weight = _weights(raw, sums[None, :], scale)
+    if MASKED:
+        query_id = _ids_of(query_ids_ptr, query, is_row, C)
+        counts = _which_count((query, query_id), key, is_key, span, 1, C)
+        weight = gl.where(counts, weight, 0.0)
+        delta = gl.load(delta_ptr + stat + query, mask=is_row, other=0.0)
+    else:
+        delta = gl.load(delta_ptr + stat + query)
+    p = gl.convert_layout(weight.to(k.dtype), by_operand)
+    grad_v = warpgroup_mma(p, grad, grad_v, is_async=True)
+    if not FIRST:
+        steep = warpgroup_mma_wait(2, deps=[steep])
+    else:
+        steep = warpgroup_mma_wait(1, deps=[steep])
+    steep = weight * (steep - delta[None, :])
+    if MASKED:
+        steep = gl.where(counts, steep, 0.0)
+    if not FIRST:
+        grad_k, grad_v = warpgroup_mma_wait(0, deps=[grad_k, grad_v])
+        barrier()
+        mbarrier.arrive(q_empty.index(before), count=1)
+    else:
+        grad_v = warpgroup_mma_wait(0, deps=[grad_v])
+    return grad_k, grad_v, gl.convert_layout(steep.to(k.dtype), by_operand)
+
+
+@gluon.jit
 def _key_gradient(
     memory, bars, outs, tables, bounds_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
 ):
@@ -885,22 +958,55 @@ def _key_gradient(
         grad_k = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         grad_v = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         mbarrier.wait(k_full, taken & 1)
-        for shared in range(repeat):
-            stat = (gl.to_tensor(row).to(gl.int64) * repeat + shared) * queries
-            for visit in range(edges):
+        if C.CARRIED:
+            if count > 0:
+                stat = gl.to_tensor(row).to(gl.int64) * repeat * queries
                 grads = (grad_k, grad_v)
-                grad_k, grad_v = _step_key_gradient(
-                    *(grads, step, stat, _nth(visit, found), key, told, operands),
-                    *(bars, scale, True, C),
+                grad_k, grad_v, slope = _step_key_gradient_carried(
+                    *(grads, None, step, stat, _nth(0, found), key, told, operands),
+                    *(bars, scale, True, True, C),
                 )
                 step += 1
-            for visit in range(edges, count):
-                grads = (grad_k, grad_v)
-                grad_k, grad_v = _step_key_gradient(
-                    *(grads, step, stat, _nth(visit, found), key, told, operands),
-                    *(bars, scale, False, C),
-                )
-                step += 1
+                for shared in range(repeat):
+                    stat = (gl.to_tensor(row).to(gl.int64) * repeat + shared) * queries
+                    begin = (shared == 0).to(gl.int32)
+                    for visit in range(begin, edges):
+                        grads = (grad_k, grad_v)
+                        grad_k, grad_v, slope = _step_key_gradient_carried(
+                            *(grads, slope, step, stat, _nth(visit, found), key, told, operands),
+                            *(bars, scale, True, False, C),
+                        )
+                        step += 1
+                    for visit in range(gl.maximum(edges, begin), count):
+                        grads = (grad_k, grad_v)
+                        grad_k, grad_v, slope = _step_key_gradient_carried(
+                            *(grads, slope, step, stat, _nth(visit, found), key, told, operands),
+                            *(bars, scale, False, False, C),
+                        )
+                        step += 1
+                before = (step + C.STAGES - 1) % C.STAGES
+                last = _tile_2d(q_memory.index(before), C.ROWS, C)
+                grad_k = warpgroup_mma(slope, last, grad_k, is_async=True)
+                grad_k = warpgroup_mma_wait(0, deps=[grad_k])
+                barrier()
+                mbarrier.arrive(q_empty.index(before), count=1)
+        else:
+            for shared in range(repeat):
+                stat = (gl.to_tensor(row).to(gl.int64) * repeat + shared) * queries
+                for visit in range(edges):
+                    grads = (grad_k, grad_v)
+                    grad_k, grad_v = _step_key_gradient(
+                        *(grads, step, stat, _nth(visit, found), key, told, operands),
+                        *(bars, scale, True, C),
+                    )
+                    step += 1
+                for visit in range(edges, count):
+                    grads = (grad_k, grad_v)
+                    grad_k, grad_v = _step_key_gradient(
+                        *(grads, step, stat, _nth(visit, found), key, told, operands),
+                        *(bars, scale, False, C),
+                    )
+                    step += 1
         # The results are written from the memory of the keys and values.
         k.store((grad_k * factor).to(k.dtype))
         v.store(grad_v.to(k.dtype))
