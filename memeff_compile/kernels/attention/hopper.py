@@ -7,17 +7,25 @@ Like there, no sum depends on the order in which programs run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ...compat import is_fake
 from .._triton import compat, key_tiles
 from .._triton.key_tiles import depth_block, rows_of, tiles_of
-from .._triton.launch import start
+from .._triton.launch import launch
+from .._triton.typed import typed
 from ..device import gpu, on_device, processors
 
+if TYPE_CHECKING:
+    from .tiles import Call
+
+NARROWEST, WIDEST = 40, 128
+"""Head dimensions; tiles pad narrower ones to 64 channels."""
 OWN = 64
 """Positions that one group of warps owns, as in the kernels."""
 CACHED = 32 << 20
@@ -53,41 +61,37 @@ PLAN = Plan(
     query_gradient=Shape(128, 64, 3),
     key_gradient=Shape(64, 128, 3),
 )
+PLAN_WITH_TABLES = replace(PLAN, forward=Shape(128, 64, 4, in_turn=True))
+"""For calls with a mask of keys or ids, which take additional registers."""
 
 
-def serves(call: Any) -> bool:
-    """Return whether the engine's kernels support a call of `tiles`."""
-    given = call.given
-    if not (gpu(call.q.device).is_hopper and compat.has_gluon()):
+def plan_for(*, has_tables: bool) -> Plan:
+    """Return the tile shapes for calls with or without a mask of keys or ids."""
+    return PLAN_WITH_TABLES if has_tables else PLAN
+
+
+def serves(call: Call) -> bool:
+    """Return whether the kernels of this module support a call of `tiles`."""
+    given, depth = call.given, call.sizes[5]
+    is_plain = given.mask is None and not given.softcap and not call.mean and given.scale > 0
+    if not (is_plain and call.q.is_cuda and gpu(call.q.device).is_hopper):
         return False
-    if given.mask is not None or given.softcap or call.mean or given.scale <= 0:
-        return False
-    depth = call.sizes[5]
-    return 32 < depth <= 128 and depth % 8 == 0 and min(call.sizes) > 0 and all(map(_loads, (call.q, call.k, call.v)))
+    is_size = NARROWEST <= depth <= WIDEST and depth % 8 == 0 and min(call.sizes) > 0
+    return is_size and compat.has_gluon() and all(map(_loads, (call.q, call.k, call.v)))
 
 
 def _loads(tensor: Tensor) -> bool:
     """Return whether the GPU can load tiles of a tensor through a descriptor."""
-    steps = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    is_even = all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in steps)
-    return tensor.stride(3) == 1 and is_even and tensor.data_ptr() % 16 == 0
+    is_even = all(
+        size == 1 or (stride > 0 and stride % 8 == 0)
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+    start: Any = typed(tensor) if is_fake(tensor) else tensor
+    return is_even and start.data_ptr() % 16 == 0
 
 
-def _tiles(tensor: Tensor, block: list[int]) -> Any:
-    """Return a descriptor with which the GPU loads or stores tiles of a tensor of four axes."""
-    from .._triton.gluon import NVMMASharedLayout, TensorDescriptor
-
-    sizes, depth = tensor.shape, tensor.shape[3]
-    strides = [
-        depth if size == 1 and stride % 8 else stride
-        for size, stride in zip(sizes, tensor.stride(), strict=True)
-    ]
-    strides[3] = 1
-    return TensorDescriptor(tensor, list(sizes), strides, block, NVMMASharedLayout(128, 16, 4))
-
-
-def _constants(call: Any, shape: Shape, *, sections: int) -> dict[str, Any]:
-    depth = call.sizes[5]
+def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[str, Any]:
+    """Return the compile-time constants of a kernel; `flags` tell which conditions a call has."""
     return {
         "ROWS": shape.rows,
         "KEYS": shape.keys,
@@ -95,24 +99,22 @@ def _constants(call: Any, shape: Shape, *, sections: int) -> dict[str, Any]:
         "WARPS": 4,
         "DEPTH": depth,
         "DEPTH_BLOCK": depth_block(depth, 64),
-        "SECTION": sections,
         "REGISTERS": shape.registers,
         "FUSED": shape.fused,
         "IN_TURN": shape.in_turn,
         "IN_REGISTERS": shape.in_registers,
         "CARRIED": shape.carried,
-        "HAS_BOUNDS": call.given.has_tables(),
         "num_warps": 4,
-        **key_tiles.flags_of(call.given),
+        **flags,
     }
 
 
 def _start(
-    call: Any,
+    call: Call,
     kernel: Any,
     shape: Shape,
     before: tuple[Any, ...],  # the arguments in front of the bounds
-    after: tuple[Any, ...],  # and behind
+    after: tuple[Any, ...],  # and after them
     *,
     ours_are_queries: bool = True,
 ) -> None:
@@ -124,26 +126,29 @@ def _start(
     ours, length, size = (heads, queries, tile[0]) if ours_are_queries else (groups, keys, tile[1])
     repeat = heads // groups
     tiles = tiles_of(length, size)
-    cached = CACHED // (4 * depth * (keys if ours_are_queries else queries))
-    sections = max(1, cached) * repeat if ours_are_queries else max(1, cached // repeat)
+    # Heads of one group of keys share them; a program of keys reads the queries of all its heads.
+    others = keys if ours_are_queries else queries * repeat
+    section = max(1, CACHED // (4 * depth * others)) * (repeat if ours_are_queries else 1)
     total = batch * ours * tiles
     programs = min(total, processors(call.q.device)) if shape.is_persistent else total
-    start(
-        kernel,
-        (programs,),
+    flags = {"HAS_BOUNDS": call.given.has_tables(), **key_tiles.flags_of(call.given)}
+    constants = constants_of(shape, depth, flags)
+    arguments = (
         *(*before, key_tiles.tables_of(call.given, call.q), bounds, *after),
         *key_tiles.positions_of(call.given),
-        (batch * ours, ours, repeat, queries, keys, tiles),
-        **_constants(call, shape, sections=min(sections, 1 << 20)),
+        *(batch * ours, ours, repeat, queries, keys, tiles, section),
     )
+    launch(kernel, (programs,), arguments, constants, tuple(constants.items()))
 
 
-def attend(call: Any, plan: Plan = PLAN) -> tuple[Tensor, Tensor]:
+def attend(call: Call, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     """Return attention over the keys that count, like `tiles.attend`."""
+    from .._triton.gluon import tiles_of_heads
     from . import hopper_kernels as kernels
 
     batch, heads, _, queries, _, depth = call.sizes
-    shape, block = plan.forward, depth_block(depth, 64)
+    shape = (plan or plan_for(has_tables=call.given.has_tables())).forward
+    block = depth_block(depth, 64)
     out = call.q.new_empty((batch, queries, heads, depth))
     lse = call.q.new_empty((batch, heads, queries), dtype=torch.float32)
     own, other = [1, 1, OWN, block], [1, 1, shape.keys, block]
@@ -153,8 +158,9 @@ def attend(call: Any, plan: Plan = PLAN) -> tuple[Tensor, Tensor]:
             kernels._attention_hopper_forward_kernel,
             shape,
             (
-                *(_tiles(call.q, own), _tiles(call.k, other), _tiles(call.v, other)),
-                _tiles(out, [1, OWN, 1, block]),
+                tiles_of_heads(call.q, own),
+                *(tiles_of_heads(each, other) for each in (call.k, call.v)),
+                tiles_of_heads(out, [1, OWN, 1, block]),
             ),
             (lse, call.scales()[0]),
         )
@@ -162,14 +168,16 @@ def attend(call: Any, plan: Plan = PLAN) -> tuple[Tensor, Tensor]:
 
 
 def gradients(
-    call: Any, grad: Tensor, out: Tensor, lse: Tensor, plan: Plan = PLAN
+    call: Call, grad: Tensor, out: Tensor, lse: Tensor, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, like `tiles.gradients`."""
+    from .._triton.gluon import tiles_of_heads
     from . import hopper_kernels as kernels
 
     q, k, v = call.q, call.k, call.v
+    grad = grad if _loads(grad) else grad.contiguous()
     batch, heads, groups, queries, keys, depth = call.sizes
-    block = depth_block(depth, 64)
+    plan, block = plan or plan_for(has_tables=call.given.has_tables()), depth_block(depth, 64)
     grad_q = q.new_empty((batch, queries, heads, depth))
     grad_k = k.new_empty((batch, keys, groups, depth))
     grad_v = torch.empty_like(grad_k)
@@ -184,8 +192,9 @@ def gradients(
             kernels._attention_hopper_query_gradient_kernel,
             shape,
             (
-                *(_tiles(q, own), _tiles(grad, own), _tiles(k, other), _tiles(v, other)),
-                *(rows_of(out), _tiles(grad_q, store)),
+                *(tiles_of_heads(each, own) for each in (q, grad)),
+                *(tiles_of_heads(each, other) for each in (k, v)),
+                *(rows_of(out), tiles_of_heads(grad_q, store)),
             ),
             (lse, sums, delta, *scales),
         )
@@ -196,8 +205,9 @@ def gradients(
             kernels._attention_hopper_key_gradient_kernel,
             shape,
             (
-                *(_tiles(q, other), _tiles(grad, other), _tiles(k, own), _tiles(v, own)),
-                *(_tiles(grad_k, store), _tiles(grad_v, store)),
+                *(tiles_of_heads(each, other) for each in (q, grad)),
+                *(tiles_of_heads(each, own) for each in (k, v)),
+                *(tiles_of_heads(each, store) for each in (grad_k, grad_v)),
             ),
             (sums, delta, *scales),
             ours_are_queries=False,

@@ -35,6 +35,10 @@ LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 # Positions of a program's tile that one group of warps owns: the rows of a product.
 OWN: gl.constexpr = gl.constexpr(64)
+# Arguments for whose values no kernel is compiled again.
+EVERY = ("ahead", "behind", "repeat", "queries", "keys", "section")
+OF_QUERIES = [*EVERY, "batch_heads", "heads", "query_tiles"]
+OF_KEYS = [*EVERY, "batch_groups", "groups", "key_tiles"]
 
 
 @gluon.jit
@@ -49,7 +53,7 @@ def _rounds(tiles):
 
 
 @gluon.jit
-def _place_of(turn, rows, tiles, C: gl.constexpr):
+def _place_of(turn, rows, tiles, width):
     """Return a program's tile of a round, counted from the first position, and its row (sequence
     and head).
 
@@ -62,10 +66,10 @@ def _place_of(turn, rows, tiles, C: gl.constexpr):
     if turn % 2 == 1:
         index = programs - 1 - index
     index += turn * programs
-    section = index // (C.SECTION * tiles)
-    width = gl.minimum(C.SECTION, rows - section * C.SECTION)
-    rest = index - section * C.SECTION * tiles
-    return rest // width, section * C.SECTION + rest % width
+    section = index // (width * tiles)
+    here = gl.minimum(width, rows - section * width)
+    rest = index - section * width * tiles
+    return rest // here, section * width + rest % here
 
 
 @gluon.jit
@@ -146,11 +150,11 @@ def _load_forward(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
     q_desc, k_desc, v_desc = descs
     q_memory, k_memory, v_memory, _ = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
-    batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind = work
+    batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind, section = work
     step = 0
     taken = 0
     for turn in range(_rounds(batch_heads * query_tiles)):
-        tile, row = _place_of(turn, batch_heads, query_tiles, C)
+        tile, row = _place_of(turn, batch_heads, query_tiles, section)
         tile = query_tiles - 1 - tile
         batch = row // heads
         head = row % heads
@@ -276,7 +280,7 @@ def _attend(
     out_desc, lse_ptr = outs
     q_memory, k_memory, v_memory, out_memory = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
-    batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind = work
+    batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
     HERE: gl.constexpr = OWN * C.WARPS // 4
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.KEYS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
@@ -286,7 +290,7 @@ def _attend(
     turns = 0
     q = _tile_2d(q_memory, HERE, C)
     for turn in range(_rounds(batch_heads * query_tiles)):
-        tile, row = _place_of(turn, batch_heads, query_tiles, C)
+        tile, row = _place_of(turn, batch_heads, query_tiles, section)
         tile = query_tiles - 1 - tile
         batch = row // heads
         head = row % heads
@@ -328,7 +332,7 @@ def _attend(
             barrier()
             mbarrier.arrive(k_empty.index(stage), count=1)
             raw = _hide(raw, query, _nth(0, found), told, score_mma, C)
-            weight, total, largest, shrink = _softmax(raw, total, largest, scale, C)
+            weight, total, largest, _none = _softmax(raw, total, largest, scale, C)
             if C.HAS_KEY_MASK:
                 mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
                 here = _tile_2d(v_memory.index(stage), C.KEYS, C)
@@ -391,7 +395,7 @@ def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["ahead", "behind"])
+@gluon.jit(do_not_specialize=OF_QUERIES)
 def _attention_hopper_forward_kernel(
     q_desc,  # (B, H, M, D), block 1 x 1 x OWN x DEPTH_BLOCK
     k_desc,  # (B, G, N, D), block 1 x 1 x KEYS x DEPTH_BLOCK
@@ -403,13 +407,18 @@ def _attention_hopper_forward_kernel(
     scale,  # of the products, in base 2, above 0
     ahead,
     behind,
-    sizes,  # B * H, heads, query heads per key head, queries, keys, query tiles
+    batch_heads,  # rows of tiles: B * H
+    heads,
+    repeat,  # query heads per key head
+    queries,
+    keys,
+    query_tiles,
+    section,  # rows whose tiles are computed at the same time
     C: gl.constexpr,
 ):
-    batch_heads, heads, repeat, queries, keys, query_tiles = sizes
     PARTS: gl.constexpr = C.ROWS // OWN
     GROUPS: gl.constexpr = PARTS * 4 // C.WARPS
-    work = (batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind)
+    work = (batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind, section)
     out_layout: gl.constexpr = out_desc.layout
     dtype: gl.constexpr = q_desc.dtype
     q_memory = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, OWN, C.DEPTH_BLOCK], q_desc.layout)
@@ -456,12 +465,11 @@ def _load_query_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr)
     """Load queries and the gradient of the output, and the keys and values that a tile visits."""
     q_desc, grad_desc, k_desc, v_desc, _ = descs
     q_memory, grad_memory, k_memory, v_memory, _ = memory
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind = work
+    q_full, q_empty, k_full, k_empty, v_full = bars
+    batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind, section = work
     step = 0
-    taken = 0
     for turn in range(_rounds(batch_heads * query_tiles)):
-        tile, row = _place_of(turn, batch_heads, query_tiles, C)
+        tile, row = _place_of(turn, batch_heads, query_tiles, section)
         tile = query_tiles - 1 - tile
         batch = row // heads
         head = row % heads
@@ -477,13 +485,12 @@ def _load_query_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr)
             (C.HAS_AHEAD, C.HAS_BEHIND),
             C,
         )
-        mbarrier.wait(q_empty, (taken & 1) ^ 1)
+        mbarrier.wait(q_empty, (turn & 1) ^ 1)
         mbarrier.expect(q_full, 4 * C.ROWS * C.DEPTH_BLOCK)
         for part in gl.static_range(C.ROWS // OWN):
             place = [batch, head, tile * C.ROWS + part * OWN, 0]
             load_tile(q_desc, place, q_full, q_memory.index(part))
             load_tile(grad_desc, place, q_full, grad_memory.index(part))
-        taken += 1
         for visit in range(found[4]):
             other = _nth(visit, found) * C.KEYS
             stage = step % C.STAGES
@@ -515,7 +522,7 @@ def _step_query_gradient(
 ):
     """Start both products of a tile, then that of the previous tile's slopes with its keys."""
     q, grad, k_memory, v_memory = memory
-    _, _, k_full, k_empty, v_full, v_empty = bars
+    _, _, k_full, k_empty, v_full = bars
     sums, delta = rows
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.KEYS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
@@ -567,17 +574,16 @@ def _query_gradient(
     """Compute the gradient for the queries of one group of warps."""
     out, grad_q_desc, lse_ptr, sums_ptr, delta_ptr = outs
     q_memory, grad_memory, k_memory, v_memory, out_memory = memory
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind = work
+    q_full, q_empty, _, k_empty, _ = bars
+    batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
     scale, factor = scales
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.KEYS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, score_mma)
     wide_rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     step = 0
-    taken = 0
     for turn in range(_rounds(batch_heads * query_tiles)):
-        tile, row = _place_of(turn, batch_heads, query_tiles, C)
+        tile, row = _place_of(turn, batch_heads, query_tiles, section)
         tile = query_tiles - 1 - tile
         batch = row // heads
         head = row % heads
@@ -617,7 +623,7 @@ def _query_gradient(
         sums = gl.load(lse_ptr + stat + place, mask=is_row, other=float("inf"))
         sums = gl.where(sums == float("-inf"), float("inf"), sums * LOG2_E)
         gl.store(sums_ptr + stat + place, sums, mask=is_row)
-        mbarrier.wait(q_full, taken & 1)
+        mbarrier.wait(q_full, turn & 1)
         grad = _tile_2d(grad_memory, OWN, C)
         q = _tile_2d(q_memory, OWN, C)
         delta = gl.sum(grad.load(wide_rows).to(gl.float32) * output.to(gl.float32), 1)
@@ -657,7 +663,6 @@ def _query_gradient(
             mbarrier.arrive(k_empty.index(before), count=1)
         barrier()
         mbarrier.arrive(q_empty, count=1)
-        taken += 1
         tma.store_wait(0)
         barrier()
         _tile_2d(out_memory, OWN, C).store((acc * factor).to(q.dtype))
@@ -681,7 +686,7 @@ def _query_gradient_second(memory, bars, outs, tables, bounds_ptr, work, scales,
     _query_gradient(mine, bars, outs, tables, bounds_ptr, work, scales, 1, C)
 
 
-@gluon.jit(do_not_specialize=["ahead", "behind"])
+@gluon.jit(do_not_specialize=OF_QUERIES)
 def _attention_hopper_query_gradient_kernel(
     q_desc,  # (B, H, M, D), block 1 x 1 x OWN x DEPTH_BLOCK
     grad_desc,  # (B, H, M, D), likewise
@@ -698,12 +703,17 @@ def _attention_hopper_query_gradient_kernel(
     factor,  # of the scores, as the caller passed it
     ahead,
     behind,
-    sizes,  # as of _attention_hopper_forward_kernel
+    batch_heads,  # rows of tiles: B * H
+    heads,
+    repeat,  # query heads per key head
+    queries,
+    keys,
+    query_tiles,
+    section,  # rows whose tiles are computed at the same time
     C: gl.constexpr,
 ):
-    batch_heads, heads, repeat, queries, keys, query_tiles = sizes
     PARTS: gl.constexpr = C.ROWS // OWN
-    work = (batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind)
+    work = (batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind, section)
     dtype: gl.constexpr = q_desc.dtype
     own: gl.constexpr = [PARTS, 1, 1, OWN, C.DEPTH_BLOCK]
     other: gl.constexpr = [C.STAGES, 1, 1, C.KEYS, C.DEPTH_BLOCK]
@@ -719,7 +729,7 @@ def _attention_hopper_query_gradient_kernel(
     k_empty = _barriers(C.STAGES, PARTS)
     v_full = _barriers(C.STAGES, 1)
     fence_async_shared()
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_full)
+    bars = (q_full, q_empty, k_full, k_empty, v_full)
     memory = (q_memory, grad_memory, k_memory, v_memory, out_memory)
     descs = (q_desc, grad_desc, k_desc, v_desc, grad_q_desc)
     outs = (out, grad_q_desc, lse_ptr, sums_ptr, delta_ptr)
@@ -739,13 +749,12 @@ def _attention_hopper_query_gradient_kernel(
 def _load_key_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
     """Load keys and values, and the queries and gradients of the output that a tile visits."""
     q_desc, grad_desc, k_desc, v_desc = descs
-    q_memory, grad_memory, k_memory, v_memory = memory
-    k_full, k_empty, q_full, q_empty, grad_full, _ = bars
-    batch_groups, groups, repeat, queries, keys, key_tiles, ahead, behind = work
+    k_memory, v_memory, q_memory, grad_memory = memory
+    k_full, k_empty, q_full, q_empty, grad_full = bars
+    batch_groups, groups, repeat, queries, keys, key_tiles, ahead, behind, section = work
     step = 0
-    taken = 0
     for turn in range(_rounds(batch_groups * key_tiles)):
-        tile, row = _place_of(turn, batch_groups, key_tiles, C)
+        tile, row = _place_of(turn, batch_groups, key_tiles, section)
         batch = row // groups
         group = row % groups
         found = _bounds(
@@ -759,13 +768,12 @@ def _load_key_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
             (C.HAS_BEHIND, C.HAS_AHEAD),
             C,
         )
-        mbarrier.wait(k_empty, (taken & 1) ^ 1)
+        mbarrier.wait(k_empty, (turn & 1) ^ 1)
         mbarrier.expect(k_full, 4 * C.KEYS * C.DEPTH_BLOCK)
         for part in gl.static_range(C.KEYS // OWN):
             place = [batch, group, tile * C.KEYS + part * OWN, 0]
             load_tile(k_desc, place, k_full, k_memory.index(part))
             load_tile(v_desc, place, k_full, v_memory.index(part))
-        taken += 1
         for shared in range(repeat):
             head = group * repeat + shared
             for visit in range(found[4]):
@@ -797,7 +805,7 @@ def _step_key_gradient(
     """Add the contribution of a tile of queries to the gradients of keys and values."""
     grad_k, grad_v = grads
     k, v, q_memory, grad_memory = memory
-    _, _, q_full, q_empty, grad_full, _ = bars
+    _, _, q_full, q_empty, grad_full = bars
     query_ids_ptr, sums_ptr, delta_ptr, span, queries, is_key = told
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.ROWS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
@@ -859,7 +867,7 @@ def _step_key_gradient_carried(
     """Add the contribution of a tile of queries to the gradients of keys and values."""
     grad_k, grad_v = grads
     k, v, q_memory, grad_memory = memory
-    _, _, q_full, q_empty, grad_full, _ = bars
+    _, _, q_full, q_empty, grad_full = bars
     query_ids_ptr, sums_ptr, delta_ptr, span, queries, is_key = told
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.ROWS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
@@ -920,18 +928,17 @@ def _key_gradient(
     """Compute the gradients for the keys and values of one group of warps."""
     grad_k_desc, grad_v_desc, sums_ptr, delta_ptr = outs
     k_memory, v_memory, q_memory, grad_memory = memory
-    k_full, k_empty, q_full, q_empty, grad_full, _ = bars
-    batch_groups, groups, repeat, queries, keys, key_tiles, ahead, behind = work
+    k_full, k_empty, _, q_empty, _ = bars
+    batch_groups, groups, repeat, queries, keys, key_tiles, ahead, behind, section = work
     scale, factor = scales
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.ROWS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, score_mma)
     step = 0
-    taken = 0
     k = _tile_2d(k_memory, OWN, C)
     v = _tile_2d(v_memory, OWN, C)
     for turn in range(_rounds(batch_groups * key_tiles)):
-        tile, row = _place_of(turn, batch_groups, key_tiles, C)
+        tile, row = _place_of(turn, batch_groups, key_tiles, section)
         batch = row // groups
         group = row % groups
         found = _bounds(
@@ -957,7 +964,7 @@ def _key_gradient(
         operands = (k, v, q_memory, grad_memory)
         grad_k = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         grad_v = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
-        mbarrier.wait(k_full, taken & 1)
+        mbarrier.wait(k_full, turn & 1)
         if C.CARRIED:
             if count > 0:
                 stat = gl.to_tensor(row).to(gl.int64) * repeat * queries
@@ -1017,7 +1024,6 @@ def _key_gradient(
         tma.store_wait(0)
         barrier()
         mbarrier.arrive(k_empty, count=1)
-        taken += 1
 
 
 @gluon.jit
@@ -1032,7 +1038,7 @@ def _key_gradient_second(memory, bars, outs, tables, bounds_ptr, work, scales, C
     _key_gradient(mine, bars, outs, tables, bounds_ptr, work, scales, 1, C)
 
 
-@gluon.jit(do_not_specialize=["ahead", "behind"])
+@gluon.jit(do_not_specialize=OF_KEYS)
 def _attention_hopper_key_gradient_kernel(
     q_desc,  # (B, H, M, D), block 1 x 1 x ROWS x DEPTH_BLOCK
     grad_desc,  # (B, H, M, D), likewise
@@ -1048,12 +1054,17 @@ def _attention_hopper_key_gradient_kernel(
     factor,
     ahead,
     behind,
-    sizes,  # B * G, groups, query heads per key head, queries, keys, key tiles
+    batch_groups,  # rows of tiles: B * G
+    groups,
+    repeat,  # query heads per key head
+    queries,
+    keys,
+    key_tiles,
+    section,  # rows whose tiles are computed at the same time
     C: gl.constexpr,
 ):
-    batch_groups, groups, repeat, queries, keys, key_tiles = sizes
     PARTS: gl.constexpr = C.KEYS // OWN
-    work = (batch_groups, groups, repeat, queries, keys, key_tiles, ahead, behind)
+    work = (batch_groups, groups, repeat, queries, keys, key_tiles, ahead, behind, section)
     dtype: gl.constexpr = q_desc.dtype
     own: gl.constexpr = [PARTS, 1, 1, OWN, C.DEPTH_BLOCK]
     other: gl.constexpr = [C.STAGES, 1, 1, C.ROWS, C.DEPTH_BLOCK]
@@ -1068,7 +1079,7 @@ def _attention_hopper_key_gradient_kernel(
     q_empty = _barriers(C.STAGES, PARTS)
     grad_full = _barriers(C.STAGES, 1)
     fence_async_shared()
-    bars = (k_full, k_empty, q_full, q_empty, grad_full, grad_full)
+    bars = (k_full, k_empty, q_full, q_empty, grad_full)
     memory = (k_memory, v_memory, q_memory, grad_memory)
     descs = (q_desc, grad_desc, k_desc, v_desc)
     outs = (grad_k_desc, grad_v_desc, sums_ptr, delta_ptr)

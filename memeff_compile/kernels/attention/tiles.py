@@ -25,6 +25,7 @@ from .._triton.conditions import Conditions
 from .._triton.key_tiles import depth_block, rows_of, tiles_of
 from .._triton.launch import launch
 from ..device import gpu, on_device
+from . import hopper
 from .mask_tiles import Dense, dense_of, none_of
 from .shapes import KERNELS, Shape, shape_for
 
@@ -50,7 +51,7 @@ def plan_for(
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """The arguments that all kernel launches of one call share."""
 
     q: Tensor  # with the depth at unit stride
@@ -161,12 +162,12 @@ class _Call:
             launch(kernel, (batch * ours * tiles,), arguments, constants, name)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
+def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> Call:
     queries, keys = q.shape[2], k.shape[2]
     given = key_tiles.within(given, queries, keys)
     sizes = (q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
     mean = given.has_empty_means(queries, keys)
-    return _Call(_rows(q), _rows(k), _rows(v), given, mean, sizes)
+    return Call(_rows(q), _rows(k), _rows(v), given, mean, sizes)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -179,10 +180,15 @@ def _rows(tensor: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, in bf16 or fp16, like `reference.attend`."""
+    """Return attention over the keys that count, in bf16 or fp16, like `reference.attend`.
+
+    Without a `plan`, calls that `hopper` serves run there.
+    """
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
+    if plan is None and hopper.serves(call):
+        return hopper.attend(call)
     batch, heads, _, queries, _, depth = call.sizes
     shape = (plan or call.plan()).forward
     out = q.new_empty((batch, queries, heads, depth))
@@ -209,6 +215,8 @@ def gradients(
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
+    if plan is None and hopper.serves(call):
+        return hopper.gradients(call, _rows(grad_out), _rows(out), lse.contiguous())
     q, k, v = call.q, call.k, call.v
     batch, heads, groups, queries, keys, depth = call.sizes
     plan = plan or call.plan()
