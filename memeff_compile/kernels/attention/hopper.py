@@ -1,77 +1,76 @@
-"""The engine `hopper` of attention: warps that load and warps that multiply, in Gluon.
+"""The forward pass of large calls of `tiles` on Hopper, in Gluon: one warp loads, eight multiply.
 
-The engine needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. It serves the
-calls of `tiles` whose masks are positions, ids and masks of keys; results are those of `tiles`.
-Like there, no sum depends on the order in which programs run.
+The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. It supports
+masks of positions, ids and masks of keys. `is_faster` names the calls that use it: those of the
+kind that was measured. Like in `tiles`, no sum depends on the order in which programs run. The
+backward pass is that of `tiles`: two kernels of this form took longer.
+
+The floor is that of `tiles`: 4 D operations for each pair of a query and a key that counts, at 790
+TFLOP/s. On an H200, 4 x 32 x 4096 x 128 under a causal mask reach 593 TFLOP/s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat import is_fake
 from .._triton import compat, key_tiles
-from .._triton.key_tiles import depth_block, rows_of, tiles_of
+from .._triton.key_tiles import depth_block, tiles_of
 from .._triton.launch import launch
 from .._triton.typed import typed
-from ..device import gpu, on_device, processors
-
-if TYPE_CHECKING:
-    from .tiles import Call
+from ..device import gpu, on_device, processors, was_measured
+from .call import Call
 
 NARROWEST, WIDEST = 40, 128
-"""Head dimensions; tiles pad narrower ones to 64 channels."""
+"""Head dimensions that the kernel supports."""
+MEASURED = 96
+"""The least head dimension for which the kernel was faster; heads of 64 were 4 % slower."""
+LEAST_PAIRS = 1 << 29
+"""The least number of pairs of a query and a key, over all heads, of a measured call; small calls
+would wait for the host."""
 OWN = 64
-"""Positions that one group of warps owns, as in the kernels."""
+"""Queries that one group of warps owns, as in the kernel."""
 CACHED = 32 << 20
 """Bytes of keys and values that programs read at the same time, to find them in the L2 cache."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes for which a kernel is compiled."""
+    """The sizes for which the kernel is compiled."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile
     stages: int  # tiles in flight
-    in_turn: bool = False  # the groups of warps start their products in turn
-    fused: bool = False
-    in_registers: bool = False
-    is_persistent: bool = True
-    registers: int = 232
-    carried: bool = False
+    in_turn: bool = True  # the groups of warps start their products in turn
+    registers: int = 232  # of a thread of the second group of warps
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The tile shape of each kernel."""
-
-    forward: Shape
-    query_gradient: Shape
-    key_gradient: Shape
+def shape_for(*, has_tables: bool) -> Shape:
+    """Return the tile shape for calls with or without a mask of keys or ids, which take additional
+    registers."""
+    return Shape(128, 64, 4) if has_tables else Shape(128, 128, 2)
 
 
-PLAN = Plan(
-    forward=Shape(128, 128, 2, in_turn=True),
-    query_gradient=Shape(128, 64, 3),
-    key_gradient=Shape(64, 128, 3),
-)
-PLAN_WITH_TABLES = replace(PLAN, forward=Shape(128, 64, 4, in_turn=True))
-"""For calls with a mask of keys or ids, which take additional registers."""
+def is_faster(call: Call) -> bool:
+    """Return whether a call of `tiles` is of a kind for which this kernel was faster.
 
-
-def plan_for(*, has_tables: bool) -> Plan:
-    """Return the tile shapes for calls with or without a mask of keys or ids."""
-    return PLAN_WITH_TABLES if has_tables else PLAN
+    Ids and masks of keys were not measured with today's shape; short documents were slower with
+    another one.
+    """
+    batch, heads, _, queries, keys, depth = call.sizes
+    is_large = depth >= MEASURED and batch * heads * queries * keys >= LEAST_PAIRS
+    if not is_large or call.given.has_tables():
+        return False
+    return was_measured(call.q.device, "attention_hopper") and serves(call)
 
 
 def serves(call: Call) -> bool:
-    """Return whether the kernels of this module support a call of `tiles`."""
+    """Return whether the kernel supports a call of `tiles`."""
     given, depth = call.given, call.sizes[5]
     is_plain = given.mask is None and not given.softcap and not call.mean and given.scale > 0
     if not (is_plain and call.q.is_cuda and gpu(call.q.device).is_hopper):
@@ -91,7 +90,7 @@ def _loads(tensor: Tensor) -> bool:
 
 
 def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[str, Any]:
-    """Return the compile-time constants of a kernel; `flags` tell which conditions a call has."""
+    """Return the compile-time constants of the kernel; `flags` tell which conditions a call has."""
     return {
         "ROWS": shape.rows,
         "KEYS": shape.keys,
@@ -100,116 +99,43 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
         "DEPTH": depth,
         "DEPTH_BLOCK": depth_block(depth, 64),
         "REGISTERS": shape.registers,
-        "FUSED": shape.fused,
         "IN_TURN": shape.in_turn,
-        "IN_REGISTERS": shape.in_registers,
-        "CARRIED": shape.carried,
         "num_warps": 4,
         **flags,
     }
 
 
-def _start(
-    call: Call,
-    kernel: Any,
-    shape: Shape,
-    before: tuple[Any, ...],  # the arguments in front of the bounds
-    after: tuple[Any, ...],  # and after them
-    *,
-    ours_are_queries: bool = True,
-) -> None:
-    batch, heads, groups, queries, keys, depth = call.sizes
-    tile = (shape.rows, shape.keys)
-    bounds = key_tiles.find_bounds(
-        call.q, call.given, (heads, queries, keys), tile, ours_are_queries=ours_are_queries
-    )
-    ours, length, size = (heads, queries, tile[0]) if ours_are_queries else (groups, keys, tile[1])
-    repeat = heads // groups
-    tiles = tiles_of(length, size)
-    # Heads of one group of keys share them; a program of keys reads the queries of all its heads.
-    others = keys if ours_are_queries else queries * repeat
-    section = max(1, CACHED // (4 * depth * others)) * (repeat if ours_are_queries else 1)
-    total = batch * ours * tiles
-    programs = min(total, processors(call.q.device)) if shape.is_persistent else total
-    flags = {"HAS_BOUNDS": call.given.has_tables(), **key_tiles.flags_of(call.given)}
-    constants = constants_of(shape, depth, flags)
-    arguments = (
-        *(*before, key_tiles.tables_of(call.given, call.q), bounds, *after),
-        *key_tiles.positions_of(call.given),
-        *(batch * ours, ours, repeat, queries, keys, tiles, section),
-    )
-    launch(kernel, (programs,), arguments, constants, tuple(constants.items()))
-
-
-def attend(call: Call, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
+def attend(call: Call) -> tuple[Tensor, Tensor]:
     """Return attention over the keys that count, like `tiles.attend`."""
     from .._triton.gluon import tiles_of_heads
     from . import hopper_kernels as kernels
 
-    batch, heads, _, queries, _, depth = call.sizes
-    shape = (plan or plan_for(has_tables=call.given.has_tables())).forward
-    block = depth_block(depth, 64)
-    out = call.q.new_empty((batch, queries, heads, depth))
-    lse = call.q.new_empty((batch, heads, queries), dtype=torch.float32)
-    own, other = [1, 1, OWN, block], [1, 1, shape.keys, block]
-    with on_device(call.q):
-        _start(
-            call,
+    batch, heads, groups, queries, keys, depth = call.sizes
+    q, given, repeat = call.q, call.given, heads // groups
+    shape, block = shape_for(has_tables=given.has_tables()), depth_block(depth, 64)
+    out = q.new_empty((batch, queries, heads, depth))
+    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    tiles = tiles_of(queries, shape.rows)
+    # All heads that share keys are computed at the same time.
+    section = max(1, CACHED // (4 * depth * keys)) * repeat
+    flags = {"HAS_BOUNDS": given.has_tables(), **key_tiles.flags_of(given)}
+    constants = constants_of(shape, depth, flags)
+    with on_device(q):
+        sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
+        arguments = (
+            tiles_of_heads(q, [1, 1, OWN, block]),
+            *(tiles_of_heads(each, [1, 1, shape.keys, block]) for each in (call.k, call.v)),
+            tiles_of_heads(out, [1, OWN, 1, block]),
+            key_tiles.tables_of(given, q),
+            key_tiles.find_bounds(q, given, sizes, tile),
+            *(lse, call.scales()[0], *key_tiles.positions_of(given)),
+            *(batch * heads, heads, repeat, queries, keys, tiles, section),
+        )
+        launch(
             kernels._attention_hopper_forward_kernel,
-            shape,
-            (
-                tiles_of_heads(call.q, own),
-                *(tiles_of_heads(each, other) for each in (call.k, call.v)),
-                tiles_of_heads(out, [1, OWN, 1, block]),
-            ),
-            (lse, call.scales()[0]),
+            (min(batch * heads * tiles, processors(q.device)),),
+            arguments,
+            constants,
+            tuple(constants.items()),
         )
     return out.transpose(1, 2), lse
-
-
-def gradients(
-    call: Call, grad: Tensor, out: Tensor, lse: Tensor, plan: Plan | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, like `tiles.gradients`."""
-    from .._triton.gluon import tiles_of_heads
-    from . import hopper_kernels as kernels
-
-    q, k, v = call.q, call.k, call.v
-    grad = grad if _loads(grad) else grad.contiguous()
-    batch, heads, groups, queries, keys, depth = call.sizes
-    plan, block = plan or plan_for(has_tables=call.given.has_tables()), depth_block(depth, 64)
-    grad_q = q.new_empty((batch, queries, heads, depth))
-    grad_k = k.new_empty((batch, keys, groups, depth))
-    grad_v = torch.empty_like(grad_k)
-    sums, delta = lse.new_empty((2, batch, heads, queries))
-    scales, store = (call.scales()[0], call.given.scale), [1, OWN, 1, block]
-    own = [1, 1, OWN, block]
-    with on_device(q):
-        shape = plan.query_gradient
-        other = [1, 1, shape.keys, block]
-        _start(
-            call,
-            kernels._attention_hopper_query_gradient_kernel,
-            shape,
-            (
-                *(tiles_of_heads(each, own) for each in (q, grad)),
-                *(tiles_of_heads(each, other) for each in (k, v)),
-                *(rows_of(out), tiles_of_heads(grad_q, store)),
-            ),
-            (lse, sums, delta, *scales),
-        )
-        shape = plan.key_gradient
-        other = [1, 1, shape.rows, block]
-        _start(
-            call,
-            kernels._attention_hopper_key_gradient_kernel,
-            shape,
-            (
-                *(tiles_of_heads(each, other) for each in (q, grad)),
-                *(tiles_of_heads(each, own) for each in (k, v)),
-                *(tiles_of_heads(each, store) for each in (grad_k, grad_v)),
-            ),
-            (sums, delta, *scales),
-            ours_are_queries=False,
-        )
-    return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)

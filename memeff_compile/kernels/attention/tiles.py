@@ -12,7 +12,6 @@ which computes the scores twice, needs 10 D.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from .._triton.key_tiles import depth_block, rows_of, tiles_of
 from .._triton.launch import launch
 from ..device import gpu, on_device
 from . import hopper
+from .call import Call
 from .mask_tiles import Dense, dense_of, none_of
 from .shapes import KERNELS, Shape, shape_for
 
@@ -50,17 +50,8 @@ def plan_for(
     return Plan(*(shape_for(name, depth, gpu(device), **told) for name in KERNELS))
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments that all kernel launches of one call share."""
-
-    q: Tensor  # with the depth at unit stride
-    k: Tensor  # likewise
-    v: Tensor  # likewise
-    # the conditions; bounds that hide no key are dropped, others kept within the sizes
-    given: Conditions
-    mean: bool  # whether a query may have no key and get the mean
-    sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
+class _Call(Call):
+    """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
         """Return whether a table contains the bounds, because positions alone do not decide which
@@ -94,20 +85,6 @@ class Call:
             "PER_HEAD": self.given.mask is not None and self.given.mask.shape[1] > 1,
             **key_tiles.flags_of(self.given),
         }
-
-    def scales(self) -> tuple[float, float]:
-        """Return two scales: one turns raw scores into exponents of 2, the other is applied inside
-        the softcap.
-
-        If the mask is added to the scores, the second scale turns products into scores, and the
-        first only converts scores to base 2.
-        """
-        size = abs(self.given.scale)
-        if self.given.is_bias:
-            return math.log2(math.e), self.given.scale
-        if self.given.softcap:
-            return self.given.softcap * math.log2(math.e), size / self.given.softcap
-        return (size or 1.0) * math.log2(math.e), 1.0
 
     def bounds(
         self, shape: Shape, lse: Tensor | None, *, ours_are_queries: bool = True
@@ -162,12 +139,12 @@ class Call:
             launch(kernel, (batch * ours * tiles,), arguments, constants, name)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> Call:
+def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
     queries, keys = q.shape[2], k.shape[2]
     given = key_tiles.within(given, queries, keys)
     sizes = (q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
     mean = given.has_empty_means(queries, keys)
-    return Call(_rows(q), _rows(k), _rows(v), given, mean, sizes)
+    return _Call(_rows(q), _rows(k), _rows(v), given, mean, sizes)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -182,12 +159,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return attention over the keys that count, in bf16 or fp16, like `reference.attend`.
 
-    Without a `plan`, calls that `hopper` serves run there.
+    Without a `plan`, calls for which `hopper` is faster run there.
     """
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
-    if plan is None and hopper.serves(call):
+    if plan is None and hopper.is_faster(call):
         return hopper.attend(call)
     batch, heads, _, queries, _, depth = call.sizes
     shape = (plan or call.plan()).forward
@@ -215,8 +192,6 @@ def gradients(
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
-    if plan is None and hopper.serves(call):
-        return hopper.gradients(call, _rows(grad_out), _rows(out), lse.contiguous())
     q, k, v = call.q, call.k, call.v
     batch, heads, groups, queries, keys, depth = call.sizes
     plan = plan or call.plan()
