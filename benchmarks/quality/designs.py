@@ -33,9 +33,14 @@ from benchmarks.ablations import weights_ablation
 from benchmarks.quality import lossy_modes, texts
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode
-from benchmarks.quality.prototypes import KEYS, VALUES, Cached, Coded, Study, Told
+from benchmarks.quality.prototypes import KEYS, VALUES, Cached, Coded, Published, Study, Told
 from benchmarks.quality.roundings import CODES, DRAWN, KEPT, ROUNDINGS
 from benchmarks.quality.subject import Lowered, States
+from memeff_compile.kernels.quantized_attention.settings import (
+    GRANULARITIES,
+    Settings,
+    settings_for,
+)
 from memeff_compile.model.weights.compress import decompress_
 
 BESIDE = ": KL, same tokens beside the first (se)"
@@ -62,7 +67,7 @@ class Design(Mode):
         rounding: of weights that are not coded.
         for_inputs: whether they are rounded with inputs in view, those of the other text.
         cached: a cache of other codes.
-        study: attention of other arithmetic.
+        study: arithmetic of attention.
     """
 
     other: str | None = None
@@ -73,7 +78,7 @@ class Design(Mode):
     rounding: str | None = None
     for_inputs: bool = False
     cached: Cached | None = None
-    study: Study | None = None
+    study: Settings | None = None
 
 
 def other_codes(bits: int) -> list[Design]:
@@ -138,6 +143,29 @@ STUDIES = {
 }
 """Attention in 8 bits with other arithmetic."""
 
+TABLES = {
+    "1: 4b, means of queries and keys subtracted": Published(),
+    "1: 4b, no mean subtracted": Published(smooth=""),
+    "1: 4b, mean of keys subtracted": Published(smooth="k"),
+    "1: 8b, no mean subtracted": Published(limit=127, smooth=""),
+    "1: 8b, mean of keys subtracted": Published(limit=127, smooth="k"),
+    **{
+        f"2 and 3: 4b, a scale per {name}": Published(granularity=name)
+        for name in GRANULARITIES
+        if name not in ("row", "thread")
+    },
+    **{
+        f"4 and 5: 4b, weights and values in {name}": Published(values=name)
+        for name in ("int8", "e5m2", "e4m3", "f16")
+    },
+    "6: 4b, values in e4m3 without their mean": Published(values="e4m3", smooth="qkv"),
+    "8: the paper's 8b": Published(limit=127, values="e4m3", smooth="k"),
+    "8: the op's 4b": settings_for("4b", with_lse=False),
+    "8: the op's 8b": settings_for("8b", with_lse=False),
+}
+"""SageAttention2's tables; the paper's 4b is in the line of e4m3. Table 7 needs tensor cores:
+attention_ablation.py measures it."""
+
 PARTS: dict[str, list[Design]] = {
     "codes4": [*other_codes(4), Design("codes, 8 bits, as they are", cached=Cached().at_bits(8))],
     "codes3": other_codes(3),
@@ -181,6 +209,7 @@ PARTS: dict[str, list[Design]] = {
         ),
     ],
     "scores": [Design(f"scores, 8b, {name}", study=study) for name, study in STUDIES.items()],
+    "tables": [Design(f"tables, {name}", study=study) for name, study in TABLES.items()],
 }
 
 

@@ -265,12 +265,27 @@ class Study(Settings):
         return "v" in self.smooth and self.values == "e4m3"
 
 
+@dataclass(frozen=True)
+class Published(Study):
+    """Arithmetic of attention as SageAttention2 publishes it: 4-bit scores, unless `limit` differs.
+
+    `granularity` is one of the paper's, so that the op's own steps are left out.
+    """
+
+    limit: int = 7
+    values: str = "exact"
+    granularity: str = "thread"
+    smooth: str = "qk"
+    aligns = Settings.aligns
+    restores = Settings.restores
+
+
 class Told(Lowered):
     """Attention in low bits by the reference, with settings of a study."""
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: Settings) -> None:
         super().__init__("8b")
-        self.study = study
+        self.study = study if isinstance(study, Study) else Study(**vars(study))
 
     def low(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, level: str, ahead: int = 0

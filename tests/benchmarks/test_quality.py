@@ -280,7 +280,8 @@ def test_the_page_shows_what_the_rows_say(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "part", ["codes3", "codes4", "weights", "errors", "formats", "attention", "scores"]
+    "part",
+    ["codes3", "codes4", "weights", "errors", "formats", "attention", "scores", "tables"],
 )
 def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part: str) -> None:
     from benchmarks.quality.designs import PARTS

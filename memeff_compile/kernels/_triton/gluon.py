@@ -3,6 +3,7 @@ this module can fail."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +32,7 @@ else:
 _memory = gl.shared_memory_descriptor
 seen_as = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+warpgroup_mma_init = hopper.warpgroup_mma_init
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
@@ -40,6 +42,21 @@ def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: i
     return TensorDescriptor.from_tensor(given, [rows, columns], _layout(swizzle, bits))
 
 
+def tiles_of_heads(tensor: Tensor, block: Sequence[int]) -> Any:
+    """Return a descriptor of a tensor of four axes and 16 bits, whose last axis has unit stride.
+
+    The GPU reads zeros outside the tensor, and writes nothing there.
+    """
+    given: Any = typed(tensor) if is_fake(tensor) else tensor
+    depth = tensor.shape[3]
+    # The stride of an axis of one element is never used, but has to be a multiple of 16 bytes.
+    strides = [
+        depth if size == 1 else stride
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    ]
+    return TensorDescriptor(given, [*tensor.shape], [*strides, 1], [*block], _layout(128, 16, 4))
+
+
 @lru_cache(maxsize=16)
-def _layout(swizzle: int, bits: int) -> Any:
-    return NVMMASharedLayout(swizzle, bits, 2)
+def _layout(swizzle: int, bits: int, axes: int = 2) -> Any:
+    return NVMMASharedLayout(swizzle, bits, axes)

@@ -22,7 +22,8 @@ class Gpu(NamedTuple):
     # "roomy" and "narrow" by their shared memory
     kind: str = "narrow"
     shared: int = 99 << 10  # bytes of shared memory that a program may take
-    # ops whose speed was measured here; "grouped_heads" are PyTorch's own kernels
+    # ops whose speed was measured here; "grouped_heads" are PyTorch's own kernels, and
+    # "attention_hopper" is the forward kernel of attention for Hopper
     measured: frozenset[str] = frozenset()
 
     @property
@@ -76,7 +77,7 @@ GPUS = {
             (9, 0),
             "hopper",
             227 << 10,
-            frozenset({"attention", "grouped_heads", "quantized_attention"}),
+            frozenset({"attention", "attention_hopper", "grouped_heads", "quantized_attention"}),
         ),
         Gpu(NVIDIA, (10, 0), "blackwell", 227 << 10),
         Gpu(NVIDIA, (10, 3), "blackwell", 227 << 10),

@@ -12,7 +12,6 @@ the scores twice, needs 10 D.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,8 @@ from .._triton.conditions import Conditions
 from .._triton.key_tiles import depth_block, rows_of, tiles_of
 from .._triton.launch import launch
 from ..device import gpu, on_device
+from . import hopper
+from .call import Call
 from .mask_tiles import Dense, dense_of, none_of
 from .shapes import KERNELS, Shape, shape_for
 
@@ -49,17 +50,8 @@ def plan_for(
     return Plan(*(shape_for(name, depth, gpu(device), **told) for name in KERNELS))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments that all kernel launches of one call share."""
-
-    q: Tensor  # with the depth at unit stride
-    k: Tensor  # likewise
-    v: Tensor  # likewise
-    # the conditions; bounds that hide no key are dropped, others kept within the sizes
-    given: Conditions
-    mean: bool  # whether a query may have no key and get the mean
-    sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
+class _Call(Call):
+    """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
         """Return whether a table contains the ranges of tiles to visit, because positions alone do
@@ -93,20 +85,6 @@ class _Call:
             "PER_HEAD": self.given.mask is not None and self.given.mask.shape[1] > 1,
             **key_tiles.flags_of(self.given),
         }
-
-    def scales(self) -> tuple[float, float]:
-        """Return two scales: one turns raw scores into exponents of 2, the other is applied inside
-        the softcap.
-
-        If the mask is a bias, the second scale turns products into scores, and the first only
-        converts scores to base 2.
-        """
-        size = abs(self.given.scale)
-        if self.given.is_bias:
-            return math.log2(math.e), self.given.scale
-        if self.given.softcap:
-            return self.given.softcap * math.log2(math.e), size / self.given.softcap
-        return (size or 1.0) * math.log2(math.e), 1.0
 
     def bounds(
         self, shape: Shape, lse: Tensor | None, *, ours_are_queries: bool = True
@@ -181,10 +159,13 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return attention over the keys that count, in bf16 or fp16, with the results of
-    `reference.attend`."""
+    `reference.attend`. Without a `plan`, calls for which `hopper` is faster run there.
+    """
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
+    if plan is None and hopper.is_faster(call):
+        return hopper.attend(call)
     batch, heads, _, queries, _, depth = call.sizes
     shape = (plan or call.plan()).forward
     out = q.new_empty((batch, queries, heads, depth))

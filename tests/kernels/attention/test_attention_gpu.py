@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels._triton.key_tiles import tiles_of
 from memeff_compile.kernels.attention import (
     attention,
     backward_bytes,
     bytes_after,
     engine_for,
+    hopper,
     tiles,
 )
 from tests.support.dense_attention import Case, compose, dense_with_gradients, draw, largest
@@ -111,6 +113,30 @@ def test_the_same_inputs_give_the_same_bits() -> None:
     grad = gradient_like(case)
     first = ours(case, grad)
     assert all(all(map(torch.equal, first, ours(case, grad))) for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    ("depth", "dtype", "settings"),
+    [
+        (128, torch.bfloat16, {"ahead": 0}),
+        (128, torch.float16, {"ahead": 0, "behind": 200}),
+        (96, torch.bfloat16, {}),
+        (64, torch.bfloat16, {"ahead": 300}),
+    ],
+)
+def test_the_kernel_for_hopper(depth: int, dtype: torch.dtype, settings: dict[str, int]) -> None:
+    case = draw(2, 8, 2, 700, 1000, depth, dtype, **settings).to("cuda")
+    unsaid = {"key_mask": None, "query_ids": None, "key_ids": None, "ahead": None, "behind": None}
+    rest = {"scale": depth**-0.5, "softcap": 0.0, "mean": False}
+    given = Conditions(**{**unsaid, **settings, **rest})
+    call = tiles._call(case.q, case.k, case.v, given)
+    if not hopper.serves(call):
+        pytest.skip("needs compute capability 9.0 and Gluon")
+    found = hopper.attend(call)
+    assert all(map(torch.equal, found, hopper.attend(call)))
+    for ours_, wanted in zip(found, dense_with_gradients(case, gradient_like(case)), strict=False):
+        budget = BUDGET[dtype] * max(1.0, largest(wanted))
+        assert largest(ours_.double() - wanted) <= budget
 
 
 def test_more_scores_than_32_bits_count() -> None:

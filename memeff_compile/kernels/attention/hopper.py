@@ -1,0 +1,141 @@
+"""The forward pass of large calls of `tiles` on Hopper, in Gluon: one warp loads, eight multiply.
+
+The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. It supports
+masks of positions, ids and masks of keys. `is_faster` names the calls that use it: those of the
+kind that was measured. Like in `tiles`, no sum depends on the order in which programs run. The
+backward pass is that of `tiles`: two kernels of this form took longer.
+
+The floor is that of `tiles`: 4 D operations for each pair of a query and a key that counts, at 790
+TFLOP/s. On an H200, 4 x 32 x 4096 x 128 under a causal mask reach 593 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat import is_fake
+from .._triton import compat, key_tiles
+from .._triton.key_tiles import depth_block, tiles_of
+from .._triton.launch import launch
+from .._triton.typed import typed
+from ..device import gpu, on_device, processors, was_measured
+from .call import Call
+
+NARROWEST, WIDEST = 40, 128
+"""Head dimensions that the kernel supports."""
+MEASURED = 96
+"""The least head dimension for which the kernel was faster; heads of 64 were 4 % slower."""
+LEAST_PAIRS = 1 << 29
+"""The least number of pairs of a query and a key, over all heads, of a measured call; small calls
+would wait for the host."""
+OWN = 64
+"""Queries that one group of warps owns, as in the kernel."""
+CACHED = 32 << 20
+"""Bytes of keys and values that programs read at the same time, to find them in the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes for which the kernel is compiled."""
+
+    rows: int  # queries per tile
+    keys: int  # keys per tile
+    stages: int  # tiles in flight
+    in_turn: bool = True  # the groups of warps start their products in turn
+    registers: int = 232  # of a thread of the second group of warps
+
+
+def shape_for(*, has_tables: bool) -> Shape:
+    """Return the tile shape for calls with or without a mask of keys or ids, which take additional
+    registers."""
+    return Shape(128, 64, 4) if has_tables else Shape(128, 128, 2)
+
+
+def is_faster(call: Call) -> bool:
+    """Return whether a call of `tiles` is of a kind for which this kernel was faster.
+
+    Ids and masks of keys were not measured with today's shape; short documents were slower with
+    another one.
+    """
+    batch, heads, _, queries, keys, depth = call.sizes
+    is_large = depth >= MEASURED and batch * heads * queries * keys >= LEAST_PAIRS
+    if not is_large or call.given.has_tables():
+        return False
+    return was_measured(call.q.device, "attention_hopper") and serves(call)
+
+
+def serves(call: Call) -> bool:
+    """Return whether the kernel supports a call of `tiles`."""
+    given, depth = call.given, call.sizes[5]
+    is_plain = given.mask is None and not given.softcap and not call.mean and given.scale > 0
+    if not (is_plain and call.q.is_cuda and gpu(call.q.device).is_hopper):
+        return False
+    is_size = NARROWEST <= depth <= WIDEST and depth % 8 == 0 and min(call.sizes) > 0
+    return is_size and compat.has_gluon() and all(map(_loads, (call.q, call.k, call.v)))
+
+
+def _loads(tensor: Tensor) -> bool:
+    """Return whether the GPU can load tiles of a tensor through a descriptor."""
+    is_even = all(
+        size == 1 or (stride > 0 and stride % 8 == 0)
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+    start: Any = typed(tensor) if is_fake(tensor) else tensor
+    return is_even and start.data_ptr() % 16 == 0
+
+
+def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[str, Any]:
+    """Return the compile-time constants of the kernel; `flags` tell which conditions a call has."""
+    return {
+        "ROWS": shape.rows,
+        "KEYS": shape.keys,
+        "STAGES": shape.stages,
+        "WARPS": 4,
+        "DEPTH": depth,
+        "DEPTH_BLOCK": depth_block(depth, 64),
+        "REGISTERS": shape.registers,
+        "IN_TURN": shape.in_turn,
+        "num_warps": 4,
+        **flags,
+    }
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """Return attention over the keys that count, like `tiles.attend`."""
+    from .._triton.gluon import tiles_of_heads
+    from . import hopper_kernels as kernels
+
+    batch, heads, groups, queries, keys, depth = call.sizes
+    q, given, repeat = call.q, call.given, heads // groups
+    shape, block = shape_for(has_tables=given.has_tables()), depth_block(depth, 64)
+    out = q.new_empty((batch, queries, heads, depth))
+    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    tiles = tiles_of(queries, shape.rows)
+    # All heads that share keys are computed at the same time.
+    section = max(1, CACHED // (4 * depth * keys)) * repeat
+    flags = {"HAS_BOUNDS": given.has_tables(), **key_tiles.flags_of(given)}
+    constants = constants_of(shape, depth, flags)
+    with on_device(q):
+        sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
+        arguments = (
+            tiles_of_heads(q, [1, 1, OWN, block]),
+            *(tiles_of_heads(each, [1, 1, shape.keys, block]) for each in (call.k, call.v)),
+            tiles_of_heads(out, [1, OWN, 1, block]),
+            key_tiles.tables_of(given, q),
+            key_tiles.find_bounds(q, given, sizes, tile),
+            *(lse, call.scales()[0], *key_tiles.positions_of(given)),
+            *(batch * heads, heads, repeat, queries, keys, tiles, section),
+        )
+        launch(
+            kernels._attention_hopper_forward_kernel,
+            (min(batch * heads * tiles, processors(q.device)),),
+            arguments,
+            constants,
+            tuple(constants.items()),
+        )
+    return out.transpose(1, 2), lse

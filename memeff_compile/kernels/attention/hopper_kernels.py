@@ -1,0 +1,448 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The forward kernel of attention on Hopper, written in Gluon: one warp loads tiles, and two groups
+of four warps multiply.
+
+Each group of four warps owns 64 positions of the program's tile and waits only for tiles that the
+loading warp announces. So one group computes exponentials while the other multiplies. A program
+takes one tile after the other, and the loading warp runs ahead into the next one.
+
+As in `tiles_kernels`, a program does not visit pairs of tiles in which no key counts, and checks
+the conditions only in incomplete pairs, which it visits first.
+"""
+
+from __future__ import annotations
+
+from .._triton.gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    seen_as,
+    store_tile,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .._triton.key_tiles_kernels import bounds_of, edge_tile
+
+LOW: gl.constexpr = gl.constexpr(-1.0e38)  # below every score; finite, as in `tiles_kernels`
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+# Positions of a program's tile that one group of warps owns: the rows of a product.
+OWN: gl.constexpr = gl.constexpr(64)
+# Arguments for whose values no kernel is compiled again.
+VARYING = [
+    *("ahead", "behind", "batch_heads", "heads", "repeat"),
+    *("queries", "keys", "query_tiles", "section"),
+]
+
+
+@gluon.jit
+def _rounds(tiles):
+    """Return how many tiles this program takes: one in each round of all programs."""
+    programs = gl.num_programs(0)
+    whole = tiles // programs
+    mine = gl.program_id(0)
+    if whole % 2 == 1:
+        mine = programs - 1 - mine
+    return whole + (mine < tiles % programs).to(gl.int32)
+
+
+@gluon.jit
+def _place_of(turn, rows, tiles, width):
+    """Return a program's tile of a round, counted from the first position, and its row (sequence
+    and head).
+
+    The first tiles take longest. Every other round runs backwards over the programs, so all
+    programs finish at about the same time. The rows are processed in sections, so that the keys and
+    values of a section stay in the cache.
+    """
+    programs = gl.num_programs(0)
+    index = gl.program_id(0)
+    if turn % 2 == 1:
+        index = programs - 1 - index
+    index += turn * programs
+    section = index // (width * tiles)
+    here = gl.minimum(width, rows - section * width)
+    rest = index - section * width * tiles
+    return rest // here, section * width + rest % here
+
+
+@gluon.jit
+def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: gl.constexpr):
+    """Return the first visited tile, first and stop of the complete ones, and how many tiles are
+    incomplete and visited at all."""
+    first, full_first, full_stop, stop = bounds_of(
+        bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C
+    )
+    edges = full_first - first + stop - full_stop
+    return first, full_first, full_stop, edges, edges + full_stop - full_first
+
+
+@gluon.jit
+def _nth(index, found):
+    """Return the tile that is visited at this index: incomplete tiles come first."""
+    first, full_first, full_stop, edges, _ = found
+    edge = edge_tile(index, first, full_first, full_stop)
+    return gl.where(index < edges, edge, full_first + index - edges)
+
+
+@gluon.jit
+def _which_count(queries, keys, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
+    """Return which keys of a tile each query attends to; `AXIS` is the axis of the queries."""
+    query = gl.expand_dims(queries[0], 1 - AXIS)
+    key = gl.expand_dims(keys[0], AXIS)
+    found = gl.expand_dims(is_key, AXIS) & (query == query)
+    if C.HAS_AHEAD:
+        found = found & (key <= query + span[0])
+    if C.HAS_BEHIND:
+        found = found & (key >= query - span[1])
+    if C.HAS_IDS:
+        found = found & (gl.expand_dims(queries[1], 1 - AXIS) == gl.expand_dims(keys[1], AXIS))
+    return found
+
+
+@gluon.jit
+def _ids_of(ids_ptr, place, is_inside, C: gl.constexpr):
+    found = place
+    if C.HAS_IDS:
+        found = gl.load(ids_ptr + place, mask=is_inside, other=0)
+    return found
+
+
+@gluon.jit
+def _keys_shown(mask_ptr, key, keys, C: gl.constexpr):
+    is_key = key < keys
+    if C.HAS_KEY_MASK:
+        is_key = is_key & (gl.load(mask_ptr + key, mask=is_key, other=0) != 0)
+    return is_key
+
+
+@gluon.jit
+def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
+    """Return a tile that a descriptor of four axes loads as a matrix."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return seen_as(memory, memory.dtype, [ROWS, C.DEPTH_BLOCK], layout)
+
+
+@gluon.jit
+def _clear_hidden(memory, mask_ptr, tile, keys, ROWS: gl.constexpr, C: gl.constexpr):
+    """Write zeros over hidden keys in shared memory, because 0 times nan is nan.
+
+    Every group of warps writes the same numbers, so groups need not wait for each other.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    key = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    shown = _keys_shown(mask_ptr, key, keys, C)
+    here = memory.load(layout)
+    memory.store(gl.where(shown[:, None], here, gl.zeros_like(here)))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _load_forward(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
+    """Load the queries of each tile, and the keys and values that the tile visits."""
+    q_desc, k_desc, v_desc = descs
+    q_memory, k_memory, v_memory, _ = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind, section = work
+    step = 0
+    taken = 0
+    for turn in range(_rounds(batch_heads * query_tiles)):
+        tile, row = _place_of(turn, batch_heads, query_tiles, section)
+        tile = query_tiles - 1 - tile
+        batch = row // heads
+        head = row % heads
+        group = head // repeat
+        found = _bounds(
+            bounds_ptr,
+            batch,
+            tile,
+            query_tiles,
+            (queries, keys),
+            (ahead, behind),
+            (C.ROWS, C.KEYS),
+            (C.HAS_AHEAD, C.HAS_BEHIND),
+            C,
+        )
+        count = found[4]
+        if count > 0:
+            mbarrier.wait(q_empty, (taken & 1) ^ 1)
+            mbarrier.expect(q_full, 2 * C.ROWS * C.DEPTH_BLOCK)
+            for part in gl.static_range(C.ROWS // OWN):
+                place = [batch, head, tile * C.ROWS + part * OWN, 0]
+                load_tile(q_desc, place, q_full, q_memory.index(part))
+            taken += 1
+            for visit in range(count):
+                other = _nth(visit, found) * C.KEYS
+                stage = step % C.STAGES
+                phase = ((step // C.STAGES) & 1) ^ 1
+                mbarrier.wait(k_empty.index(stage), phase)
+                mbarrier.expect(k_full.index(stage), 2 * C.KEYS * C.DEPTH_BLOCK)
+                load_tile(
+                    k_desc, [batch, group, other, 0], k_full.index(stage), k_memory.index(stage)
+                )
+                mbarrier.wait(v_empty.index(stage), phase)
+                mbarrier.expect(v_full.index(stage), 2 * C.KEYS * C.DEPTH_BLOCK)
+                load_tile(
+                    v_desc, [batch, group, other, 0], v_full.index(stage), v_memory.index(stage)
+                )
+                step += 1
+
+
+@gluon.jit
+def _hide(raw, query, tile, told, MMA: gl.constexpr, C: gl.constexpr):
+    """Return raw scores with minus infinity for keys that do not count."""
+    mask_ptr, key_ids_ptr, span, keys = told
+    key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, MMA))
+    key_id = _ids_of(key_ids_ptr, key, key < keys, C)
+    is_key = _keys_shown(mask_ptr, key, keys, C)
+    counts = _which_count(query, (key, key_id), is_key, span, 0, C)
+    return gl.where(counts, raw, float("-inf"))
+
+
+@gluon.jit
+def _softmax(raw, total, largest, scale):
+    """Return the weights of a tile, and the sums of all tiles with the factor that old sums get."""
+    higher = gl.maximum(largest, gl.max(raw, 1))
+    weight = gl.exp2((raw - higher[:, None]) * scale)
+    shrink = gl.exp2((largest - higher) * scale)
+    return weight, total * shrink + gl.sum(weight, 1), higher, shrink
+
+
+@gluon.jit
+def _step_forward(
+    sums,
+    step,
+    visit,
+    found,
+    query,
+    told,
+    memory,
+    bars,
+    scale,
+    PART: gl.constexpr,
+    MASKED: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Start the scores of a tile and the product with the previous tile's values; compute the
+    tile's weights during that product."""
+    acc, total, largest, p, turns = sums
+    q_memory, k_memory, v_memory, _ = memory
+    _, _, k_full, k_empty, v_full, v_empty, in_turn = bars
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.KEYS, 16])
+    out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
+    q = _tile_2d(q_memory, OWN * C.WARPS // 4, C)
+    stage = step % C.STAGES
+    k = _tile_2d(k_memory.index(stage), C.KEYS, C)
+    before = (step + C.STAGES - 1) % C.STAGES
+    v = _tile_2d(v_memory.index(before), C.KEYS, C)
+    mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
+    if C.IN_TURN:
+        mbarrier.wait(in_turn.index(PART), (turns & 1) ^ (1 - PART))
+    zeros = gl.zeros([OWN * C.WARPS // 4, C.KEYS], gl.float32, score_mma)
+    raw = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((step - 1) // C.STAGES) & 1)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    if C.IN_TURN:
+        mbarrier.arrive(in_turn.index(1 - PART), count=1)
+    raw = warpgroup_mma_wait(1, deps=[raw])
+    barrier()
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASKED:
+        raw = _hide(raw, query, _nth(visit, found), told, score_mma, C)
+    weight, total, largest, shrink = _softmax(raw, total, largest, scale)
+    if MASKED and C.HAS_KEY_MASK:
+        mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
+        here = _tile_2d(v_memory.index(stage), C.KEYS, C)
+        _clear_hidden(here, told[0], _nth(visit, found), told[3], C.KEYS, C)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(v_empty.index(before), count=1)
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, out_mma))
+    p = gl.convert_layout(weight.to(k.dtype), gl.DotOperandLayout(0, out_mma, 2))
+    return acc * shrink[:, None], total, largest, p, turns + 1
+
+
+@gluon.jit
+def _attend(
+    memory, bars, outs, tables, bounds_ptr, work, scale, PART: gl.constexpr, C: gl.constexpr
+):
+    """Compute the output for the queries of one group of warps."""
+    out_desc, lse_ptr = outs
+    q_memory, k_memory, v_memory, out_memory = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
+    HERE: gl.constexpr = OWN * C.WARPS // 4
+    score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.KEYS, 16])
+    out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, score_mma)
+    step = 0
+    taken = 0
+    turns = 0
+    q = _tile_2d(q_memory, HERE, C)
+    for turn in range(_rounds(batch_heads * query_tiles)):
+        tile, row = _place_of(turn, batch_heads, query_tiles, section)
+        tile = query_tiles - 1 - tile
+        batch = row // heads
+        head = row % heads
+        span = (ahead, behind)
+        found = _bounds(
+            bounds_ptr,
+            batch,
+            tile,
+            query_tiles,
+            (queries, keys),
+            span,
+            (C.ROWS, C.KEYS),
+            (C.HAS_AHEAD, C.HAS_BEHIND),
+            C,
+        )
+        edges, count = found[3], found[4]
+        place = tile * C.ROWS + PART * OWN + gl.arange(0, HERE, layout=by_row)
+        is_row = place < queries
+        wide = gl.to_tensor(batch).to(gl.int64)
+        query_ids_ptr = tables.query_ids + wide * tables.query_ids_batch
+        query = (place, _ids_of(query_ids_ptr, place, is_row, C))
+        told = (
+            tables.key_mask + wide * tables.mask_batch,
+            tables.key_ids + wide * tables.key_ids_batch,
+            span,
+            keys,
+        )
+        largest = gl.full([HERE], LOW, gl.float32, by_row)
+        total = gl.zeros([HERE], gl.float32, by_row)
+        acc = gl.zeros([HERE, C.DEPTH_BLOCK], gl.float32, out_mma)
+        if count > 0:
+            mbarrier.wait(q_full, taken & 1)
+            stage = step % C.STAGES
+            mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
+            k = _tile_2d(k_memory.index(stage), C.KEYS, C)
+            zeros = gl.zeros([HERE, C.KEYS], gl.float32, score_mma)
+            raw = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            raw = warpgroup_mma_wait(0, deps=[raw])
+            barrier()
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            raw = _hide(raw, query, _nth(0, found), told, score_mma, C)
+            weight, total, largest, _none = _softmax(raw, total, largest, scale)
+            if C.HAS_KEY_MASK:
+                mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
+                here = _tile_2d(v_memory.index(stage), C.KEYS, C)
+                _clear_hidden(here, told[0], _nth(0, found), keys, C.KEYS, C)
+            p = gl.convert_layout(weight.to(k.dtype), gl.DotOperandLayout(0, out_mma, 2))
+            step += 1
+            for visit in range(1, edges):
+                sums = (acc, total, largest, p, turns)
+                acc, total, largest, p, turns = _step_forward(
+                    sums, step, visit, found, query, told, memory, bars, scale, PART, True, C
+                )
+                step += 1
+            for visit in range(gl.maximum(edges, 1), count):
+                sums = (acc, total, largest, p, turns)
+                acc, total, largest, p, turns = _step_forward(
+                    sums, step, visit, found, query, told, memory, bars, scale, PART, False, C
+                )
+                step += 1
+            mbarrier.arrive(q_empty, count=1)
+            taken += 1
+            before = (step + C.STAGES - 1) % C.STAGES
+            v = _tile_2d(v_memory.index(before), C.KEYS, C)
+            mbarrier.wait(v_full.index(before), ((step - 1) // C.STAGES) & 1)
+            acc = warpgroup_mma(p, v, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            barrier()
+            mbarrier.arrive(v_empty.index(before), count=1)
+        divisor = gl.where(total == 0.0, 1.0, total)
+        lse = gl.where(largest <= LOW, float("-inf"), (largest * scale + gl.log2(divisor)) * LN_2)
+        gl.store(lse_ptr + gl.to_tensor(row).to(gl.int64) * queries + place, lse, mask=is_row)
+        divisor = gl.convert_layout(divisor, gl.SliceLayout(1, out_mma))
+        tma.store_wait(0)
+        barrier()
+        _tile_2d(out_memory, HERE, C).store((acc / divisor[:, None]).to(q.dtype))
+        fence_async_shared()
+        barrier()
+        at = [batch, tile * C.ROWS + PART * OWN, head, 0]
+        store_tile(out_desc, at, out_memory)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _attend_first(memory, bars, outs, tables, bounds_ptr, work, scale, C: gl.constexpr):
+    mine = (memory[0].index(0), memory[1], memory[2], memory[3].index(0))
+    _attend(mine, bars, outs, tables, bounds_ptr, work, scale, 0, C)
+
+
+@gluon.jit
+def _attend_second(memory, bars, outs, tables, bounds_ptr, work, scale, C: gl.constexpr):
+    mine = (memory[0].index(1), memory[1], memory[2], memory[3].index(1))
+    _attend(mine, bars, outs, tables, bounds_ptr, work, scale, 1, C)
+
+
+@gluon.jit
+def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Return initialised barriers that complete after `COUNT` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(NUMBER):
+        mbarrier.init(bars.index(index), count=COUNT)
+    return bars
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def _attention_hopper_forward_kernel(
+    q_desc,  # (B, H, M, D), block 1 x 1 x OWN x DEPTH_BLOCK
+    k_desc,  # (B, G, N, D), block 1 x 1 x KEYS x DEPTH_BLOCK
+    v_desc,  # likewise
+    out_desc,  # (B, M, H, D), block 1 x OWN x 1 x DEPTH_BLOCK
+    tables,  # `key_tiles.Tables`
+    bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
+    lse_ptr,  # (B, H, M) fp32, natural logarithm
+    scale,  # of the products, in base 2, above 0
+    ahead,
+    behind,
+    batch_heads,  # rows of tiles: B * H
+    heads,
+    repeat,  # query heads per key head
+    queries,
+    keys,
+    query_tiles,
+    section,  # rows whose tiles are computed at the same time
+    C: gl.constexpr,
+):
+    PARTS: gl.constexpr = C.ROWS // OWN
+    GROUPS: gl.constexpr = PARTS * 4 // C.WARPS
+    work = (batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind, section)
+    out_layout: gl.constexpr = out_desc.layout
+    dtype: gl.constexpr = q_desc.dtype
+    q_memory = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, OWN, C.DEPTH_BLOCK], q_desc.layout)
+    out_memory = gl.allocate_shared_memory(dtype, [PARTS, 1, OWN, 1, C.DEPTH_BLOCK], out_layout)
+    k_memory = gl.allocate_shared_memory(
+        dtype, [C.STAGES, 1, 1, C.KEYS, C.DEPTH_BLOCK], k_desc.layout
+    )
+    v_memory = gl.allocate_shared_memory(
+        dtype, [C.STAGES, 1, 1, C.KEYS, C.DEPTH_BLOCK], v_desc.layout
+    )
+    q_full = _barriers(1, 1).index(0)
+    q_empty = _barriers(1, GROUPS).index(0)
+    k_full = _barriers(C.STAGES, 1)
+    k_empty = _barriers(C.STAGES, GROUPS)
+    v_full = _barriers(C.STAGES, 1)
+    v_empty = _barriers(C.STAGES, GROUPS)
+    turn = k_full
+    if C.IN_TURN:
+        turn = _barriers(2, 1)
+    fence_async_shared()
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turn)
+    memory = (q_memory, k_memory, v_memory, out_memory)
+    descs = (q_desc, k_desc, v_desc)
+    outs = (out_desc, lse_ptr)
+    gl.warp_specialize(
+        [
+            (_attend_first, (memory, bars, outs, tables, bounds_ptr, work, scale, C)),
+            (_attend_second, (memory, bars, outs, tables, bounds_ptr, work, scale, C)),
+            (_load_forward, (descs, memory, bars, bounds_ptr, work, C)),
+        ],
+        [4, 1],
+        [C.REGISTERS, 24],
+    )
