@@ -573,7 +573,8 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
     assert len(compilations) == 3
 
 
-@pytest.mark.parametrize("cache", [pytest.param("static", marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["static", 4])
 def test_a_llama_generates_as_without(compilations: list[int], cache: Any) -> None:
     ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
