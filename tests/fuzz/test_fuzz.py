@@ -154,6 +154,7 @@ sys.exit(fuzz.__main__.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_process_is_reported_with_its_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -229,11 +229,11 @@ class Stack(nn.Module):
 
 
 def test_many_layers_are_one_entry_and_the_json_has_each() -> None:
-    run(Stack(32), torch.tensor([3]))
+    run(Stack(12), torch.tensor([3]))
     found = memeff_compile.last_report()
-    assert found.rewrites("rewrite_kv_update") == 32
+    assert found.rewrites("rewrite_kv_update") == 12
     assert len(str(found).splitlines()) == 3
     assert len(found.details().splitlines()) <= 20
-    assert "rewrite_kv_update in layers.0 and 31 more" in found.details()
+    assert "rewrite_kv_update in layers.0 and 11 more" in found.details()
     records = json.loads(found.to_json())["graphs"][0]["records"]
-    assert [r["module"] for r in records] == [f"layers.{n}" for n in range(32)]
+    assert [r["module"] for r in records] == [f"layers.{n}" for n in range(12)]

@@ -58,7 +58,10 @@ class Case(NamedTuple):
 
 def cases() -> Iterator[Any]:
     """Yield the models, or one of them in a quick run."""
-    yield pytest.param(Case("llama3.1-8b", 8, 1024, {}, None, ways("llama3-8b")), id="llama3.1-8b")
+    some, rest = ways("llama3-8b")[::2], ways("llama3-8b")[1::2]  # dense weights and codes in each
+    yield pytest.param(Case("llama3.1-8b", 8, 1024, {}, None, some), id="llama3.1-8b")
+    further = Case("llama3.1-8b", 8, 1024, {}, None, rest)
+    yield pytest.param(further, id="llama3.1-8b-further", marks=pytest.mark.slow)
     small = {"memeff.linear_cross_entropy.workspace": "64MiB"}
     others = [Case("qwen2.5-0.5b", 8, 1024, small, None, ways("qwen2.5-0.5b"))]
     for config, batch, length, attention in (

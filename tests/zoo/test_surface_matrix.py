@@ -245,7 +245,10 @@ def test_symbolic_sizes_compile_once_and_equal_eager(surface: str, mode: str) ->
         *[pytest.param(m, True, id=m, marks=pytest.mark.slow) for m in MODES if m != "fp32"],
     ],
 )
-@pytest.mark.parametrize("surface", EVERY)
+@pytest.mark.parametrize(
+    "surface",
+    [pytest.param(s, marks=pytest.mark.slow if n % 3 else ()) for n, s in enumerate(EVERY)],
+)
 def test_no_grad_equals_eager(surface: str, mode: str, dynamic: bool) -> None:
     tolerance = 1e-6 if mode == "fp32" else 2e-2
     run = no_grad_run(mode, dynamic)

@@ -183,6 +183,7 @@ def fill_padded(model: Any, ids: Tensor, seen: Tensor) -> Tensor:
     return values
 
 
+@pytest.mark.slow
 def test_a_compiled_model_generates_with_it() -> None:
     model = make()
     ids = prompt(2, 40)

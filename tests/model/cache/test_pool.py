@@ -211,6 +211,7 @@ def test_merged_caches_of_any_length_are_served_by_two_graphs() -> None:
     assert [passes.count("compress_kv_cache") for passes in found] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_long_cache_behind_a_short_one_is_asked_anew_what_pays() -> None:
     model = memeff_compile.compile(make(num_hidden_layers=1), kv_cache="static", inner="eager")
     for length, has_op in ((20, False), (900, True)):

@@ -20,9 +20,8 @@ def _name(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-@pytest.mark.parametrize(
-    "dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_surfaces_are_read_as_they_trace(dynamic: bool) -> None:
     dtype = torch.bfloat16  # so that casts to float32 are casts
     compared = 0

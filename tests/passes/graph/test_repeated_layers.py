@@ -18,7 +18,7 @@ from memeff_compile.backend.trip import Trip
 from memeff_compile.passes.graph import repeated_layers
 from memeff_compile.passes.graph.structure import structure
 
-WIDTH, BLOCKS = 16, 6
+WIDTH, BLOCKS = 16, 5
 
 
 class Block(nn.Module):
@@ -163,12 +163,19 @@ def _strided() -> list[nn.Module]:
     return blocks
 
 
-@pytest.mark.parametrize("blocks", [_frozen, _wider, _rounded, _strided])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        _frozen,
+        _wider,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (_rounded, _strided)),
+    ],
+)
 def test_a_layer_that_differs_is_compiled_by_itself(
     compilations: list[int], blocks: Callable[[], list[nn.Module]]
 ) -> None:
     compare(Net(blocks()), torch.randn(3, WIDTH))
-    assert records()["repeated_layers"] == "5 layers of 1 kind, each kind compiled once"
+    assert records()["repeated_layers"] == f"{BLOCKS - 1} layers of 1 kind, each kind compiled once"
     assert len(compilations) == 1 + 4
 
 
@@ -316,7 +323,10 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], str, int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind == "windows" else ()) for kind in LAYERS],
+)
 def test_gradients_of_each_kind_of_layer_are_those_of_the_whole(
     compilations: list[int], kind: str
 ) -> None:
@@ -554,8 +564,9 @@ def _llama(**more: Any) -> Any:
 
 @pytest.mark.parametrize(
     "checkpointed",
-    [pytest.param(False, id="kept", marks=pytest.mark.slow), pytest.param(True, id="checkpointed")],
+    [pytest.param(False, id="kept"), pytest.param(True, id="checkpointed")],
 )
+@pytest.mark.slow
 def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) -> None:
     model = _llama(tie_word_embeddings=True).train()
     if checkpointed:
