@@ -43,6 +43,7 @@ def _needs_transformers() -> None:
     pytest.importorskip("transformers", reason="compiles a Llama of transformers")
 
 
+@pytest.mark.slow
 def test_passes_cost_little_even_where_nothing_is_compiled() -> None:
     """Against aot_eager, which generates no code, the share is several times that of Inductor."""
     share(1, "aot_eager")  # imports

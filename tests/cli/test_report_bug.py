@@ -43,7 +43,7 @@ def script(folder: Path, end: str = "") -> Path:
     [
         pytest.param("", 0, "the script ended well", marks=pytest.mark.slow),
         ("raise KeyError('what went wrong')", 1, "ended with status 1"),
-        (DIES, 7, "ended with status 7"),
+        pytest.param(DIES, 7, "ended with status 7", marks=pytest.mark.slow),
     ],
     ids=["well", "raised", "died"],
 )

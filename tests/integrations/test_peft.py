@@ -108,8 +108,11 @@ def test_only_the_gradients_that_someone_trains_are_computed(make: Any, asked: l
 @pytest.mark.parametrize(
     ("adapters", "is_tied"),
     [
-        *((1, False), (2, True)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (2, False))),
+        (1, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, True), (2, False), (2, True))
+        ),
     ],
 )
 def test_an_adapted_head_is_served(adapters: int, is_tied: bool) -> None:

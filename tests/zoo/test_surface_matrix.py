@@ -194,7 +194,7 @@ def test_training_equals_eager(surface: str) -> None:
 
 @pytest.mark.xdist_group("surfaces")
 @pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["bf16", "autocast"])
+@pytest.mark.parametrize("mode", [pytest.param("bf16", marks=pytest.mark.slow), "autocast"])
 @pytest.mark.parametrize("surface", EVERY)
 def test_training_in_low_precision_is_no_worse_than_eager(
     surface: str, mode: str, inner: str

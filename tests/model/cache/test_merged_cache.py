@@ -257,6 +257,7 @@ def test_every_later_generate_merges_until_undone(model: Any) -> None:
     assert "2 of them share directions" in repr(found)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_generates_with_a_cache_that_merges() -> None:
     """The request names bits and merging; the tokens are those of the same cache without it."""
     model = make()

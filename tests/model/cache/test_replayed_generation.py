@@ -229,8 +229,7 @@ def compiled_for(kv_cache: str | int, family: str, **settings: Any) -> tuple[Any
 @pytest.mark.parametrize(
     ("family", "kv_cache"),
     [
-        ("Mistral", "static"),
-        pytest.param("Mistral", "bare", marks=pytest.mark.slow),
+        *(pytest.param("Mistral", each, marks=pytest.mark.slow) for each in ("static", "bare")),
         *(
             pytest.param(family, kv_cache, marks=pytest.mark.slow)
             for family in ("Qwen2", "Gemma2", "Gemma3Text")

@@ -115,7 +115,10 @@ def alike(number: int = BLOCKS) -> list[nn.Module]:
     return [Block() for _ in range(number)]
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "autocast", "sum in the model"])
+@pytest.mark.parametrize(
+    "how",
+    ["plain", "checkpointed", "autocast", pytest.param("sum in the model", marks=pytest.mark.slow)],
+)
 def test_equal_layers_are_compiled_once(compilations: list[int], how: str) -> None:
     x = torch.randn(
         3,
@@ -321,11 +324,12 @@ LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], str, int]] = {
     "a checkpoint inside": (lambda: [Recomputing() for _ in range(BLOCKS)], "plain", 1),
     "a checkpoint around two": (lambda: [Pair() for _ in range(BLOCKS)], "checkpointed", 1),
 }
+LONG = ("windows", "a checkpoint around two")
 
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.slow if kind == "windows" else ()) for kind in LAYERS],
+    [pytest.param(kind, marks=pytest.mark.slow if kind in LONG else ()) for kind in LAYERS],
 )
 def test_gradients_of_each_kind_of_layer_are_those_of_the_whole(
     compilations: list[int], kind: str
