@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,15 @@ from memeff_compile.kernels.coded_kv_cache.layout import Pair as Tensors
 from memeff_compile.kernels.coded_kv_cache.reference import decode
 
 
+def _zeros(
+    shapes: dict[str, tuple[int, ...]], layout: Layout, dtype: torch.dtype, device: str
+) -> list[Tensor]:
+    return [
+        torch.zeros(shape, dtype=dtype_of(name, dtype, layout.bits), device=device)
+        for name, shape in shapes.items()
+    ]
+
+
 class Pair:
     """The tensors of two layers that share directions."""
 
@@ -50,13 +61,7 @@ class Pair:
     ) -> None:
         self.layout = layout
         shared, own = shapes_of_pair(layout, batch, heads, tokens)
-
-        def make(shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
-            return [
-                torch.zeros(shape, dtype=dtype_of(name, dtype, layout.bits), device=device)
-                for name, shape in shapes.items()
-            ]
-
+        make = partial(_zeros, layout=layout, dtype=dtype, device=device)
         self.shared, self.lower, self.upper = make(shared), make(own), make(own)
         self.maps = make(shapes_of_maps(layout, batch, heads)) if align else []
         if align:
@@ -115,13 +120,7 @@ class Values:
     ) -> None:
         self.layout = layout
         shared, own = shapes_of_values(layout, batch, heads, tokens)
-
-        def make(shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
-            return [
-                torch.zeros(shape, dtype=dtype_of(name, dtype, layout.bits), device=device)
-                for name, shape in shapes.items()
-            ]
-
+        make = partial(_zeros, layout=layout, dtype=dtype, device=device)
         self.shared, self.lower, self.upper = make(shared), make(own), make(own)
         start = torch.tensor(first or (0,) * batch, dtype=torch.int32, device=device)
         order = torch.arange(layout.kept, dtype=torch.int32, device=device)

@@ -95,6 +95,53 @@ def _angles(args: Sequence[Any]) -> Tensor | None:
     return more[0] if more else None
 
 
+def unlike_rows(
+    new: tuple[Tensor, Tensor],
+    lower: tuple[Tensor | None, Tensor | None],
+    window: Tensor,
+    group: int,
+) -> str | None:
+    """Return a sentence that says why new keys and values cannot be appended to a pair of layers,
+    or None if they can: `new` of the upper layer, `lower` of the lower layer."""
+    (k, v), (lower_k, lower_v) = new, lower
+    batch, heads, _, depth = window.shape
+    for name, rows in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):
+        if rows is None:
+            continue
+        if rows.dtype != window.dtype or rows.device != window.device:
+            return f"{name} is {rows.dtype} on {rows.device}; as the cache is needed."
+        if tuple(rows.shape) != (batch, heads, k.shape[2], depth):
+            return f"{name} is {tuple(rows.shape)}; {(batch, heads, 'tokens', depth)} is needed."
+    if (lower_k is None) != (lower_v is None):
+        return "lower_k and lower_v come together or not at all."
+    if lower_k is None and k.shape[2] > group:
+        return f"{k.shape[2]} tokens came without the lower layer's; at most a group can."
+    return None
+
+
+def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | None:
+    """Return a sentence that says why these tensors cannot align two layers, or None if they
+    can."""
+    batch, heads, _, depth = window.shape
+    shapes = shapes_of_maps(Layout(depth, bits), batch, heads, kinds)
+    for name, tensor in maps._asdict().items():
+        if tuple(tensor.shape) != shapes[name] or not tensor.is_contiguous():
+            return f"{name} is {tuple(tensor.shape)}; contiguous {shapes[name]} is needed."
+        kind = dtype_of(name, window.dtype, bits)
+        if tensor.dtype != kind or tensor.device != window.device:
+            return f"{name} is {tensor.dtype} on {tensor.device}; {kind}, as the cache, is needed."
+    return None
+
+
+def unlike_choices(**given: str) -> str | None:
+    """Return a sentence that names an unknown value of a setting, or None if all are known."""
+    every = {"rule": RULES, "scale": SCALES, "reading": READINGS}
+    for name, value in given.items():
+        if value not in every[name]:
+            return f"{name} is {value!r}; one of {', '.join(map(repr, every[name]))} is needed."
+    return None
+
+
 def _unlike(args: Sequence[Any]) -> str | None:
     (shared, lower, upper, maps), rest = _split(args)
     lower_k, lower_v, k, v, bits, recent, _, keep_first, rule, t, gamma, reading, scale, _ = rest
@@ -102,40 +149,24 @@ def _unlike(args: Sequence[Any]) -> str | None:
         sentence = supports_pool(pool_of(shared, own), bits)
         if sentence is not None:
             return sentence
-    batch, heads, window, depth = upper.k_window.shape
+    _, _, window, depth = upper.k_window.shape
     group = group_of(shared.k_codes.shape[3], depth, bits)
     if window != recent + group:
         return f"the window has {window} rows; recent + group = {recent + group} is needed."
-    for name, new in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):
-        if new is None:
-            continue
-        if new.dtype != upper.k_window.dtype or new.device != upper.k_window.device:
-            return f"{name} is {new.dtype} on {new.device}; as the cache is needed."
-        if tuple(new.shape) != (batch, heads, k.shape[2], depth):
-            return f"{name} is {tuple(new.shape)}; {(batch, heads, 'tokens', depth)} is needed."
+    sentence = unlike_rows((k, v), (lower_k, lower_v), upper.k_window, group)
+    if sentence is not None:
+        return sentence
     if any(each is not None for each in args[_COUNT + _SETTINGS :]) and maps is None:
         return f"{', '.join(MAPS)} come together or not at all."
-    for name, tensor in () if maps is None else maps._asdict().items():
-        wanted = shapes_of_maps(Layout(depth, bits), batch, heads)[name]
-        if tuple(tensor.shape) != wanted or not tensor.is_contiguous():
-            return f"{name} is {tuple(tensor.shape)}; contiguous {wanted} is needed."
-        kind = dtype_of(name, upper.k_window.dtype, bits)
-        if tensor.dtype != kind or tensor.device != upper.k_window.device:
-            return f"{name} is {tensor.dtype} on {tensor.device}; {kind}, as the cache, is needed."
+    sentence = None if maps is None else unlike_maps(maps, upper.k_window, bits)
+    if sentence is not None:
+        return sentence
     angles = _angles(args)
     if angles is not None and (angles.shape != (depth // 2,) or angles.device != k.device):
         return f"angles is {tuple(angles.shape)} on {angles.device}; {(depth // 2,)} is needed."
-    if (lower_k is None) != (lower_v is None):
-        return "lower_k and lower_v come together or not at all."
-    if lower_k is None and k.shape[2] > group:
-        return f"{k.shape[2]} tokens came without the lower layer's; at most a group can."
-    for name, given, known in (
-        ("rule", rule, RULES),
-        ("reading", reading, READINGS),
-        ("scale", scale, SCALES),
-    ):
-        if given not in known:
-            return f"{name} is {given!r}; one of {', '.join(map(repr, known))} is needed."
+    sentence = unlike_choices(rule=rule, scale=scale, reading=reading)
+    if sentence is not None:
+        return sentence
     if not 0.0 <= t <= 1.0 or not gamma >= 0.0 or keep_first > shared.places.shape[2]:
         return f"t={t}, gamma={gamma}, keep_first={keep_first}: out of range."
     return None

@@ -61,6 +61,16 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
     counts[LENGTH] = length + new
 
 
+def require_in_step(counts: Tensor, due: int) -> None:
+    """Raise RuntimeError unless the lower layer of a pair, with these counts, has `due` tokens."""
+    there = int(counts[LENGTH])
+    if there != due:
+        raise RuntimeError(
+            f"the lower layer of a pair has {there} tokens where {due} are due: a "
+            "forward pass ended between the two. Reset the cache."
+        )
+
+
 def append(
     pair: Pair,
     # keys and values (B, H, T, D) of the lower layer, or None where `append_lower` has written them
@@ -84,12 +94,7 @@ def append(
     length, coded, ahead = 0, 0, 0 if lower_new is not None else new
     if not is_first:
         length, coded = int(upper.counts[LENGTH]), int(upper.counts[CODED])
-        there = int(lower.counts[LENGTH])
-        if there != length + ahead:
-            raise RuntimeError(
-                f"the lower layer of a pair has {there} tokens where {length + ahead} are due: a "
-                "forward pass ended between the two. Reset the cache."
-            )
+        require_in_step(lower.counts, length + ahead)
     end = length + new
     require_room(length, new, limit)
     due = groups_due(end - coded, window, group)

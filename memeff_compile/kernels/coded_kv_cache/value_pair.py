@@ -23,9 +23,8 @@ from .layout import (
     group_of,
     pool_of_values,
 )
-from .merging import RULES, SCALES
 from .op import on_kernels, supports_pool
-from .pair import MAPS, shapes_of_maps
+from .pair import MAPS, unlike_choices, unlike_maps, unlike_rows
 from .value_pair_reference import Merging
 
 SHARED_VALUES = SharedValues._fields[:3]
@@ -74,35 +73,23 @@ def _unlike(args: Sequence[Any]) -> str | None:
         sentence = supports_pool(pool_of_values(shared, own), bits)
         if sentence is not None:
             return sentence
-    batch, heads, window, depth = upper.k_window.shape
+    _, _, window, depth = upper.k_window.shape
     group = group_of(upper.k_codes.shape[3], depth, bits)
     if bits == 16 or window != recent + group:
         return f"bits={bits}, a window of {window} rows; codes and {recent + group} are needed."
-    for name, new in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):
-        if new is None:
-            continue
-        if new.dtype != upper.k_window.dtype or new.device != upper.k_window.device:
-            return f"{name} is {new.dtype} on {new.device}; as the cache is needed."
-        if tuple(new.shape) != (batch, heads, k.shape[2], depth):
-            return f"{name} is {tuple(new.shape)}; {(batch, heads, 'tokens', depth)} is needed."
+    sentence = unlike_rows((k, v), (lower_k, lower_v), upper.k_window, group)
+    if sentence is not None:
+        return sentence
     wanted = (*upper.k_codes.shape[:2], upper.k_codes.shape[2] * group)
     kind = dtype_of("norms", upper.k_window.dtype, bits)
     if tuple(shared.norms.shape) != wanted or shared.norms.dtype != kind:
         return (
             f"norms is {shared.norms.dtype} {tuple(shared.norms.shape)}; {kind} {wanted} is needed."
         )
-    for name, tensor in maps._asdict().items():
-        wanted = shapes_of_maps(Layout(depth, bits), batch, heads, 1)[name]
-        kind = dtype_of(name, upper.k_window.dtype, bits)
-        if tuple(tensor.shape) != wanted or tensor.dtype != kind or not tensor.is_contiguous():
-            return f"{name} is {tensor.dtype} {tuple(tensor.shape)}; {kind} {wanted} is needed."
-    if (lower_k is None) != (lower_v is None):
-        return "lower_k and lower_v come together or not at all."
-    if lower_k is None and k.shape[2] > group:
-        return f"{k.shape[2]} tokens came without the lower layer's; at most a group can."
-    for name, given, known in (("rule", rule, RULES), ("scale", scale, SCALES)):
-        if given not in known:
-            return f"{name} is {given!r}; one of {', '.join(map(repr, known))} is needed."
+    sentence = unlike_maps(maps, upper.k_window, bits, kinds=1)
+    sentence = sentence or unlike_choices(rule=rule, scale=scale)
+    if sentence is not None:
+        return sentence
     return None if 0.0 <= t <= 1.0 else f"t is {t}; a number from 0 to 1 is needed."
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import alignment
 from .layout import CODED, LENGTH, ValuePair, value_bits_of
 from .merging import folded_length, shared_direction
-from .pair_reference import spans_of
+from .pair_reference import require_in_step, spans_of
 from .reference import decode, encode, groups_due, keep_first, kept_until, require_room
 
 
@@ -47,12 +47,8 @@ def append(
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
     length, coded = int(upper.counts[LENGTH]), int(upper.counts[CODED])
-    ahead, there = 0 if lower_new is not None else new, int(lower.counts[LENGTH])
-    if there != length + ahead:
-        raise RuntimeError(
-            f"the lower layer of a pair has {there} tokens where {length + ahead} are due: a "
-            "forward pass ended between the two. Reset the cache."
-        )
+    there = length + (0 if lower_new is not None else new)
+    require_in_step(lower.counts, there)
     end = length + new
     require_room(length, new, limit)
     due = groups_due(end - coded, window, group)

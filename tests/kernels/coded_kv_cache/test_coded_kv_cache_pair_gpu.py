@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memeff_compile import MiniCache
 from memeff_compile.kernels.coded_kv_cache import (
     PLAIN,
     Layout,
@@ -27,6 +28,7 @@ from memeff_compile.kernels.coded_kv_cache.layout import Maps
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
 from tests.support.coded_caches import by_hand
 from tests.support.merged_caches import Pair, aligned_rows, draw
+from tests.support.merged_decoding import assert_a_gpu_decodes_as_without_the_backend
 
 pytestmark = pytest.mark.gpu
 
@@ -369,37 +371,5 @@ def test_more_tokens_than_there_is_room_for_are_no_numbers() -> None:
 
 
 def test_a_model_decodes_from_a_merged_cache_as_without_the_backend() -> None:
-    """bf16 and CUDA graphs: kernels against the reference's dense view."""
-    import transformers
-
-    import memeff_compile
-
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).cuda().bfloat16().eval()
-    ids = torch.randint(0, 512, (2, 340), device="cuda")
-    merge = memeff_compile.MiniCache(start_layer=0, retained=0.05)
-    compiled = torch.compile(
-        model, backend="memeff", options={"triton.cudagraphs": True}, fullgraph=True
-    )
-    logits = []
-    for step in (model, compiled):
-        cache = memeff_compile.KVCache(config, 512, 4, merge=merge)
-        parts = []
-        with torch.no_grad():
-            model(input_ids=ids[:, :250], past_key_values=cache)
-            for t in range(250, 340):
-                out = step(input_ids=ids[:, t : t + 1], past_key_values=cache)
-                parts.append(out.logits.float().clone())
-        logits.append(torch.cat(parts, 1))
-        assert [line["merged"] for line in cache.merged()] == [192, 192]
-    assert float((logits[0] - logits[1]).norm() / logits[0].norm()) < 2e-2
-    assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
+    merge = MiniCache(start_layer=0, retained=0.05)
+    assert_a_gpu_decodes_as_without_the_backend(merge, 4)

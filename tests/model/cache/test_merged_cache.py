@@ -20,7 +20,6 @@ from memeff_compile.kernels.coded_kv_cache import (
     alignment,
     bytes_after,
     map_bytes,
-    op,
     pair_bytes,
 )
 from memeff_compile.kernels.coded_kv_cache.layout import Maps
@@ -31,6 +30,7 @@ from memeff_compile.model.cache.rotary import angles_of
 from tests.support import cached_models, merged_caches
 from tests.support.cached_models import logits, prompt
 from tests.support.merged_caches import aligned_rows
+from tests.support.merged_decoding import assert_compiled_steps_equal_eager
 
 LAYERS = 3
 LENGTH = 96
@@ -144,28 +144,10 @@ def test_tokens_in_pieces_are_kept_as_tokens_one_by_one(model: Any, bits: int) -
 @pytest.mark.parametrize("bits", [pytest.param(16, marks=pytest.mark.slow), 4])
 def test_compiled_decoding_reads_the_shared_store_and_equals_eager(model: Any, bits: int) -> None:
     """One graph for two caches and the steps at which groups are merged; no dense view."""
-    compiled = torch.compile(
-        model, backend="memeff", options={"memeff.inner": "eager"}, fullgraph=True
-    )
-    ids = prompt(tokens=70)
     settings: dict[str, Any] = {**SHORT, "merge": LOSSY}
-    expected = logits(model, model, KVCache(model.config, LENGTH, bits, **settings), ids, 60)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(2):
-            cache = KVCache(model.config, LENGTH, bits, **settings)
-            with torch.no_grad():
-                model(input_ids=ids[:, :60], past_key_values=cache)
-            before = [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
-            with mock.patch.object(op.reference, "view", wraps=op.reference.view) as views:
-                parts = []
-                for t in range(60, 70):
-                    with torch.no_grad():
-                        out = compiled(input_ids=ids[:, t : t + 1], past_key_values=cache)
-                    parts.append(out.logits)
-            torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
-            assert [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()] == before
-            assert all(call.args[3] <= 70 for call in views.call_args_list)
-            assert [line["merged"] for line in cache.merged()] == [32]
+    assert_compiled_steps_equal_eager(
+        model, lambda: KVCache(model.config, LENGTH, bits, **settings)
+    )
     records = memeff_compile.last_report().records
     fired = [r for r in records if r.pass_name == "compress_kv_cache"]
     assert [r.action for r in fired] == ["rewrote"] * (2 if bits == 16 else LAYERS)

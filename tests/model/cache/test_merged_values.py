@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ from memeff_compile.kernels.coded_kv_cache import (
     Layout,
     bytes_after,
     map_bytes,
-    op,
     value_pair_bytes,
 )
 from memeff_compile.model.cache.merged_values import ValuesLayer
 from tests.support import cached_models
 from tests.support.cached_models import logits, prompt
+from tests.support.merged_decoding import assert_compiled_steps_equal_eager
 
 LAYERS = 3
 LENGTH = 96
@@ -122,27 +121,7 @@ def test_tokens_in_pieces_are_kept_as_tokens_one_by_one(model: Any) -> None:
 
 
 def test_compiled_decoding_reads_the_shared_store_and_equals_eager(model: Any) -> None:
-    compiled = torch.compile(
-        model, backend="memeff", options={"memeff.inner": "eager"}, fullgraph=True
-    )
-    ids = prompt(tokens=70)
-    expected = logits(model, model, cache_of(model), ids, 60)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(2):
-            cache = cache_of(model)
-            with torch.no_grad():
-                model(input_ids=ids[:, :60], past_key_values=cache)
-            before = [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
-            with mock.patch.object(op.reference, "view", wraps=op.reference.view) as views:
-                parts = []
-                for t in range(60, 70):
-                    with torch.no_grad():
-                        out = compiled(input_ids=ids[:, t : t + 1], past_key_values=cache)
-                    parts.append(out.logits)
-            torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
-            assert [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()] == before
-            assert all(call.args[3] <= 70 for call in views.call_args_list)
-            assert [line["merged"] for line in cache.merged()] == [32]
+    assert_compiled_steps_equal_eager(model, lambda: cache_of(model))
     report = memeff_compile.last_report()
     fired = [r.action for r in report.records if r.pass_name == "compress_kv_cache"]
     assert fired == ["rewrote"] * LAYERS
