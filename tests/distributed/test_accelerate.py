@@ -158,7 +158,7 @@ CASES: list[Any] = [
     pytest.param(fsdp2_as_accelerate_groups_it, marks=pytest.mark.slow),
     pytest.param(fsdp2_sharded_before_prepare, marks=pytest.mark.slow),
     partial(the_trainer, 1),
-    partial(the_trainer, 1, by_callback=True),
+    pytest.param(partial(the_trainer, 1, by_callback=True), marks=pytest.mark.slow),
     pytest.param(partial(the_trainer, 3), marks=pytest.mark.slow),
 ]
 

@@ -329,17 +329,20 @@ def head_apart(*together: str, root: bool = True, **settings: Any) -> nn.Module:
     return sharded(model) if root else model
 
 
-def a_head_with_a_group_of_its_own() -> None:
+GROUPS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    ((), {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+    ((), {"root": False}),
+    (("block",), {"reshard_after_forward": False}),
+    ((), {}),
+    ((), {"reshard_after_forward": False}),
+    (("block",), {}),
+]
+"""Of heads: what else is in the group, and how it is sharded. The first three differ most."""
+
+
+def a_head_with_a_group_of_its_own(first: int, last: int) -> None:
     """FSDP's hooks around the head split the graph between the head and the loss."""
-    layouts: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-        ((), {}),
-        ((), {"reshard_after_forward": False}),
-        ((), {"root": False}),
-        (("block",), {}),
-        (("block",), {"reshard_after_forward": False}),
-        ((), {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
-    ]
-    for together, settings in layouts:
+    for together, settings in GROUPS[first:last]:
         eager, model = (head_apart(*together, **settings) for _ in range(2))
         model = compiled(model)
         for _ in range(2):
@@ -470,7 +473,14 @@ CASES = [
     logits_of_an_earlier_micro_batch,
     a_head_that_is_freed_after_forward,
     a_loss_outside_the_model,
-    a_head_with_a_group_of_its_own,
+    pytest.param(
+        partial(a_head_with_a_group_of_its_own, 0, 3), id="a_head_with_a_group_of_its_own"
+    ),
+    pytest.param(
+        partial(a_head_with_a_group_of_its_own, 3, 6),
+        marks=pytest.mark.slow,
+        id="more_heads_with_a_group_of_their_own",
+    ),
     a_head_apart_is_gathered_once,
     a_head_apart_of_a_model_that_is_not_compiled,
     a_head_apart_whose_logits_are_eager,

@@ -190,12 +190,21 @@ def assert_like_one_process(case: Case, length: int = 12, **options: Any) -> Non
     assert_same_gradients(gradients(many), gradients(one), 1e-12 if exact else 1e-5)
 
 
-def layouts() -> None:
-    for layout in ("gathered", "parallel loss", "sequence", "sequence, parallel loss"):
-        assert_like_one_process(Case(layout))
-    assert_like_one_process(Case("sequence", 160))
-    for layout in ("gathered", "parallel loss"):
-        assert_like_one_process(Case(layout, 160, torch.float64, "sum"))
+LAYOUTS = [
+    Case("sequence", 160),
+    Case("sequence, parallel loss"),
+    Case("parallel loss", 160, torch.float64, "sum"),
+    Case("gathered"),
+    Case("parallel loss"),
+    Case("sequence"),
+    Case("gathered", 160, torch.float64, "sum"),
+]
+"""The first three have each layout and each kind of split; losses have the heads that are gathered."""
+
+
+def layouts(first: int, last: int) -> None:
+    for case in LAYOUTS[first:last]:
+        assert_like_one_process(case)
 
 
 def losses() -> None:
@@ -206,7 +215,6 @@ def losses() -> None:
         replace(plain, softcap=3.0, z_loss=1e-2, entropy=True, dtype=torch.float64),
         replace(plain, z_loss=1e-2, targets="half", dtype=torch.float64),
         replace(plain, hidden_classes=81, dtype=torch.float64),
-        replace(plain, weighted=True, targets="half", dtype=torch.float64),
         replace(plain, weighted=True, reduction="sum", softcap=3.0, dtype=torch.float64),
         replace(plain, targets="low"),
         replace(plain, targets="none"),
@@ -247,9 +255,16 @@ def through_inductor() -> None:
         loss.backward()
 
 
-def measured() -> None:
+MEASURED = [
+    Case("sequence", 160, bias=True, targets="half", hidden_classes=81),
+    Case(bias=True, targets="half"),
+    Case("sequence", 160, hidden_classes=81),
+]
+
+
+def measured(first: int, last: int) -> None:
     """Log-probabilities, entropies and likeliest classes of every token, accuracy, and gradients."""
-    for case in (Case(bias=True, targets="half"), Case("sequence", 160, hidden_classes=81)):
+    for case in MEASURED[first:last]:
         one, many = Measured(case), split(Measured(case))
         expected, found = one(*data(case)), compiled(many, **AOTAUTOGRAD)(*data(case))
         assert codes() == ["rewrote"], memeff_compile.last_report()
@@ -553,9 +568,11 @@ def an_error_on_one_rank() -> None:
 
 
 CASES = [
-    layouts,
+    pytest.param(partial(layouts, 0, 3), id="layouts"),
+    pytest.param(partial(layouts, 3, 7), marks=pytest.mark.slow, id="more_layouts"),
     losses,
-    measured,
+    pytest.param(partial(measured, 0, 1), id="measured"),
+    pytest.param(partial(measured, 1, 3), marks=pytest.mark.slow, id="measured_one_by_one"),
     pytest.param(through_inductor, marks=pytest.mark.slow),
     pytest.param(partial(random_cases, 0, 12), marks=pytest.mark.slow, id="random_cases"),
     lengths_that_change,

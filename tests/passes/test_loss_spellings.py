@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
+import memeff_compile
 from memeff_compile.errors import TargetRangeError
 from tests.passes.test_near_misses import head_inputs, logits_of
 from tests.support.captured_graphs import compare_with_eager
@@ -528,3 +529,19 @@ def test_what_does_not_fuse_says_why_and_its_way_out_does(
     assert (outcome.fired, outcome.codes) == (0, codes)
     if way_out is not None:
         assert compare_with_eager(with_head(flat(way_out)), h, w, y).fired == 1
+
+
+@pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16], ids=str)
+def test_a_written_cast_right_before_the_loss_is_not_applied(rounded: torch.dtype) -> None:
+    """The loss is that of unrounded logits, so it is closer to fp64 than eager's."""
+    h, w, _, y = head_inputs(ignored=False)
+    h, w, y = h.flatten(0, 1).float(), w.float(), y.flatten()
+
+    def cast(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(h, w).to(rounded).float(), y)
+
+    exact = F.cross_entropy(h.double() @ w.double().T, y)
+    found = torch.compile(cast, backend="memeff", options={"memeff.inner": "eager"})(h, w, y)
+    assert memeff_compile.last_report().rewrites("fuse_linear_cross_entropy") == 1
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+    assert (found - exact).abs() < (cast(h, w, y) - exact).abs()

@@ -38,7 +38,6 @@ SETTINGS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
     "rows of a chunk": lambda b: rows(batch_chunk_size=5),
     "a method": lambda b: rows(chunking_method="aspect_ratio:4"),
     "accurate": lambda b: rows(acc_policy="accurate"),
-    "balanced": lambda b: rows(acc_policy="balanced"),
     "compact": lambda b: rows(acc_policy="compact"),
     "a dtype of sums": lambda b: rows(acc_dtype=torch.float64),
     "a retained graph": lambda b: rows(allow_retain_graph=True),
@@ -56,6 +55,8 @@ SETTINGS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
     "smoothed class weights": lambda b: {"label_smoothing": 0.1, "weight": CLASS_WEIGHT},
     "label smoothing, which PyTorch does not chunk": lambda b: {"label_smoothing": 0.1},
 }
+if torch.__version__ < (2, 14):
+    SETTINGS["balanced"] = lambda b: rows(acc_policy="balanced")
 
 
 def operands(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:

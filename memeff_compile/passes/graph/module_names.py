@@ -25,7 +25,8 @@ _STEP = re.compile(r"\.\w+|\[[^\]]*\]")
 
 def clean_module_path(path: str) -> str:
     """Turn Dynamo's ``L['self'].model.layers[0].mlp`` into ``model.layers.0.mlp``."""
-    path = re.sub(r"^[LG]\['[^']*'\]", "", compat.plain_source(path))
+    # A decorator of `forward` that takes `*args` has the model as the first of them.
+    path = re.sub(r"^(?:L\['args'\]\[0\]|[LG]\['[^']*'\])", "", compat.plain_source(path))
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
     return path.strip(".")

@@ -255,7 +255,7 @@ SMALLER = (0, 2, 4, 9)
         ],
         *twice(90, *CASES[2]),
         *[pytest.param(90, *CASES[place], marks=SLOW) for place in SMALLER if place != 2],
-        (80, *CASES[7]),
+        *twice(80, *CASES[7]),
         *[pytest.param(80, *CASES[place], marks=SLOW) for place in (1, 3, 8)],
         *[pytest.param(100, *CASES[place], marks=SLOW) for place in (1, 3, 7, 8)],
         *twice(90, *ALIGNED[0]),
@@ -284,7 +284,7 @@ def test_attention_compiles_within_the_limits(
 @pytest.mark.parametrize(
     ("tokens", "depth", "bits", "scheme"),
     [
-        *[(1, 128, 4, "per_head"), (1, 256, 2, "kivi")],
+        *[(1, 128, 4, "per_head"), *twice(1, 256, 2, "kivi")],
         *[*twice(1, 128, 3, "kivi"), *twice(64, 128, 8, "kivi")],
         *[pytest.param(1, 128, bits, "kivi", marks=SLOW) for bits in (8, 4)],
         *[pytest.param(64, 128, bits, "kivi", marks=SLOW) for bits in (4, 3)],

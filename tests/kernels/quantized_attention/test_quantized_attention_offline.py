@@ -227,7 +227,7 @@ def _loop(compiled: Any, folder: Path) -> list[str]:
     raise AssertionError("no loop with products of warp groups")
 
 
-@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("depth", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_a_score_costs_what_it_has_to(depth: int, tmp_path: Path) -> None:
     """Per score: one conversion, maximum, multiply-add, exponential and sum, half a rounding.
 

@@ -127,3 +127,5 @@ def test_a_module_of_another_graph_is_no_typo() -> None:
 def test_paths_of_dynamo_without_a_model_are_cleaned() -> None:
     path = "L['self'].__dict__['_modules']['base_model']._modules['layers'][0].mlp"
     assert clean_module_path(path) == "base_model.layers.0.mlp"
+    assert clean_module_path("L['args'][0].model.layers[1].mlp") == "model.layers.1.mlp"
+    assert clean_module_path("G['blocks'][0].mlp") == "0.mlp"
