@@ -111,13 +111,14 @@ class Trip:
         """
         try:
             self.cuts = cuts.starts(info)
-            found = cuts.said(info, self.cuts) if self.cuts else None
+            said = [cuts.said(info, self.cuts) if self.cuts else None]
         except Exception as error:  # the graph runs whole all the same
-            found = cuts.undecided(error)
-        if not self.cuts:
-            found = self._find_layers(info) or self._find_last_product(info) or found
-        if found is not None:
-            records = (*self.outcome.report.records, found)
+            said = [cuts.undecided(error)]
+        for find in (self._find_layers, self._find_last_product):
+            if not self.cuts:
+                said.append(find(info))
+        if found := tuple(record for record in said if record is not None):
+            records = (*self.outcome.report.records, *found)
             self.outcome.report = replace(self.outcome.report, records=records)
 
     def _find_layers(self, info: GraphInfo) -> report.Record | None:

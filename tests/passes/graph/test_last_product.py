@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import memeff_compile
 from memeff_compile.passes.graph import last_product
+from memeff_compile.passes.graph.repeated_layers import LEAST
 
 WIDTH, INNER = 8, 12
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -110,6 +111,15 @@ def test_two_blocks_in_one_checkpoint_are_computed_right() -> None:
     assert products_again(lambda x: checkpointed(model, x), model, x) == 3
     assert products_again(lambda x: checkpointed(eager, x), eager, y) == 3
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_too_short_to_share_code_recompute_no_last_product_either() -> None:
+    blocks = LEAST + 1
+    model = nn.Sequential(nn.Sequential(*(Block() for _ in range(blocks))))
+    run = compiled(model)
+    assert products_again(lambda x: checkpointed(run, x), model, given()) == 2 * blocks - 1
+    codes = {each.code for each in memeff_compile.last_report().records}
+    assert {"layers_are_short", "last_product_apart"} <= codes
 
 
 def test_without_early_stop_everything_is_computed_again() -> None:
