@@ -42,6 +42,10 @@ class MatrixTile:
     tokens: int
     warps: int  # each has a share of the columns
     patches: int = 32  # patches that a warp multiplies at once
+    own_rows: int = 16  # rows that a program computes; it reads no others
+    is_early: bool = False
+    """Whether the codes of two groups are loaded before the kernel waits for anything, and patches
+    are multiplied last."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,13 @@ def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTi
     return tiles[-1]
 
 
-def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
+MOST_EARLY = 8
+"""The most groups of a warp whose loop is unrolled, so that two groups can be loaded early."""
+
+
+def matrix_tile(
+    tokens: int, rows: int, columns: int, processors: int, *, is_lossless: bool = False
+) -> MatrixTile:
     """Return the tile for one or a few tokens (M), N rows and K columns that was fastest on an
     H200."""
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2
@@ -130,7 +140,10 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
         warps *= 2
     while warps > 1 and (warps > groups or -(-groups // warps) * warps > 1.2 * groups):
         warps //= 2
-    return MatrixTile(16, 8 if tokens <= 8 else 16, warps)
+    found = MatrixTile(16, 8 if tokens <= 8 else 16, warps)
+    if tokens <= 8 or not is_lossless or -(-groups // warps) > MOST_EARLY:
+        return found
+    return replace(found, is_early=True, own_rows=16 if programs >= processors else 8)
 
 
 class _Cost(NamedTuple):

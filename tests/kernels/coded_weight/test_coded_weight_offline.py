@@ -119,12 +119,15 @@ def _gluon(
 def _matrix(
     capability: int, tokens: int, rows: int, field: int = 8, *, is_even: bool, count: int = 1
 ) -> Any:
-    tile = shapes.matrix_tile(tokens, rows, 4096, 132)
+    tile = shapes.matrix_tile(tokens, rows, 4096, 132, is_lossless=field == 8)
     constants = {
         "COUNT": count,
         "TILE": (True, is_even),
         **{f"TILE_{place}": (place == 0, is_even) for place in range(3)},
         "HAS_ALL": is_even,
+        "OWN_ROWS": tile.own_rows,
+        "IS_EARLY": tile.is_early,
+        "GROUPS": 16,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
         "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
