@@ -658,8 +658,7 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
     is_even = groups % setting.warps == 0
     operands = [each.operand(out) for each, out in zip(several, outs, strict=True)]
     tiles = [
-        (each.bias is not None, is_even and each.shape[0] % 16 == 0 and setting.own_rows == 16)
-        for each in several
+        (each.bias is not None, is_even and each.shape[0] % setting.rows == 0) for each in several
     ]
     constants: dict[str, Any] = {
         "ROWS": setting.rows,
@@ -667,8 +666,6 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
         "CHUNKS": shapes.chunks_touched(setting.rows, x.shape[1]),
         "WARPS": setting.warps,
         "HAS_ALL": is_even and tokens % setting.tokens == 0,
-        "OWN_ROWS": setting.own_rows,
-        "IS_EARLY": setting.is_early,
         "GROUPS": groups if setting.is_early else 0,
         "PATCHES": setting.patches,
         "FIELD": form.mantissa + 1,
@@ -681,7 +678,7 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
         operands += operands[-1:] * (MAX_TOGETHER - count)  # a missing third weight is not read
         tiles += tiles[-1:] * (MAX_TOGETHER - count)
         constants |= {f"TILE_{place}": each for place, each in enumerate(tiles)}
-    programs = sum(-(-each.shape[0] // setting.own_rows) for each in several)
+    programs = sum(-(-each.shape[0] // setting.rows) for each in several)
     grid = (programs, -(-tokens // setting.tokens))
     module, kernels = "matrix_kernels", _MATRIX_KERNELS
     sizes: tuple[int, ...] = (tokens, groups)

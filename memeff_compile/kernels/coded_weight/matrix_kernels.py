@@ -218,6 +218,7 @@ def patched(
     tokens_count,
     row_length,
     C: gl.constexpr,
+    ROUNDS: gl.constexpr = 0,  # that are added already
 ):
     """Add the products of x with the patches of some rows; the warps of a program share the
     work."""
@@ -225,7 +226,7 @@ def patched(
     mma: gl.constexpr = acc.type.layout
     patch, end = found[3], found[4]
     place, weight = loaded
-    for start in range(patch, end, C.WARPS * C.PATCHES):
+    for start in range(patch + ROUNDS * C.WARPS * C.PATCHES, end, C.WARPS * C.PATCHES):
         if start > patch:
             each = start + own_patches(mma, C)
             place, weight = some_patches(each, end, places_ptr, values_ptr)
@@ -272,33 +273,16 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _add_group(
-    acc,
-    loaded,  # as `load_codes` returns it
-    x_at,  # where the first columns of x of each warp are
-    group,  # of its share
-    place,  # tokens and first groups of the warps; power, zeros and lanes of the words
-    C: gl.constexpr,
-):
-    """Add the products of one group of each warp."""
+def _add_half(acc, loaded, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
+    """Add the products of the first or last two pairs of each lane in one group of each warp."""
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
-    is_token, its, groups, power, zeros, lane = place
+    power, zeros, lane = place
     codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
-    here = x_at + group * 256
-    is_in = is_token & (its + group < groups)
     fields = (_spread(signs, C.FIELD), more)
-    x_0 = _columns(here, is_in, C.HAS_ALL)
-    x_1 = _columns(here + 64, is_in, C.HAS_ALL)
-    scale = _scale(power, norms_0, lane, C) + zeros
-    acc = mma_v2(_operand(_pair(codes, fields, 0, C.FIELD), scale, left), x_0, acc)
-    scale = _scale(power, norms_1, lane, C) + zeros
-    acc = mma_v2(_operand(_pair(codes, fields, 1, C.FIELD), scale, left), x_1, acc)
-    x_2 = _columns(here + 128, is_in, C.HAS_ALL)
-    x_3 = _columns(here + 192, is_in, C.HAS_ALL)
-    scale = _scale(power, norms_2, lane, C) + zeros
-    acc = mma_v2(_operand(_pair(codes, fields, 2, C.FIELD), scale, left), x_2, acc)
-    scale = _scale(power, norms_3, lane, C) + zeros
-    return mma_v2(_operand(_pair(codes, fields, 3, C.FIELD), scale, left), x_3, acc)
+    scale = _scale(power, norms_0 if HALF == 0 else norms_2, lane, C) + zeros
+    acc = mma_v2(_operand(_pair(codes, fields, 2 * HALF, C.FIELD), scale, left), x_0, acc)
+    scale = _scale(power, norms_1 if HALF == 0 else norms_3, lane, C) + zeros
+    return mma_v2(_operand(_pair(codes, fields, 2 * HALF + 1, C.FIELD), scale, left), x_1, acc)
 
 
 @gluon.jit
@@ -315,13 +299,18 @@ def _matrix_tile(
     # BLOCK: weights per normaliser, or 0
     # HAS_ALL: TOKENS divides M and WARPS the groups
     # ROWS: 16, or a multiple
+    # GROUPS: `groups`, or 0; then only one group is loaded ahead, and patches are added first
 ):
-    """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns."""
+    """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns.
+
+    If GROUPS is known, each warp loads two groups before it waits for anything, and adds the
+    patches last.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    first_row = program * C.OWN_ROWS
-    rows_count = gl.minimum(weight.rows, first_row + C.OWN_ROWS)
+    first_row = program * C.ROWS
+    rows_count = weight.rows
     first_token = gl.program_id(1) * C.TOKENS
     share = (groups + C.WARPS - 1) // C.WARPS
     warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
@@ -339,10 +328,10 @@ def _matrix_tile(
     signs_at = weight.signs + (row_groups[:, :, None] * (64 if C.FIELD == 8 else 32) + lane)
     at = (codes_at, signs_at, weight.norms, row_groups)
     loaded = load_codes(at, 0, is_row & (begin < groups), TILE[1], C)
+    its_share: gl.constexpr = (C.GROUPS + C.WARPS - 1) // C.WARPS
     later = loaded
-    if C.IS_EARLY:
-        following = gl.minimum(1, share - 1)
-        later = load_codes(at, following, is_row & (begin + following < groups), TILE[1], C)
+    if its_share > 1:
+        later = load_codes(at, 1, is_row & (begin + 1 < groups), TILE[1], C)
     power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
     lists = (weight.starts, weight.places, weight.patterns)
     found = chunks_of(weight.starts, first_row, weight.rows, groups * 256, C)
@@ -353,34 +342,42 @@ def _matrix_tile(
     acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
     short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
-    row_length = groups * 256
-    place = (is_token, its, groups, power, zeros, lane)
-    if C.IS_EARLY:
-        its_share: gl.constexpr = (C.GROUPS + C.WARPS - 1) // C.WARPS
+    place = (power, zeros, lane)
+    if C.GROUPS > 0:
+        length: gl.constexpr = C.GROUPS * 256
+        its_row, column = _places_of(patches, found[3], found, weight.starts, length, mma, C)
+        its_x = _columns_of_patches(x_ptr, column, its_token, tokens_count, length, mma)
         for group in gl.static_range(its_share):
-            acc = _add_group(acc, loaded, x_at, group, place, C)
+            here = x_at + group * 256
+            is_in = is_token & (its + group < groups)
+            x_0 = _columns(here, is_in, C.HAS_ALL)
+            x_1 = _columns(here + 64, is_in, C.HAS_ALL)
+            x_2 = _columns(here + 128, is_in, C.HAS_ALL)
+            x_3 = _columns(here + 192, is_in, C.HAS_ALL)
+            acc = _add_half(acc, loaded, x_0, x_1, place, 0, C)
+            acc = _add_half(acc, loaded, x_2, x_3, place, 1, C)
             loaded = later
             if group + 2 < its_share:
                 is_read = is_row & (begin + group + 2 < groups)
                 later = load_codes(at, group + 2, is_read, TILE[1], C)
-            if group == 0:  # the patches have arrived by now
-                its_row, column = _places_of(
-                    patches, found[3], found, weight.starts, row_length, mma, C
-                )
-                its_x = _columns_of_patches(x_ptr, column, its_token, tokens_count, row_length, mma)
         acc = _add_patches(acc, its_row, patches[1], its_x, C)
-        chunk, chunks, inside, patch, end = found
-        patch += C.WARPS * C.PATCHES
-        found = (chunk, chunks, inside, patch, end)
-        patches = some_patches(patch + own_patches(mma, C), end, weight.places, weight.patterns)
-    # Patches come first, as the codes of the first group are on their way.
-    acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, row_length, C)
-    if not C.IS_EARLY:
+        acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, length, C, 1)
+    else:
+        # Patches come first, as the codes of the first group are on their way.
+        length = groups * 256
+        acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, length, C)
         for group in range(0, share):
             now = loaded
             following = gl.minimum(group + 1, share - 1)
             loaded = load_codes(at, following, is_row & (begin + following < groups), TILE[1], C)
-            acc = _add_group(acc, now, x_at, group, place, C)
+            here = x_at + group * 256
+            is_in = is_token & (its + group < groups)
+            x_0 = _columns(here, is_in, C.HAS_ALL)
+            x_1 = _columns(here + 64, is_in, C.HAS_ALL)
+            acc = _add_half(acc, now, x_0, x_1, place, 0, C)
+            x_2 = _columns(here + 128, is_in, C.HAS_ALL)
+            x_3 = _columns(here + 192, is_in, C.HAS_ALL)
+            acc = _add_half(acc, now, x_2, x_3, place, 1, C)
     total = gl.sum(acc, 0)
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
@@ -406,8 +403,8 @@ def _coded_weight_matrix_win4_several_kernel(
     """Multiply some tokens by 2 or 3 weights of the same width, with the same sums as
     `_coded_weight_matrix_win4_kernel`."""
     program = gl.program_id(0)
-    first = (weight_0.rows + C.OWN_ROWS - 1) // C.OWN_ROWS
-    second = first + (weight_1.rows + C.OWN_ROWS - 1) // C.OWN_ROWS
+    first = (weight_0.rows + C.ROWS - 1) // C.ROWS
+    second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS
     if program < first:
         _matrix_tile(program, x_ptr, weight_0, tokens_count, groups, C.TILE_0, C)
     elif program < second:

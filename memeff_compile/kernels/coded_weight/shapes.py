@@ -42,10 +42,7 @@ class MatrixTile:
     tokens: int
     warps: int  # each has a share of the columns
     patches: int = 32  # patches that a warp multiplies at once
-    own_rows: int = 16  # rows that a program computes; it reads no others
-    is_early: bool = False
-    """Whether the codes of two groups are loaded before the kernel waits for anything, and patches
-    are multiplied last."""
+    is_early: bool = False  # two groups of codes are loaded before anything is awaited
 
 
 @dataclass(frozen=True)
@@ -125,8 +122,9 @@ def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTi
     return tiles[-1]
 
 
-MOST_EARLY = 8
-"""The most groups of a warp whose loop is unrolled, so that two groups can be loaded early."""
+MOST_EARLY = 16
+"""The most groups of columns (K / 256) of which two are loaded before anything is awaited; in wider
+weights this was slower on an H200."""
 
 
 def matrix_tile(
@@ -140,10 +138,9 @@ def matrix_tile(
         warps *= 2
     while warps > 1 and (warps > groups or -(-groups // warps) * warps > 1.2 * groups):
         warps //= 2
-    found = MatrixTile(16, 8 if tokens <= 8 else 16, warps)
-    if tokens <= 8 or not is_lossless or -(-groups // warps) > MOST_EARLY:
-        return found
-    return replace(found, is_early=True, own_rows=16 if programs >= processors else 8)
+    if tokens <= 8 or not is_lossless:
+        return MatrixTile(16, 8 if tokens <= 8 else 16, warps)
+    return MatrixTile(16, 16, warps, patches=16, is_early=groups <= MOST_EARLY)
 
 
 class _Cost(NamedTuple):

@@ -83,8 +83,8 @@ def test_each_order_of_loads_gives_the_same_products(rows: int, columns: int, to
     exact = x.double() @ weight.double().t() + bias.double()
     usual = float((F.linear(x, weight, bias).double() - exact).abs().max())
     plain = shapes.matrix_tile(16, rows, columns, 132)
-    for own, is_early in ((16, True), (8, True), (8, False), (16, False)):
-        tile = replace(plain, own_rows=own, is_early=is_early)
+    for patches, is_early in ((16, True), (32, True), (16, False), (32, False)):
+        tile = replace(plain, patches=patches, is_early=is_early)
         found = codecs.product(x, parts, bias, weight.shape, setting=tile)
         assert float((found.double() - exact).abs().max()) <= 1.5 * usual, tile
 
