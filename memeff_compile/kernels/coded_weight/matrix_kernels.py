@@ -334,7 +334,8 @@ def _matrix_tile(
         later = load_codes(at, 1, is_row & (begin + 1 < groups), TILE[1], C)
     power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
     lists = (weight.starts, weight.places, weight.patterns)
-    found = chunks_of(weight.starts, first_row, weight.rows, groups * 256, C)
+    length = C.GROUPS * 256 if C.GROUPS > 0 else groups * 256
+    found = chunks_of(weight.starts, first_row, rows_count, length, C)
     first = found[3] + own_patches(mma, C)  # loaded early, so that no one waits for them
     patches = some_patches(first, found[4], weight.places, weight.patterns)
     zeros = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words)
@@ -344,7 +345,6 @@ def _matrix_tile(
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
     place = (power, zeros, lane)
     if C.GROUPS > 0:
-        length: gl.constexpr = C.GROUPS * 256
         its_row, column = _places_of(patches, found[3], found, weight.starts, length, mma, C)
         its_x = _columns_of_patches(x_ptr, column, its_token, tokens_count, length, mma)
         for group in gl.static_range(its_share):
@@ -364,7 +364,6 @@ def _matrix_tile(
         acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, length, C, 1)
     else:
         # Patches come first, as the codes of the first group are on their way.
-        length = groups * 256
         acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, length, C)
         for group in range(0, share):
             now = loaded
