@@ -43,8 +43,8 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
-    """Return a remark about layers that no graph contains, after the graph with these gathered
-    weights was captured.
+    """After the graph with these gathered weights was captured, return a remark for the report
+    about layers that no graph contains.
 
     Layers of one class share a graph, so if one layer of the class is in a graph, all are compiled.
     """

@@ -83,7 +83,7 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _memory(self) -> Tensor:
-        """Return the values as a plain tensor to which callers may write from now on."""
+        """Return the values as a plain tensor, to which callers may write later."""
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _peek(self) -> Tensor | None:

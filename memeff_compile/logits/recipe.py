@@ -96,10 +96,10 @@ class LogitsRecipe:
 
     The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
     ("bias", None), which adds the next of `vectors` and names the new dtype if it changes. The
-    first step may be ("adapter", Adapter), which takes the next two vectors as A and B. Between the
-    steps there may be ("classes", (start, stop, count)), which keeps the classes from `start` up
-    to, not including, `stop` of the `count` classes before it. Only code outside of the graph adds
-    the steps ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x).
+    first step may be ("adapter", Adapter), which takes the next two vectors as A and B. The step
+    ("classes", (start, stop, count)) selects the classes from `start` up to, not including, `stop`;
+    `count` is the number of classes before this step. Only code outside of the graph adds the steps
+    ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x).
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))

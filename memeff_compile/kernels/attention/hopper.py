@@ -106,7 +106,7 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, like `tiles.attend`."""
+    """Return attention over the keys that no mask excludes, like `tiles.attend`."""
     from .._triton.gluon import tiles_of_heads
     from . import hopper_kernels as kernels
 

@@ -105,7 +105,8 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, and the log-sum-exp of each query's scores.
+    """Return attention over the keys that no mask excludes, and the log-sum-exp of each query's
+    scores.
 
     The first result is (B, H, M, D), with its memory in the order (B, M, H, D); the second is (B,
     H, M) in fp32 or fp64, with minus infinity for a query that attends to no key. If the mask is a

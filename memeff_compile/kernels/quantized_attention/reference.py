@@ -269,7 +269,7 @@ def _by_block(rest: Tensor) -> Tensor:
 
 
 def _weights_of_none(key_mask: Tensor | None, k: Tensor) -> Tensor:
-    """Return (B, G, N) with 1 for keys that count and 0 for the others."""
+    """Return (B, G, N) with 1 for keys that no mask excludes and 0 for the others."""
     found = k.new_ones(k.shape[:3])
     return found if key_mask is None else found * key_mask[:, None]
 
@@ -338,7 +338,8 @@ def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count; the result's memory has the order (B, M, H, D).
+    """Return attention over the keys that no mask excludes; the result's memory has the order (B,
+    M, H, D).
 
     The second result is the natural logarithm of the sum of the softmax weights, (B, H, M) in fp32,
     or (B, H, 0) if the caller does not request it.

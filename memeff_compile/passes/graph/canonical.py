@@ -522,7 +522,8 @@ _CUTS = named(
 
 
 def _axes_taken(item: Any) -> int:
-    """Return how many axes an index consumes; a boolean mask consumes as many axes as it has."""
+    """Return the number of a tensor's axes that one index selects from; a boolean mask selects from
+    as many axes as it has."""
     value = compat.example_value(item) if _is_tensor(item) else None
     return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
 

@@ -380,7 +380,8 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return steps as view operations; sizes that vary become additional outputs of the graph."""
+    """Return the recorded steps as view operations; sizes that vary become additional outputs of
+    the graph."""
 
     def given(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):
