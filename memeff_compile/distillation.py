@@ -78,14 +78,15 @@ def linear_divergence(
         kind: the name of the divergence, as in the table above.
         beta: the teacher's weight in "jsd", between 0 and 1.
         temperature: a positive number that divides the logits of both.
-        mask: (...), True or not 0 in the rows that are not ignored in the loss; None: no row is
-        ignored. reduction: "mean" over the rows that are not ignored, "sum" over these rows, or
-        "none" for one number per row (0 in rows that do not count). "mean" equals F.kl_div's
-        "batchmean" for (N, V) logits. bias: (V,), the bias of the student's output projection, or
-        None. teacher_bias: (V,), the bias of the teacher's output projection, or None. classes:
-        (..., k) int64, the class indices for which the teacher's log-probabilities are known;
-        teacher then holds these log-probabilities, (..., k), already divided by the temperature.
-        The divergence is then a sum over these classes only. A class index outside
+        mask: (...), True or not 0 in the rows that count in the loss; None: every row counts.
+        reduction: "mean" over the rows that count, "sum" over these rows, or "none" for one number
+            per row (0 in rows that do not count). "mean" equals F.kl_div's "batchmean" for (N, V)
+            logits.
+        bias: (V,), the bias of the student's output projection, or None.
+        teacher_bias: (V,), the bias of the teacher's output projection, or None.
+        classes: (..., k) int64, the class indices for which the teacher's log-probabilities are
+            known; teacher then holds these log-probabilities, (..., k), already divided by the
+            temperature. The divergence is then a sum over these classes only. A class index outside
             of the vocabulary raises an error.
         with_rest: with classes, count all other classes together as one more class, for the student
             and for the teacher.

@@ -105,15 +105,17 @@ def linear_cross_entropy(
             entries, as ColwiseParallel splits it. With a DTensor, call this function on all ranks.
         target: (...), int64 or int32 class indices.
         bias: (V,) or None; if weight is split over ranks, bias is split in the same way.
-        ignore_index: rows with this target do not count in the loss; None: no row is ignored.
-        reduction: "mean" over the rows that are not ignored (weighted by class_weight, if given),
-        "sum" or "none". scale: a factor on the logits, as in the formula above. softcap: the bound
-        of the logits in the formula above; 0 means no bound. label_smoothing: between 0 and 1, as
-        in F.cross_entropy. class_weight: (V,) or None, as `weight` of F.cross_entropy. z_loss: adds
-        z_loss * lse**2 to each row that is not ignored; "mean" divides the sum by the number of
-        these rows. filter: "exact", or the name of another mode of the option
-        `memeff.linear_cross_entropy`. return_stats: also return `Stats`, which the same kernels
-        compute.
+        ignore_index: rows with this target do not count in the loss; None: every row counts.
+        reduction: "mean" over the rows that count (weighted by class_weight, if given), "sum" or
+            "none".
+        scale: a factor on the logits, as in the formula above.
+        softcap: the bound of the logits in the formula above; 0 means no bound.
+        label_smoothing: between 0 and 1, as in F.cross_entropy.
+        class_weight: (V,) or None, as `weight` of F.cross_entropy.
+        z_loss: adds z_loss * lse**2 to each row that counts; "mean" divides the sum by the number
+            of these rows.
+        filter: "exact", or the name of another mode of the option `memeff.linear_cross_entropy`.
+        return_stats: also return `Stats`, which the same kernels compute.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs): a scalar, or a tensor shaped like target for

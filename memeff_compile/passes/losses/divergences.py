@@ -69,13 +69,14 @@ class Mask:
 
 @dataclass(frozen=True)
 class Expression:
-    """A value per class: a polynomial, and the per-row numbers that multiply it."""
+    """A value per class: a polynomial in probabilities and log-probabilities, and the per-row
+    numbers that multiply it."""
 
     terms: Terms
     masks: tuple[Mask, ...] = ()
 
     def times(self, factor: float) -> Expression:
-        """Return the expression times a number."""
+        """Return the expression multiplied by a number."""
         return replace(self, terms={atoms: factor * each for atoms, each in self.terms.items()})
 
 
@@ -106,8 +107,9 @@ class Divergence:
 class Group:
     """All divergences of one student's logits, in their order, which are rewritten together.
 
-    While one of them stays as it is, the logits are built for all of them. So `refusal` belongs to
-    all, and is determined before the first of them is rewritten.
+    If the pass cannot rewrite one of these divergences, the graph still builds the logits. So one
+    `refusal` applies to all of these divergences, and the pass determines it before it rewrites the
+    first one.
     """
 
     members: list[Divergence]
@@ -605,7 +607,8 @@ class DivergenceReader:
         return found
 
     def _is_linear(self, node: Node, user: Node, call: Any, steps: _Steps) -> bool:
-        """Return whether a step only multiplies each row's number, and record the step."""
+        """Return whether a node only multiplies the one number of each row; if so, record the
+        node."""
         a, op = call.args, call.op
         if op is aten.neg.default:
             steps.factor = -steps.factor
@@ -692,8 +695,7 @@ def kl_arguments(node: Node) -> dict[str, Any] | None:
 
 
 def constant(node: Any, depth: int = 0) -> float | None:
-    """Return a number, or the number in a tensor without dimensions that the graph makes from
-    constants."""
+    """Return a number, or the value of a scalar tensor that the graph makes from constants."""
     number = compat.known_number(node)
     if number is not None and not isinstance(node, Node):
         return float(number) if math.isfinite(number) else None

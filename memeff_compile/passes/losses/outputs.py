@@ -1,8 +1,8 @@
 """Decide which logits among a graph's outputs can be returned as deferred tensors, and plan their
 replacement.
 
-Two passes use this module: the fused loss, for logits that the model returns with the loss, and
-`defer_logits`, for logits of a training graph without a loss.
+Two passes use this module: the pass that fuses the loss, for logits that the model returns with the
+loss, and `defer_logits`, for logits of a training graph without a loss.
 """
 
 from __future__ import annotations
