@@ -93,8 +93,8 @@ class LazyTensor(torch.Tensor):
     def _stand_in(self, *, shared: bool = True) -> Tensor:
         """Return a plain tensor with the same values, which is a leaf if `self` is one.
 
-        With this stand-in, PyTorch raises its usual errors, for example for `numpy()` on a tensor
-        that requires a gradient.
+        If code calls an operation on the returned tensor, PyTorch raises its usual errors, for
+        example for `numpy()` on a tensor that requires a gradient.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:

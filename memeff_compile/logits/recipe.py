@@ -52,7 +52,8 @@ class Adapter:
         made_of: tuple[Tensor, Tensor, Tensor],  # hidden states, A and B
         needs: Sequence[bool],  # one for each
     ) -> list[Tensor | None]:
-        """Return the gradients of hidden states, A and B, as far as they are needed."""
+        """Return the needed gradients of the hidden states and of the adapter's matrices A and
+        B."""
         hidden, a, b = made_of
         rows = grad.to(self.up).reshape(-1, grad.shape[-1])
         rows = rows if self.scale == 1 else rows * self.scale

@@ -43,7 +43,8 @@ def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
 
 @triton.jit
 def logits_of(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
-    """Return the logits in base 2, and dz/ds, of one tile of products.
+    """Return the logits (times log2(e)) of one tile of products s, and the derivative dz/ds of the
+    logits.
 
     To set columns after the last class to -inf, the function adds one number per column to the
     products. A comparison for each element would take four times as long. Without a softcap, dz/ds

@@ -335,7 +335,7 @@ def _base(source, pair, kv_heads):
 
 @triton.jit
 def _behind(length, coded, new, C: tl.constexpr):
-    """Return how many tokens will be stored as codes after the new ones are appended."""
+    """Return how many tokens will be stored as codes after the new tokens are appended."""
     return coded + tl.maximum(length + new - coded - (C.WINDOW - C.GROUP), 0) // C.GROUP * C.GROUP
 
 

@@ -212,7 +212,7 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
     make the quantisation steps of all channels coarser. The average energy over the channels does
     not change. The returned numbers are powers of the square root of two. `whole` is the energy of
     the sampled keys, including their mean. If the queries' means were subtracted, the function
-    reads all queries, otherwise only the sampled ones.
+    reads all queries, otherwise only the sampled queries.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])

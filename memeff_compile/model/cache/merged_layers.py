@@ -144,7 +144,8 @@ class MergedLayer(CodedLayer):
         return tuple(held[1:] if self.is_upper else held[:1])
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
-        """Allocate this layer's tensors; for the first layer of a pair, also the shared ones."""
+        """Allocate this layer's tensors; for the first layer of a pair, also allocate the shared
+        tensors."""
         shared, own = op_folder.shapes_of_pair(layout, batch, heads, self.max_cache_len)
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:

@@ -665,7 +665,8 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
 
 
 def _cumsum(given: _Operands) -> Value:
-    """Read the cumulative sum of a value that is the same at every index, such as of ones."""
+    """Read a cumulative sum whose input has the same value at every index, such as a tensor of
+    ones."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     scalar = value.scalar

@@ -425,8 +425,8 @@ class DivergenceReader:
         return None if inner is None else _expressed(_product({(probability,): 1}, inner.terms))
 
     def _mixture(self, a: Mapping[str, Any], op: Any, depth: int) -> Expression | None:
-        """Read the logarithm of a mixture, log(a q + b p) or logsumexp of [log q + log a, log p +
-        log b], where a + b is 1."""
+        """Read the logarithm of a mixture of probabilities: log(a q + b p), or logsumexp of [log q
+        + log a, log p + log b], with a + b = 1."""
         if op is aten.log.default:
             found = self.expression(a["self"], depth)
             if found is None or found.masks:
