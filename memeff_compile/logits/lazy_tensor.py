@@ -5,7 +5,8 @@ A wrapper subclass has a shape, a dtype, a device and a node in the autograd gra
 Functions that read memory without PyTorch's dispatcher would therefore read no values, or fail;
 examples are pickling, numpy, raw pointers, storages and shared memory. `LazyTensor` makes each of
 these functions use a plain tensor: `_values` if the function only reads, `_memory` if it may also
-write. Functions for which neither works raise an error (`compat.make_without_memory`).
+write. If neither `_values` nor `_memory` works for a function, the function raises an error
+(`compat.make_without_memory`).
 """
 
 from __future__ import annotations

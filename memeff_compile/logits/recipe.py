@@ -132,7 +132,7 @@ class LogitsRecipe:
         """Return the indices of the first class of the logits, and of the class after the last one,
         among the weight's classes.
 
-        A result of None means that the logits have all classes.
+        Return None if the logits have all of the weight's classes.
         """
         found = None
         for start, stop, _ in (value for name, value in self.steps if name == "classes"):

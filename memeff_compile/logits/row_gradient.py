@@ -31,7 +31,8 @@ aten = torch.ops.aten
 
 
 class RowStep(NamedTuple):
-    """A selection of rows, and its transpose, which puts rows back.
+    """A function that selects rows of a tensor, and its transpose, which writes rows back to their
+    positions.
 
     Both functions apply to any tensor with these leading dimensions: hidden states, or gradients
     whose last dimension is the vocabulary.

@@ -75,9 +75,9 @@ class MiniCache:
             layer's; by default 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
         gamma: rows whose distance is within this share of the largest distance are kept unchanged;
             a larger share keeps more rows, and 1 keeps all that fit.
-        retained: the memory for such rows, as a share of `max_cache_len`. If the memory is too
-        small, the rows that differ most are stored. reading: ``distinct`` keeps the rows that
-        differ most; ``similar``, another interpretation
+        retained: the memory for such rows, as a share of `max_cache_len`. The rows that differ most
+            are kept first.
+        reading: ``distinct`` keeps the rows that differ most; ``similar``, another interpretation
             of the paper's inequality, keeps those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes the error of each row
             smallest.
