@@ -55,8 +55,8 @@ class Dense(NamedTuple):
 
 
 def table_shape(mask: Tensor) -> tuple[Any, ...]:
-    """Return the shape of a mask's codes, one byte per tile: (4, 1, 2, 1) for a mask of shape (4,
-    1, 100, 1)."""
+    """Return the shape of a mask's codes, which take one byte per tile: a mask of shape (4, 1, 100,
+    1) has codes of shape (4, 1, 2, 1)."""
     batch, heads, rows, keys = mask.shape
     return batch, heads, tiles_of(rows, TILE), tiles_of(keys, TILE)
 

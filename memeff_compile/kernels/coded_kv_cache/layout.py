@@ -222,7 +222,7 @@ def channel_group(depth: int, scheme: str) -> int:
 
 def group_of(block: int, depth: int, bits: int) -> int:
     """Return how many tokens a block of codes contains, given its bytes, row size and bits, such as
-    64 for (4096, 128, 4)."""
+    64 tokens for 4096 bytes, 128 channels and 4 bits."""
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 

@@ -72,8 +72,8 @@ def splits_for(pairs: int, groups: int, slots: int) -> int:
     divided.
 
     The arguments are the number of `pairs` (sequence and head), the number of groups that fit into
-    the cache, and the number of programs that the GPU runs at once. For example, the result is 64
-    for (8, 510, 528) and 3 for (1024, 510, 528).
+    the cache, and the number of programs that the GPU runs at once. For example, with 510 groups
+    and 528 programs at once, 8 pairs get 64 programs each and 1024 pairs get 3 each.
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))
