@@ -327,7 +327,8 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
-    """Record a multiplication by a number, which autograd passes as a one-element tensor."""
+    """Record that a gradient is multiplied by a number; autograd passes this number as a
+    one-element tensor."""
     if not isinstance(grad, RowGradient):
         return None
     if isinstance(factor, Tensor):

@@ -774,8 +774,8 @@ def _only(expression: Expression) -> Atom | None:
 
 
 def _mixed(shares: Mapping[Any, float]) -> Expression | None:
-    """Return the logarithm of a mixture; `shares` contains the weights of student and teacher in
-    it."""
+    """Return the logarithm of a mixture of the student's and the teacher's probabilities, with the
+    weights in `shares`."""
     if len(shares) != 2 or min(shares.values()) <= 0:
         return None
     whole = sum(shares.values())

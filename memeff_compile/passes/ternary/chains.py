@@ -46,8 +46,8 @@ class Quantized:
 
 @dataclass
 class _Chain:
-    """The quantising nodes of a tensor, read from the end backwards, and the nodes of the numbers
-    in them."""
+    """The nodes that quantise a tensor, read backwards from the last node, and the nodes that
+    compute the numbers (such as scales) in them."""
 
     nodes: list[Node] = field(default_factory=list)
     numbers: list[Node] = field(default_factory=list)
