@@ -23,8 +23,8 @@ def for_any_batch(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled call that trains on batches of any size and length with two graphs.
 
     The first graph is compiled for the sizes of the first call, the second for all others. As usual
-    in PyTorch, a size of 1 gets a graph of its own kind. Calls without gradients are unaffected: a
-    decoding step is still compiled for its number of sequences.
+    in PyTorch, Dynamo compiles a separate graph for a size of 1. Calls without gradients are
+    unaffected: a decoding step is still compiled for its number of sequences.
     """
     first: dict[Any, torch.Size] = {}
     varies = False

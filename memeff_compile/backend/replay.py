@@ -2,8 +2,8 @@
 
 Arguments that are new in each call (ids, masks, positions) are copied into static buffers. Weights
 and caches are read and written at their addresses. So a recording is valid only for the same
-addresses, sizes and numbers, and each call looks up its recording by them. Results are cloned, so
-that the next step does not overwrite them.
+addresses, sizes and numbers, and each call looks up its recording by these three. Results are
+cloned, so that the next step does not overwrite them.
 
     a call with these addresses      the result
     the first of all                 the compiled step runs
@@ -143,7 +143,8 @@ class Recorder:
         return tuple(part % 16 == 0 for part in parts if isinstance(part, int))
 
     def _pays(self) -> bool:
-        """Return whether earlier recordings were replayed so often that a new one is worthwhile."""
+        """Return whether earlier recordings were replayed so often that a new recording is
+        worthwhile."""
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
     def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
@@ -191,7 +192,7 @@ class Recorder:
         return recording
 
     def _stop(self, why: str) -> None:
-        """Run the step without a CUDA graph, and record no graph from now on."""
+        """Run the step without a CUDA graph, and record no graph in later calls."""
         self._is_stopped, self._use.stopped = True, why
         self._waiting.clear()
         self._recordings.clear()

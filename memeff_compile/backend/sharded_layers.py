@@ -8,9 +8,9 @@ itself, each layer has its own graph, inside its checkpoint.
 Dynamo also leaves out an output projection with hooks around it, because it skips the code of
 PyTorch's linear layer. This module compiles the projection's `forward`, between the hooks. The
 logits are then deferred, so that a loss after them is computed from hidden states and weight. FSDP2
-gathers the weight before the projection. Loss and backward pass need the weight right after the
-projection, so in training this module keeps FSDP2 from freeing the weight in between, even if
-`reshard_after_forward` is set.
+gathers the weight before the output projection runs. Loss and backward pass need the weight right
+after the projection, so in training this module keeps FSDP2 from freeing the weight in between,
+even if `reshard_after_forward` is set.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
-    """Return a remark about layers that no graph contains, after the graph with these gathered
-    weights was captured.
+    """After the graph with these gathered weights was captured, return a remark for the report
+    about layers that no graph contains.
 
-    Layers of one class share a graph, so if one layer of the class is in a graph, all are compiled.
+    Layers of one class share a graph, so if one layer of the class is in a graph, all layers of the
+    class are compiled.
     """
     every = compat.sharded_with(weights[0]) if weights else []
     every = [each for each in every if not compat.is_compiled_by_itself(each)]

@@ -1,8 +1,9 @@
-"""Take one graph through all steps of the backend (a trip), and wrap the compiled result.
+"""Take one captured graph through all steps of the backend (this is called a trip), and wrap the
+compiled result.
 
-A trip analyses the graph twice: before the passes and after them. Each wrapper function takes the
-compiled callable and the trip. A wrapper returns a callable with the same arguments, or the
-compiled callable itself if it need not be wrapped.
+The backend analyses the graph twice: before the passes and after them. Each wrapper function takes
+the compiled callable and the `Trip` object. A wrapper returns a callable with the same arguments,
+or the compiled callable itself if it need not be wrapped.
 """
 
 from __future__ import annotations

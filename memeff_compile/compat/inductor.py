@@ -89,10 +89,11 @@ def compile_with_inductor(
 def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Iterator[None]:
     """Compile several graphs of a CPU with Inductor, and wait for their C++ compilations together.
 
-    Inductor waits for the kernels of a graph when it loads the graph's code. In this context it
-    goes on to the next graph, so that several compilations run at once; ``trains`` compiles the
-    backward with the forward. Not for GPUs: a cached graph contains its Triton kernels, which have
-    to be compiled by then. An exception leaves the context without waiting.
+    Inductor waits for the kernels of a graph when it loads the graph's code. In this context,
+    Inductor does not wait, so that several graphs compile at once; with ``trains``, the backward
+    graph compiles together with the forward graph. Do not use this context for GPU graphs: a cached
+    graph contains its Triton kernels, which must be compiled before Inductor caches the graph. If
+    an exception occurs, the context ends without waiting.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config

@@ -23,8 +23,8 @@ def holds(condition: Any) -> bool:
     """Return whether ``condition`` on sizes holds for the current sizes, and add a guard for the
     answer.
 
-    If the answer changes in a later call, Dynamo compiles the graph again. A condition that depends
-    on data counts as not holding.
+    If the answer changes in a later call, Dynamo compiles the graph again. If a condition depends
+    on data, the function returns False.
     """
     if isinstance(condition, bool):
         return condition

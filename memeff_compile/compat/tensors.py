@@ -63,8 +63,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 @functools.cache
 def _let_fake_modes_ask() -> None:
-    """Make fake tensor modes, which know only fake tensors, pass on a query for another tensor's
-    device."""
+    """Let fake tensor modes answer a query for the device of a tensor that is not fake."""
     op = torch.ops.prim.device.default
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
     usual = handlers[op]

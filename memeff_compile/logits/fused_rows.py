@@ -76,8 +76,8 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """Return all casts, multiplications and divisions combined into one factor, or None if there
-    are other steps."""
+    """Combine all casts, multiplications and divisions into one factor; return None if there are
+    other steps."""
     factor = 1.0
     for name, value in steps:
         if name not in ("to", "mul", "div"):
@@ -310,8 +310,8 @@ class FusedRows:
     def joined(
         parts: Sequence[FusedRows], join: Callable[[Sequence[Tensor]], Tensor]
     ) -> FusedRows | None:
-        """Return the gradient of the rows of all `parts`, or None if their gradients are of
-        different kinds.
+        """Join the gradients of several groups of rows (`parts`) into one; return None if the
+        gradients are of different kinds.
 
         `join` concatenates or stacks the rows along a dimension.
         """
@@ -371,7 +371,8 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply this gradient, of sums over the classes, by the probabilities."""
+        """Multiply this gradient by the probabilities; it must be the gradient of a sum over the
+        classes."""
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:

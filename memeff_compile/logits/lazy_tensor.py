@@ -5,7 +5,8 @@ A wrapper subclass has a shape, a dtype, a device and a node in the autograd gra
 Functions that read memory without PyTorch's dispatcher would therefore read no values, or fail;
 examples are pickling, numpy, raw pointers, storages and shared memory. `LazyTensor` makes each of
 these functions use a plain tensor: `_values` if the function only reads, `_memory` if it may also
-write. Functions for which neither works raise an error (`compat.make_without_memory`).
+write. If neither `_values` nor `_memory` works for a function, the function raises an error
+(`compat.make_without_memory`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _memory(self) -> Tensor:
-        """Return the values as a plain tensor to which callers may write from now on."""
+        """Return the values as a plain tensor, to which callers may write later."""
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _peek(self) -> Tensor | None:
@@ -93,8 +94,8 @@ class LazyTensor(torch.Tensor):
     def _stand_in(self, *, shared: bool = True) -> Tensor:
         """Return a plain tensor with the same values, which is a leaf if `self` is one.
 
-        With this stand-in, PyTorch raises its usual errors, for example for `numpy()` on a tensor
-        that requires a gradient.
+        If code calls an operation on the returned tensor, PyTorch raises its usual errors, for
+        example for `numpy()` on a tensor that requires a gradient.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:

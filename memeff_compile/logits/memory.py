@@ -38,8 +38,8 @@ class Part(Protocol):
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view from which this view is made, and the function that makes it from that
-        view's values.
+        """Return the view from which this view was created, and the function that computes this
+        view's values from that view's values.
 
         Return None if this view consists of whole rows.
         """
@@ -81,9 +81,9 @@ class Memory:
     """The memory that eager PyTorch would allocate for a logits tensor and all its views.
 
     After the values of all rows are computed, this object stores them, and every view reads them
-    here. Until then, a view that reads only some rows computes only those rows, in a tensor that no
-    other view uses and that must not be written to. A write first computes all rows; so does
-    creating a plain alias, because code could write through the alias.
+    from this object. Until then, a view that reads only some rows computes only those rows, in a
+    tensor that no other view uses and that must not be written to. A write first computes all rows;
+    so does creating a plain alias, because code could write through the alias.
     """
 
     source: LogitsSource

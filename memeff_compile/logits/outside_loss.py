@@ -62,7 +62,7 @@ class _Rows(_Function):
     """The autograd function that computes nll = lse - z_t, lse and the weighted sum of z for each
     row of logits z with target t.
 
-    For rows of log-probabilities l, it computes nll = -l_t and the weighted sum of l.
+    For rows of log-probabilities l, the function computes nll = -l_t and the weighted sum of l.
     """
 
     @staticmethod
@@ -330,7 +330,8 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the same data for other values that were computed with the same output projection.
+        """Return the data that this object has, for other values that the same output projection
+        computed.
 
         Autograd frees the saved tensors of both values together.
         """
@@ -407,8 +408,8 @@ def _written_by(view: Any) -> Any:
 
 
 class Declined(Exception):
-    """Raised for a call that PyTorch must run, with the reason for the report, or "" without a
-    reason."""
+    """The exception for a call that PyTorch must run itself; it contains the reason for the report,
+    or ""."""
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
@@ -457,8 +458,7 @@ def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Te
 
 
 def _no_view(made: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the elements of `made` in another shape, as a tensor that autograd does not treat as a
-    view.
+    """Reshape `made` to a tensor that autograd does not treat as a view.
 
     An ordinary reshape would return a view, but eager PyTorch's result is not a view.
     """

@@ -52,7 +52,8 @@ class Adapter:
         made_of: tuple[Tensor, Tensor, Tensor],  # hidden states, A and B
         needs: Sequence[bool],  # one for each
     ) -> list[Tensor | None]:
-        """Return the gradients of hidden states, A and B, as far as they are needed."""
+        """Return the needed gradients of the hidden states and of the adapter's matrices A and
+        B."""
         hidden, a, b = made_of
         rows = grad.to(self.up).reshape(-1, grad.shape[-1])
         rows = rows if self.scale == 1 else rows * self.scale
@@ -96,10 +97,10 @@ class LogitsRecipe:
 
     The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
     ("bias", None), which adds the next of `vectors` and names the new dtype if it changes. The
-    first step may be ("adapter", Adapter), which takes the next two vectors as A and B. Between the
-    steps there may be ("classes", (start, stop, count)), which keeps the classes from `start` up
-    to, not including, `stop` of the `count` classes before it. Only code outside of the graph adds
-    the steps ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x).
+    first step may be ("adapter", Adapter), which takes the next two vectors as A and B. The step
+    ("classes", (start, stop, count)) selects the classes from `start` up to, not including, `stop`;
+    `count` is the number of classes before this step. Only code outside of the graph adds the steps
+    ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x).
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -131,7 +132,7 @@ class LogitsRecipe:
         """Return the indices of the first class of the logits, and of the class after the last one,
         among the weight's classes.
 
-        A result of None means that the logits have all classes.
+        Return None if the logits have all of the weight's classes.
         """
         found = None
         for start, stop, _ in (value for name, value in self.steps if name == "classes"):

@@ -31,7 +31,8 @@ aten = torch.ops.aten
 
 
 class RowStep(NamedTuple):
-    """A selection of rows, and its transpose, which puts rows back.
+    """A function that selects rows of a tensor, and its transpose, which writes rows back to their
+    positions.
 
     Both functions apply to any tensor with these leading dimensions: hidden states, or gradients
     whose last dimension is the vocabulary.
@@ -326,7 +327,8 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
-    """Record a multiplication by a number, which autograd passes as a one-element tensor."""
+    """Record that a gradient is multiplied by a number; autograd passes this number as a
+    one-element tensor."""
     if not isinstance(grad, RowGradient):
         return None
     if isinstance(factor, Tensor):

@@ -100,7 +100,7 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a deferred tensor with a `Memory` of its own, whose values `recipe` computes from
+        """Return a deferred tensor with a separate `Memory`, whose values `recipe` computes from
         the same hidden states.
 
         If the values of this tensor already exist, `function` computes the new values from them.

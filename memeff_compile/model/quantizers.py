@@ -61,7 +61,8 @@ def _load(name: str) -> None:
 
 
 def load_with_quantizers(name: str) -> None:
-    """Import a module that adds to transformers' table, now or when the table is created."""
+    """Import a module that adds an entry to transformers' table of quantizers, now or when
+    transformers creates the table."""
     _modules.append(name)
     if _QUANTIZERS in sys.modules:
         _load(name)

@@ -189,7 +189,8 @@ class FuseDivergence(GraphPass):
 def _refusal(
     info: GraphInfo, match: Divergence | Classes, covered: Sequence[Node]
 ) -> Decline | None:
-    """Return why a match stays as it is; all nodes of `covered` are rewritten together with it."""
+    """Return the reason why a match is not rewritten, or None; all nodes of `covered` are rewritten
+    together with the match."""
     return (
         _check_sides(info, match)
         or _check_readers(info, match, set(covered))

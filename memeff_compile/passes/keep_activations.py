@@ -222,8 +222,8 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
-    """Return a node as a result that could be saved, or the reason why it cannot be saved; return
-    None for all other nodes."""
+    """Return a linear or an attention call whose result a checkpoint could save, or the reason why
+    it cannot be saved; return None for all other nodes."""
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None

@@ -280,8 +280,8 @@ def _chosen_by(info: GraphInfo, form: Form) -> str | None:
     """Return the name of the indices that select rows of a stored mask, or "" if the indices have
     no name.
 
-    An example of such a selection is ``mask[None, None, input_pos]``. Return None for any other
-    mask.
+    An example is ``mask[None, None, input_pos]``, which selects rows of a mask. Return None for any
+    other mask.
     """
     nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}
     for node in nodes:

@@ -182,7 +182,8 @@ class TernarizeLinear(GraphPass):
         return [site.linear for site in match.sites]
 
     def parts(self, match: Group | Calls) -> Sequence[Group]:
-        """Return the linears as separate matches; existing calls may stay unchanged."""
+        """Return each linear of a combined match as a separate match; calls of ternary ops may stay
+        unchanged."""
         if isinstance(match, Calls) or match.products:
             return []
         return [Group([site]) for site in match.sites]

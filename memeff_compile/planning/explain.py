@@ -109,7 +109,7 @@ def explain(
 
 
 def honoured(options: Options) -> tuple[Options, str]:
-    """Return the options that affect a capture, and the codec of compressed weights.
+    """Return the options that change the captured graphs, and the codec of compressed weights.
 
     Raise OptionError if an option has no effect on a plan.
     """

@@ -19,7 +19,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class Side:
-    """One column of a plan: the memory without the passes, or with them."""
+    """One column of a plan: the memory either without the passes or with the passes."""
 
     peak: int  # bytes on one GPU at the largest moment
     groups: Mapping[str, int]  # the same, as weights + optimizer, activations and logits

@@ -407,7 +407,8 @@ class _Fusion:
 
 
 def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
-    """Move each matrix product whose only use is an addition directly before that addition."""
+    """If an addition is the only use of a matrix product, move the product to the position directly
+    before the addition."""
     for node in list(nodes):
         if op_name(node) != "add" or not tensors_in(node.meta.get("val")):
             continue

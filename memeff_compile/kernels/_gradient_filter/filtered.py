@@ -6,14 +6,15 @@ logits of a sample of classes; 128 consecutive rows form a group. One pass over 
 the statistics of the rows. The same pass scores each class in each group, by the sum (`mass`) or
 the maximum (`block`) of its probabilities in the group's rows, and sums for each row the
 probability mass below each of 31 levels. `mass` uses the highest level at which no row loses more
-than tau; `block` has only one level, eps. A class that is a row's target always counts in the row's
+than tau; `block` has only one level, eps. The filter always keeps a row's target class in the row's
 group.
 
-Classes are then sorted by the groups in which they count, so that most tiles of 128 x 128 are
-either full or empty, whatever the token ids. Then the logits of the tiles with classes that count
-are computed again and multiplied, as many tiles at a time as fit into the workspace. In total this
-takes 1 + 3a matrix products, where a is the fraction of tiles that count. The order of the classes
-is stored as V numbers; the weight and its gradient are read and written in their own order.
+Classes are then sorted by the groups that keep them, so that most tiles of 128 x 128 are either
+full or empty, whatever the token ids. Then the logits of the tiles that contain kept classes are
+computed again and multiplied, as many tiles at a time as fit into the workspace. In total this
+takes 1 + 3a matrix products, where a is the fraction of tiles that the filter keeps. The order of
+the classes is stored as V numbers; the weight and its gradient are read and written in their own
+order.
 
 A row's lost mass is distributed over its kept classes in proportion, so each row's sum (without the
 target) does not change. Without this redistribution, the logits of dropped classes would rise,
@@ -145,8 +146,8 @@ class Filtered(RowWalk):
         return self.hidden.new_empty(sizes, dtype=torch.int32)
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
-        """Return the rows that count, sorted by their estimated probability mass in unlikely
-        classes.
+        """Return the rows that are not ignored, sorted by their estimated probability mass in
+        unlikely classes.
 
         The function also writes the rows' bases (numbers near their largest logits) in the same
         order.
@@ -209,8 +210,8 @@ class Filtered(RowWalk):
         return Selection(compact.target[rank], order, None, kept)
 
     def choose(self, block: Block) -> None:
-        """Compute the statistics of a block of rows, and find the classes that count in each group
-        of the block."""
+        """Compute the statistics of a block of rows, and find the classes that the filter keeps in
+        each group of the block."""
         first, here = block.first, block.stop - block.first
         self.copy(self.hidden, self.rows, self.selection.order, first=first)
         again = self.counters[block.number, self.passes]
@@ -270,7 +271,7 @@ class Filtered(RowWalk):
         )
 
     def gradients(self, block: Block) -> None:
-        """List the tiles that count, and add their products to the gradients."""
+        """List the tiles that the filter keeps, and add their products to the gradients."""
         self._list(block.number)
         first, here = block.first, block.stop - block.first
         scaled = self.scaled

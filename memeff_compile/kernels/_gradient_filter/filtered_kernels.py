@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of the module `filtered`: they find the classes that count for 128 rows, and multiply
-only those.
+"""The kernels of the module `filtered`: they find the classes that the filter keeps for 128 rows,
+and multiply only those.
 
 Rows are sorted by an estimate of their probability mass in unlikely classes, and each TILE of them
 form one of up to 16 groups of a block. One pass over all classes computes the rows' statistics, a
 score for each class and group, and the probability mass that each row loses at each of LEVELS
 scores; the pass stores no logits. Each class then gets a 16-bit word, with one bit for each group
-in which the class counts. Classes are sorted by these words, so that in nearly every tile either
-all classes count or none. The logits of tiles that count are computed again, CAPACITY tiles at a
-time, and stored as gradients up to one factor per row.
+of rows that keeps the class. Classes are sorted by these words, so that in nearly every tile the
+filter keeps either all classes or none. The logits of tiles that the filter keeps are computed
+again, CAPACITY tiles at a time, and stored as gradients up to one factor per row.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -182,8 +182,8 @@ def _gradient_filter_score_kernel(
     """Score classes by the rows of a group, and sum the probabilities that each level would drop.
 
     A program processes one group and some tiles of classes. A tile contains all rows of the group,
-    so the scores of its classes are known while its logits are in registers. The classes that are
-    targets of the group's rows always count.
+    so the scores of its classes are known while its logits are in registers. The filter always
+    keeps the classes that are targets of the group's rows.
     """
     group = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -401,7 +401,7 @@ def _gradient_filter_level_kernel(
 
 @triton.jit
 def _larger(of_p, of_target):
-    """Return the number with the larger magnitude, with the sign of the first number."""
+    """Return the larger magnitude of two numbers, with the sign of the first number."""
     size = tl.maximum(tl.abs(of_p), tl.abs(of_target))
     return tl.where(of_p < 0.0, -size, size)
 
@@ -417,7 +417,7 @@ def _gradient_filter_share_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Reorder the numbers from which the gradients of rows are computed, by the rows' rank."""
+    """Reorder the per-row numbers from which gradients are computed, by the rows' rank."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = offs < tl.load(kept_ptr)
     source = tl.load(rank_ptr + offs, mask=is_row, other=0)
@@ -441,11 +441,11 @@ def _gradient_filter_word_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Write one word per class, which has a bit for each group in which the class counts.
+    """Write one word per class, with a bit for each group of rows that keeps the class.
 
-    The first group has the highest bit. After sorting by these words, classes that count in rarely
-    used groups are next to each other. With the first group in the highest bit, more tiles are
-    filled completely than with the reverse order of bits.
+    The first group of rows has the highest bit of the word. After sorting by these words, classes
+    that the filter keeps in rarely used groups are next to each other. With the first group in the
+    highest bit, more tiles are filled completely than with the reverse order of bits.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -473,7 +473,7 @@ def _gradient_filter_tile_kernel(
 ):
     """Write one word per tile of classes.
 
-    The word of a tile has a bit for each group in which at least one class of the tile counts.
+    The word of a tile has a bit for each group of rows that keeps at least one class of the tile.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
@@ -504,10 +504,10 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that count, in the order of one of the two products; one program handles one
-    group and pass.
+    """List the tiles that the filter keeps, in the order of one of the two products; one program
+    handles one group and pass.
 
-    A pass covers consecutive tiles of classes, for all groups.
+    One pass of the kernels covers consecutive tiles of classes, for all groups of rows.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)
@@ -586,7 +586,7 @@ def _gradient_filter_fill_kernel(
     """Compute the logits of this pass's tiles again, and store their gradients up to one factor per
     row.
 
-    For classes that do not count in their group, the stored gradients are zero, unless WHOLE keeps
+    The stored gradients are zero for classes that the filter drops in a group, unless WHOLE keeps
     all elements of a tile.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -667,13 +667,13 @@ def _gradient_filter_products_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Multiply packed tiles by gathered rows of the weight and sum these products for dE; also
-    multiply packed tiles by rows of hidden states and add them to dC.
+    """Multiply packed tiles by gathered rows of the weight and sum these products for the hidden
+    states' gradient (dE); also multiply packed tiles by rows of hidden states and add them to dC.
 
-    The tiles of dE are computed first, because they take longest. The tiles of dE of neighbouring
-    groups are computed at the same time and use the same rows of the weight, which therefore stay
-    in the L2 cache. One program computes all of a tile, so the order in which programs take tiles
-    does not change the results.
+    The tiles of the hidden states' gradient (dE) are computed first, because they take longest.
+    Programs compute the tiles of the hidden states' gradient of neighbouring groups at the same
+    time; they use the same rows of the weight, which therefore stay in the L2 cache. One program
+    computes all of a tile, so the order in which programs take tiles does not change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0
@@ -763,8 +763,8 @@ def _gradient_filter_rows_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Add the partial sums of dE in a fixed order, multiply them by the row's scale, and write them
-    to the rows' positions."""
+    """Add the partial sums of the hidden states' gradient (dE) in a fixed order, multiply them by
+    the row's scale, and write them to the rows' positions."""
     place = tl.program_id(0)
     if place < count_rows(kept_ptr, first_row, piece_rows, C):
         scale = tl.load(scale_ptr + place)

@@ -66,7 +66,7 @@ def leaves_out(gradient_filter: str, depth: int) -> bool:
 def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) -> bool:
     """Return whether a filter must know each row's log-sum-exp before it chooses classes.
 
-    The filter `published` must know it, because it compares probabilities. A bias always
+    The filter `published` needs the log-sum-exp, because it compares probabilities. A bias always
     gets an exact gradient.
     """
     is_filtered = leaves_out(gradient_filter, depth)
@@ -74,8 +74,8 @@ def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) 
 
 
 def filter_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
-    """Return an upper bound of the bytes that a filter needs: scores, packed tiles, sums of dE,
-    orders."""
+    """Return an upper bound of the bytes that a filter needs: scores, packed tiles, sums of the
+    hidden states' gradient (dE), orders."""
     tile = 128
     height = sympy.Min(FILTER_GROUPS * tile, sympy.ceiling(rows / tile) * tile)
     groups = height / tile

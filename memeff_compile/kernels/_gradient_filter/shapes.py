@@ -34,7 +34,8 @@ class FilterShapes(NamedTuple):
 
     A group contains `rows` rows. Logits are computed in tiles of `columns` classes, and products in
     tiles of `rows` x `product_columns`. `per_processor` programs that compute products share a
-    multiprocessor, so that one multiplies while the other reads and writes dC.
+    multiprocessor, so that one multiplies while the other reads and writes the weight's gradient
+    (dC).
     """
 
     rows: int
@@ -67,7 +68,7 @@ class FilterShapes(NamedTuple):
 
     def filling(self) -> dict[str, Any]:
         """Return the compile-time constants and launch options of the kernel that fills the tiles
-        that count."""
+        that the filter keeps."""
         return self._constants(self.rows, self.warps[1], self.stages[1])
 
     def multiplying(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
     """Return the bytes of a loop under a filter, without its packed tiles.
 
     The bytes are those of scores, words and their order, two copies of hidden-state rows, sums of
-    dE, and sums of each level.
+    the hidden states' gradient (dE), and sums of each level.
     """
     return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
 
@@ -121,7 +122,7 @@ def filter_capacity(
 
 
 def filter_splits(rows: int, depth: int, groups: int, shapes: FilterShapes) -> int:
-    """Return how many programs share the sum for one tile of dE."""
+    """Return how many programs share the sum for one tile of the hidden states' gradient (dE)."""
     items = groups * -(-depth // shapes.product_columns)
     fitting = FILTER_SUMS_BYTES // (4 * rows * depth)
     return max(1, min(-(-FILTER_ITEMS * shapes.programs // items), fitting))

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Device functions for losses: they split a tile of products into parts, and turn it into logits.
 
-Logits are in base 2: z2 = z * log2(e). The kernels process compact rows: ignored rows are left out,
-and kernels read the number of remaining rows from GPU memory (`kept_ptr`); the host never reads
-this number.
+The kernels multiply logits by log2(e), so that they can use exp2: z2 = z * log2(e). The kernels
+process compact rows: ignored rows are left out, and kernels read the number of remaining rows from
+GPU memory (`kept_ptr`); the host never reads this number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def quarter_of(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
-    """Return how many of the given rows exist."""
+    """Return how many rows of a tile are not ignored; the ignored rows come last."""
     if C.HAS_KEPT:
         return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
     return rows
@@ -43,9 +43,10 @@ def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
 
 @triton.jit
 def logits_of(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
-    """Return the logits in base 2, and dz/ds, of one tile of products.
+    """Return the logits (times log2(e)) of one tile of products s, and the derivative dz/ds of the
+    logits.
 
-    Columns after the last class become -inf, because one number per column is added to the
+    To set columns after the last class to -inf, the function adds one number per column to the
     products. A comparison for each element would take four times as long. Without a softcap, dz/ds
     is the scale.
     """

@@ -154,8 +154,8 @@ def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted_first(target: Tensor) -> Tensor:
-    """Return the order in which ranks process rows: first the rows that count, then the ignored
-    rows.
+    """Return the order in which ranks process rows: first the rows that are not ignored, then the
+    ignored rows.
 
     Implementations that leave out ignored rows use exactly this order.
     """
@@ -163,7 +163,7 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target column of each row that counts, and two masks.
+    """Return the target column of each row that is not ignored, and two masks.
 
     The first mask says whether this rank has the target, the second whether another rank has it.
     """

@@ -56,7 +56,8 @@ class RowWalk(Differentiating):
         return self.hidden.new_empty(sizes, dtype=torch.float32)
 
     def copy(self, source: Tensor, out: Tensor, order: Tensor | None, **how: Any) -> None:
-        """Copy the rows that count, optionally in another order and multiplied by a factor."""
+        """Copy the rows that are not ignored, optionally in another order and multiplied by a
+        factor."""
         copy_rows(source, out, self.tiling, order, self.selection.kept, launch=self.launch, **how)
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = tiles_of) -> Any:

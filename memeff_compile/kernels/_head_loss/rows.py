@@ -1,5 +1,5 @@
-"""The rows that count in a loss: their order, which the GPU computes, their copies, and per-row
-numbers.
+"""The rows that are not ignored in a loss: their order, which the GPU computes, their copies, and
+per-row numbers.
 
 Ignored rows are left out before any matrix product. No function here waits for the GPU or reads a
 value on the host.
@@ -21,9 +21,9 @@ from .shapes import GATHERED, LISTED, Tiles, row_block
 
 
 class Selection(NamedTuple):
-    """The ordered rows that count, in the form that kernels read.
+    """The ordered rows that are not ignored, in the form that kernels read.
 
-    If every row counts, `order`, `place` and `kept` are None.
+    If no row is ignored, `order`, `place` and `kept` are None.
     """
 
     target: Tensor  # (N,) int32, compact, -1 for a row without a target
@@ -33,8 +33,8 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) -> Selection:
-    """Return the rows that count; these include ignored rows only if a result other than the loss
-    needs them."""
+    """Return the rows that are not ignored; these include ignored rows only if a result other than
+    the loss needs them."""
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
     if ignore_index is None or settings.keeps_ignored_rows:
@@ -84,7 +84,7 @@ def row_values(
     grads: RowGradients, saved: Saved, selection: Selection, settings: Settings
 ) -> Tensor:
     """Return the five numbers from which kernels compute a row of G (the logits' gradient), for
-    each row that counts.
+    each row that is not ignored.
 
     The result is (5, N) fp32, in compact order.
     """

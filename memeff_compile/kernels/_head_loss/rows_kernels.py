@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of the module `rows`: they list the rows that count, copy them, and gather the
-numbers of their gradients."""
+"""The kernels of the module `rows`: they list the rows that are not ignored, copy them, and gather
+the numbers of their gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def _head_loss_rows_compact_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """List the rows that count, in order. One program computes a prefix sum over N flags."""
+    """List the rows that are not ignored, in order. A single program computes a prefix sum over one
+    flag per row."""
     count = 0
     for start in range(0, rows, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -52,8 +53,8 @@ def _head_loss_rows_copy_kernel(
 ):
     """Copy rows, optionally in another order and multiplied by a factor.
 
-    Rows after the last one that counts, up to a multiple of PAD, become zero, and so does each row
-    that the order does not contain.
+    Rows after the last one that is not ignored, up to a multiple of PAD, become zero, and so does
+    each row that the order does not contain.
     """
     row = tl.program_id(0)
     here = count_rows(kept_ptr, first_row, rows, C)
@@ -96,7 +97,7 @@ def _head_loss_rows_cotangents_kernel(
     BLOCK: tl.constexpr,
 ):
     """Gather the numbers from which a row of G (the logits' gradient) is computed; rows after the
-    last one that counts get zeros."""
+    last one that is not ignored get zeros."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = offs < rows
     is_row = in_range

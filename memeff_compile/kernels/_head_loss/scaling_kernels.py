@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of the module `scaling`."""
+"""The kernel of the module `scaling`: it multiplies a gradient by a number."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ class Conditions:
         return self.mask is not None and self.mask.dtype.is_floating_point
 
     def has_tables(self) -> bool:
-        """Return whether a key mask or sequence ids, in addition to positions, decide which keys
-        count."""
+        """Return whether a key mask or sequence ids, in addition to positions, decide which keys a
+        query sees."""
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether `ahead` and `behind` leave at least one key for every query, as ahead=0
-        alone does."""
+        """Return whether the bounds `ahead` and `behind` leave at least one key visible for every
+        query; ahead=0 alone does so."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead

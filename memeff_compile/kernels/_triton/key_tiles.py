@@ -106,7 +106,7 @@ def flags_of(given: Conditions) -> dict[str, bool]:
 
 def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
     """Return the mask of keys as bytes, and its stride between sequences; without a mask, return
-    `like`."""
+    `like` as a placeholder."""
     mask = _unit_stride(given.key_mask)
     return (like, 0) if mask is None else (mask.view(torch.uint8), _over_batch(mask))
 
@@ -144,9 +144,10 @@ def find_bounds(
     mean: bool = False,  # a query may have no key and get the mean of all
     lse: Tensor | None = None,  # (B, H, M) fp32: minus infinity tells such queries
 ) -> Tensor:
-    """Return the range of tiles that each program visits, (B, tiles, 4) int32.
+    """Return, for each program, the range of tiles that it visits, (B, tiles, 4) int32.
 
-    If positions alone decide which keys count, the result is `like`, and kernels do not read it.
+    If positions alone decide which keys are visible, the result is `like`, and kernels do not read
+    it.
     """
     if not (given.has_tables() or mean):
         return like

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Device functions that decide which pairs of a query tile and a key tile are computed, and which
-keys count in them.
+keys are visible in each pair.
 
-For each program, four numbers name the tiles that it visits: the first and the end of all of them,
-and the first and the end of the complete ones among these. A visited tile is complete if, in it,
-every key counts for every query. If positions alone decide which keys count, a kernel computes
-these numbers itself; if there are masks or ids, a small kernel computes them first and writes them
-to a table.
+For each program, four numbers describe the tiles that it visits: the first tile, the first complete
+tile, the end of the complete tiles, and the end of all tiles. A visited tile is complete if every
+key of the tile is visible to every query. If positions alone decide which keys are visible, a
+kernel computes these four numbers itself; if there are masks or ids, a small kernel computes them
+first and writes them to a table.
 
 In variable names, `rows` and `ours` belong to the program's own tile, and `keys` and `others` to
 the tiles that the program visits.
@@ -60,7 +60,7 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 def _visited(tile, lengths, span, SIZES, IS_BOUND):
     """Return the tiles that a program visits, for masks that depend on positions alone.
 
-    Position p of the program's tile is combined with the other positions from p - down to p + up.
+    A position p of the program's tile sees the other side's positions from p - down to p + up.
     In each pair of lengths and of tile sizes, the first element belongs to the program's tile;
     `span` and `IS_BOUND` are pairs (up, down). The four results are the first tile, the first
     complete tile, the end of the complete tiles, and the end of all tiles.
@@ -94,8 +94,8 @@ def edge_tile(index, first, full_first, full_stop):
 
 @triton.jit
 def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Return, for each tile, whether at least one and whether all of its positions count, and the
-    range of their ids."""
+    """Return, for each tile, whether at least one position and whether all positions are visible,
+    and the range of the positions' ids."""
     shown = place < length
     inside = tl.minimum(place, length - 1)
     if HAS_MASK:

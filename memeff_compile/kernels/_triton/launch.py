@@ -6,9 +6,9 @@ Names of constants are capitalised, for the caller and in the kernel: `start(ker
 ROWS=64)` is C.ROWS == 64 in the kernel.
 
 At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
-a key from all of them. For a kernel with thirty arguments this takes longer than many kernels run,
-so a training step with small kernels waits for the CPU. In this module, the key contains only the
-few properties on which a specialisation depends, and the compiled kernel is called directly.
+a key from all of them. For a kernel with thirty arguments, this work takes longer than many kernels
+run, so a training step with small kernels waits for the CPU. In this module, the key contains only
+the few properties on which a specialisation depends, and the compiled kernel is called directly.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def launch(
     # the values that determine `constants`; equal names have equal constants
     name: tuple[Any, ...],
 ) -> None:
-    """Run a kernel like `start(kernel, grid, *arguments, **constants)`."""
+    """Run a kernel in the same way as `start(kernel, grid, *arguments, **constants)`."""
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *arguments, **constants)
         return
@@ -162,7 +162,8 @@ class Launches:
     are the same, and if all memory is aligned to 16 bytes. All tensors of a launch must be on the
     current GPU.
 
-    Such a launch takes a quarter of the host time of `run_kernel`, which matters for small calls.
+    A launch through this class takes a quarter of the host time of `run_kernel`, which matters for
+    small calls.
     """
 
     def __init__(self, *sizes: Hashable) -> None:
@@ -208,8 +209,8 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the properties that tell arguments apart, the arguments as a GPU takes them, and the
-    combined address bits.
+    """Return the properties on which the compiled kernel depends, the arguments in the form that a
+    GPU takes, and the combined address bits.
 
     An address bit is set in the result if it is set in at least one address.
     """
@@ -309,7 +310,7 @@ def _compile(
 def _read(
     arguments: Sequence[Argument], device: int, key: list[Any], numbers: list[int]
 ) -> list[Any]:
-    """Return the arguments as a GPU takes them.
+    """Return the arguments in the form that a GPU takes.
 
     The function also appends the properties on which the compiler's specialisation depends to `key`
     and `numbers`.

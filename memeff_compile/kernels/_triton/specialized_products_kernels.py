@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""A kernel in Gluon for the two products of one matrix X: one warp loads, and eight warps multiply.
+"""A kernel in Gluon for the two products of one matrix X (the logits' gradient up to a factor per
+row): one warp loads, and eight warps multiply.
 
-A tile of dC is a sum over few rows, so loading and writing the tile takes as long as computing it.
-The loading warp is whole pipeline stages ahead, even into the next tile, and loads the old dC
-during the sum; the new dC is written from the same shared memory.
+A tile of the weight's gradient (dC) is a sum over few rows, so loading and writing the tile takes
+as long as computing it. The loading warp is whole pipeline stages ahead, even into the next tile,
+and loads the old weight's gradient (dC) during the sum; the new dC is written from the same
+shared memory.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def _part(tile, index: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
-    """Load the old values of a tile of dC as soon as the previous tile no longer uses the shared
-    memory."""
+    """Load the old values of a tile of the weight's gradient (dC) as soon as the previous tile no
+    longer uses the shared memory."""
     _, _, held_full, held_empty, _, _ = bars
     mbarrier.wait(held_empty, (kept & 1) ^ 1)
     mbarrier.expect(held_full, 2 * C.BM * C.BN)
@@ -178,7 +180,8 @@ def _sum(
 
 @gluon.jit
 def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
-    """Store some columns of a tile of dE as a partial sum, which the last program completes.
+    """Store some columns of a tile of the hidden states' gradient (dE) as a partial sum, which the
+    last program completes.
 
     The last program adds up all partial sums, multiplies the total by the scale and writes the
     result.
@@ -210,10 +213,10 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return pointers to the scales of a tile's slice, one per class, and which of the classes
-    exist.
+    """Return pointers to the scales of one slice of a tile, one per class, and which of these
+    classes exist.
 
-    `column` is the first column of the slice.
+    `column` is the index of the slice's first column.
     """
     scales_ptr, width = scales
     rows = block + gl.arange(0, C.BM, layout=gl.SliceLayout(1, layout))
@@ -244,12 +247,14 @@ def _old_scales(scales, block, column, C: gl.constexpr):
 
 @gluon.jit
 def _add_to(part, held, old, scales, at, C: gl.constexpr):
-    """Write some columns of dC to shared memory, added to the old values there.
+    """Write some columns of the weight's gradient (dC) to shared memory, added to the old values
+    there.
 
-    While dC is summed over several blocks of rows, dC is stored in fp16. Each class and slice of
-    columns has a power of two as its scale, by which the slice's largest number just fits into the
-    range of fp16. Numbers below 2^-28 of the largest number keep fewer than the eleven significant
-    bits of fp16; their error is smaller than the rounding error of the largest number.
+    While the weight's gradient (dC) is summed over several blocks of rows, dC is stored in fp16.
+    Each class and slice of columns has a power of two as its scale, by which the slice's largest
+    number just fits into the range of fp16. Numbers below 2^-28 of the largest number keep fewer
+    than the eleven significant bits of fp16; their error is smaller than the rounding error of the
+    largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:
@@ -361,12 +366,14 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     # ADD: to grad_weight; LAST: no block adds to it; MAY_REST: leave it alone where no rows count
     C: gl.constexpr,
 ):
-    """Write dE for a block of rows, and add the block's contribution to dC, in one launch.
+    """Write the hidden states' gradient (dE) for a block of rows, and add the block's contribution
+    to the weight's gradient (dC), in one launch.
 
-    The few tiles of dE, which are sums over the vocabulary, are computed first; the many tiles of
-    dC, which are sums over the rows, keep the other multiprocessors busy during and after that. A
-    program that has finished a tile takes the next one that no program has taken. One program
-    computes all of a tile, so the order in which programs take tiles does not change the results.
+    The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
+    computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
+    the other multiprocessors busy during and after that. A program that has finished a tile takes
+    the next one that no program has taken. One program computes all of a tile, so the order in
+    which programs take tiles does not change the results.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:

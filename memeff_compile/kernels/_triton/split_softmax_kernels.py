@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Softmax over keys that a kernel reads tile by tile, or that several programs share.
 
-Scores are in base 2: they are exponents of 2 instead of e. A row's largest score is minus infinity
-until one of its keys has been read.
+Scores are multiplied by log2(e), so that the kernels compute powers of 2 instead of e. A row's
+largest score is minus infinity until one of its keys has been read.
 """
 
 from __future__ import annotations

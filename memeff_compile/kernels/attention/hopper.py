@@ -1,12 +1,14 @@
 """The forward pass of large calls of `tiles` on Hopper, in Gluon: one warp loads, eight multiply.
 
-The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. It supports
-masks of positions, ids and masks of keys. `is_faster` names the calls that use it: those of the
-kind that was measured. Like in `tiles`, no sum depends on the order in which programs run. The
-backward pass is that of `tiles`: two kernels of this form took longer.
+The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel
+supports bounds on positions, sequence ids and masks of keys. `is_faster` returns whether a call
+uses this kernel: only calls of the measured kind do. As in the implementation `tiles`, no sum
+depends on the order in which programs run. For the backward pass, this implementation calls
+`tiles`, because two backward kernels in Gluon took longer.
 
-The floor is that of `tiles`: 4 D operations for each pair of a query and a key that counts, at 790
-TFLOP/s. On an H200, 4 x 32 x 4096 x 128 under a causal mask reach 593 TFLOP/s.
+The lower bound of the time equals that of `tiles`: 4 D operations for each visible pair of a query
+and a key, at 790 TFLOP/s. On an H200, causal attention of 4 sequences, 32 heads, 4096 tokens and a
+head dimension of 128 reaches 593 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -51,16 +53,15 @@ class Shape:
 
 
 def shape_for(*, has_tables: bool) -> Shape:
-    """Return the tile shape for calls with or without a mask of keys or ids, which take additional
-    registers."""
+    """Return the tile shape for a call; a mask of keys or ids takes additional registers."""
     return Shape(128, 64, 4) if has_tables else Shape(128, 128, 2)
 
 
 def is_faster(call: Call) -> bool:
     """Return whether a call of `tiles` is of a kind for which this kernel was faster.
 
-    Ids and masks of keys were not measured with today's shape; short documents were slower with
-    another one.
+    We did not measure ids and masks of keys with today's tile shape; with another shape, short
+    documents were slower.
     """
     batch, heads, _, queries, keys, depth = call.sizes
     is_large = depth >= MEASURED and batch * heads * queries * keys >= LEAST_PAIRS
@@ -106,7 +107,7 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, like `tiles.attend`."""
+    """Return attention over the keys that no mask excludes, like `tiles.attend`."""
     from .._triton.gluon import tiles_of_heads
     from . import hopper_kernels as kernels
 

@@ -2,12 +2,13 @@
 """The forward kernel of attention on Hopper, written in Gluon: one warp loads tiles, and two groups
 of four warps multiply.
 
-Each group of four warps owns 64 positions of the program's tile and waits only for tiles that the
-loading warp announces. So one group computes exponentials while the other multiplies. A program
-takes one tile after the other, and the loading warp runs ahead into the next one.
+Each group of four warps computes 64 positions of the program's tile, and waits only until the
+loading warp has loaded the next tile. So one group of warps computes exponentials while the other
+group multiplies. A program computes one tile of queries after another, and the loading warp already
+loads the next tile.
 
-As in `tiles_kernels`, a program does not visit pairs of tiles in which no key counts, and checks
-the conditions only in incomplete pairs, which it visits first.
+As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
+masking conditions only in pairs in which some keys are hidden; it visits these pairs first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ VARYING = [
 
 @gluon.jit
 def _rounds(tiles):
-    """Return how many tiles this program takes: one in each round of all programs."""
+    """Return how many tiles this program computes: one in each round of all programs."""
     programs = gl.num_programs(0)
     whole = tiles // programs
     mine = gl.program_id(0)
@@ -51,12 +52,12 @@ def _rounds(tiles):
 
 @gluon.jit
 def _place_of(turn, rows, tiles, width):
-    """Return a program's tile of a round, counted from the first position, and its row (sequence
-    and head).
+    """Return the tile that a program computes in a round, counted from the first position, and the
+    tile's sequence and head as one index.
 
-    The first tiles take longest. Every other round runs backwards over the programs, so all
-    programs finish at about the same time. The rows are processed in sections, so that the keys and
-    values of a section stay in the cache.
+    The first tiles in this order take longest. Every other round runs backwards over the programs,
+    so all programs finish at about the same time. Sequences and heads are processed in sections, so
+    that the keys and values of a section stay in the L2 cache.
     """
     programs = gl.num_programs(0)
     index = gl.program_id(0)
@@ -71,8 +72,8 @@ def _place_of(turn, rows, tiles, width):
 
 @gluon.jit
 def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: gl.constexpr):
-    """Return the first visited tile, first and stop of the complete ones, and how many tiles are
-    incomplete and visited at all."""
+    """Return the first visited tile, the first and the end of the complete tiles, the number of
+    incomplete tiles, and the number of all visited tiles."""
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C
     )
@@ -82,7 +83,7 @@ def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: g
 
 @gluon.jit
 def _nth(index, found):
-    """Return the tile that is visited at this index: incomplete tiles come first."""
+    """Return the tile that the program visits at this step; incomplete tiles come first."""
     first, full_first, full_stop, edges, _ = found
     edge = edge_tile(index, first, full_first, full_stop)
     return gl.where(index < edges, edge, full_first + index - edges)
@@ -121,7 +122,7 @@ def _keys_shown(mask_ptr, key, keys, C: gl.constexpr):
 
 @gluon.jit
 def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
-    """Return a tile that a descriptor of four axes loads as a matrix."""
+    """Reshape a tile that a descriptor of four axes loads to a matrix."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return seen_as(memory, memory.dtype, [ROWS, C.DEPTH_BLOCK], layout)
 
@@ -194,7 +195,7 @@ def _load_forward(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
 
 @gluon.jit
 def _hide(raw, query, tile, told, MMA: gl.constexpr, C: gl.constexpr):
-    """Return raw scores with minus infinity for keys that do not count."""
+    """Return raw scores, with minus infinity for hidden keys."""
     mask_ptr, key_ids_ptr, span, keys = told
     key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, MMA))
     key_id = _ids_of(key_ids_ptr, key, key < keys, C)
@@ -205,7 +206,8 @@ def _hide(raw, query, tile, told, MMA: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _softmax(raw, total, largest, scale):
-    """Return the weights of a tile, and the sums of all tiles with the factor that old sums get."""
+    """Return the softmax weights of a tile, the updated sums of weights, and the factor by which
+    earlier results must be multiplied."""
     higher = gl.maximum(largest, gl.max(raw, 1))
     weight = gl.exp2((raw - higher[:, None]) * scale)
     shrink = gl.exp2((largest - higher) * scale)
@@ -227,8 +229,8 @@ def _step_forward(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start the scores of a tile and the product with the previous tile's values; compute the
-    tile's weights during that product."""
+    """Start two products: the scores of a tile, and the previous tile's weights times values;
+    compute the tile's softmax weights during the second product."""
     acc, total, largest, p, turns = sums
     q_memory, k_memory, v_memory, _ = memory
     _, _, k_full, k_empty, v_full, v_empty, in_turn = bars
@@ -382,7 +384,7 @@ def _attend_second(memory, bars, outs, tables, bounds_ptr, work, scale, C: gl.co
 
 @gluon.jit
 def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    """Return initialised barriers that complete after `COUNT` arrivals."""
+    """Return initialised shared-memory barriers that complete after `COUNT` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(NUMBER):
         mbarrier.init(bars.index(index), count=COUNT)

@@ -1,9 +1,9 @@
 """Classify the tiles of a mask tensor, and list the tiles that a kernel visits.
 
 A tile of `TILE` x `TILE` elements is `EMPTY` if every key is hidden from every query, `FULL` if
-every key counts for every query and the mask adds 0, and `PARTIAL` otherwise. These codes are
-computed once per mask; before each launch, they become lists of tiles in the tile sizes of that
-kernel. The CPU never waits for the GPU in this module.
+every key is visible to every query and the mask adds 0, and `PARTIAL` otherwise. The codes are
+computed once per mask; before each kernel launch, they are converted to lists of tiles of that
+kernel's size. The CPU never waits for the GPU in this module.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class Dense(NamedTuple):
     A broadcast axis has a stride of 0. A program's list names the full and the partial tiles of the
     mask that the program visits. Each list has 3 + others int32 numbers, where others is the number
     of tiles that could be visited: first the number of full tiles, then the number of partial
-    tiles. After these two numbers, the full tiles fill the list from the front, and the partial
-    tiles from the back. The last number of a list is padding, because a kernel reads one tile
-    ahead.
+    tiles. In the rest of the list, the full tiles start at the front, and the partial tiles at the
+    back. The last number of a list is padding, because a kernel reads one tile ahead.
     """
 
     ptr: Any
@@ -56,8 +55,8 @@ class Dense(NamedTuple):
 
 
 def table_shape(mask: Tensor) -> tuple[Any, ...]:
-    """Return the shape of a mask's codes, one byte per tile: (4, 1, 2, 1) for a mask of shape (4,
-    1, 100, 1)."""
+    """Return the shape of a mask's codes, which take one byte per tile: a mask of shape (4, 1, 100,
+    1) has codes of shape (4, 1, 2, 1)."""
     batch, heads, rows, keys = mask.shape
     return batch, heads, tiles_of(rows, TILE), tiles_of(keys, TILE)
 

@@ -136,7 +136,8 @@ def listed(index, list_ptr, others, MASKED: tl.constexpr):
 
 @triton.jit
 def firsts_of(list_ptr, others):
-    """Return the first full tile and the first partial tile of a list, if it has any."""
+    """Return the first full tile and the first partial tile of a list, if the list has such
+    tiles."""
     return listed(0, list_ptr, others, False), listed(0, list_ptr, others, True)
 
 

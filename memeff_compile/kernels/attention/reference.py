@@ -40,11 +40,11 @@ class _Operands:
         return ((first, min(first + size, queries)) for first in range(0, queries, size))
 
     def scores(self, first: int, stop: int) -> tuple[Tensor, Tensor, slice]:
-        """Return a block's scores after the softcap, which of the scores count, and the range of
+        """Return a block's scores after the softcap, a mask of the visible scores, and the range of
         the block's keys.
 
         The scores and the mask have the shape (B, G, R, stop - first, keys), or broadcast to it.
-        Scores that do not count are still in the result, unmasked.
+        The returned scores are not masked.
         """
         low, high = self.given.keys_of(first, stop, self.q.shape[3], self.k.shape[2])
         keys = slice(low, high)
@@ -105,7 +105,8 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, and the log-sum-exp of each query's scores.
+    """Return attention over the keys that no mask excludes, and the log-sum-exp of each query's
+    scores.
 
     The first result is (B, H, M, D), with its memory in the order (B, M, H, D); the second is (B,
     H, M) in fp32 or fp64, with minus infinity for a query that attends to no key. If the mask is a

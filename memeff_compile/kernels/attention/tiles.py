@@ -158,7 +158,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, in bf16 or fp16, with the results of
+    """Return attention over the keys that no mask excludes, in bf16 or fp16, with the results of
     `reference.attend`. Without a `plan`, calls for which `hopper` is faster run there.
     """
     from . import tiles_kernels as kernels

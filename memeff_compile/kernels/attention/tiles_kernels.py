@@ -5,10 +5,10 @@ for the backward pass.
 Each kernel program combines one tile of queries with several tiles of keys, or one tile of keys
 with several tiles of queries. A program skips each pair of tiles in which the mask hides every key.
 A program does not check the mask in pairs of tiles in which every key is visible. For each program,
-four numbers name the tiles that it visits: the first and the end of all of them, and the first and
-the end of the fully visible ones among these. If the mask depends on positions alone, a kernel
-computes these numbers itself; if there are mask tensors or sequence ids, a small kernel computes
-them first and writes them to a table.
+four numbers describe the tiles that it visits: the first tile, the first fully visible tile, the
+end of the fully visible tiles, and the end of all tiles. If the mask depends on positions alone, a
+kernel computes these numbers itself; if there are mask tensors or sequence ids, a small kernel
+computes them first and writes them to a table.
 
 The softmax uses powers of 2. A kernel subtracts the largest raw score before scaling, so no
 exponent is above 0, however large the scores are.
@@ -16,8 +16,8 @@ exponent is above 0, however large the scores are.
 With HAS_MASK, only a mask tensor decides which keys are visible (`mask_tiles`): a kernel skips
 tiles that the mask hides, and does not read the mask in tiles where it hides no key. If the mask is
 a bias that is added to the scores (IS_BIAS), lse has two planes: the largest score, and the
-logarithm of the sum of weights relative to that score. One number for both would lose the logarithm
-when the mask contains the lowest number of a dtype.
+logarithm of the sum of weights relative to that score. A single number for the score and the
+logarithm would lose the logarithm when the mask contains the lowest number of a dtype.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 
@@ -125,7 +125,8 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
     maximum length.
 
     `tile` contains the batch index, the first head, the tile's number and the number of tiles. In
-    each pair of lengths, bounds and sizes, the first number belongs to the program's tile.
+    each pair of lengths, of bounds and of tile sizes, the first number belongs to the program's own
+    tile.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(

@@ -5,7 +5,7 @@ first few are stored exactly. Attention multiplies the codes directly: it applie
 keys to the queries, and the scales of the values to the softmax weights.
 
     coded_kv_cache_append     writes new tokens in place, and encodes the groups that are old enough
-    coded_kv_cache_view       returns keys and values as a static cache would have them
+    coded_kv_cache_view       returns decoded keys and values, in the layout of a static cache
     coded_kv_cache_attention  attends with one query per sequence to everything in the cache
 
 Papers: KIVI, arXiv 2402.02750 (keys per channel, values per token); BitNet a4.8, arXiv 2411.04965

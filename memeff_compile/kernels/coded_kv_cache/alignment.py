@@ -169,8 +169,8 @@ def centred(rows: Tensor, means: Tensor) -> Tensor:
 
 
 def in_order(x: Tensor, heads: Tensor) -> Tensor:
-    """Return `x`, (B, H, ...), with its second dimension reordered as the head indices (B, H)
-    say."""
+    """Return `x`, (B, H, ...), with its heads (the second dimension) reordered by the given head
+    indices (B, H)."""
     index = heads.long().view(*heads.shape, *(1 for _ in x.shape[2:])).expand_as(x)
     return x.gather(1, index)
 
@@ -182,7 +182,8 @@ def upper_heads(maps: Maps) -> Tensor:
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
-    """Return aligned rows, in the order of the slots, in fp32 or fp64. `rows` is that of `fit`."""
+    """Return aligned rows, in the order of the slots, in fp32 or fp64. `rows` has the same meaning
+    as in `fit`."""
     heads, kinds = upper_heads(maps), len(rows) // 2
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in range(kinds)]
     with _exact(rows[0]):
@@ -223,8 +224,8 @@ def restored(
 
 
 def _only(counted: Tensor, x: Tensor) -> Tensor:
-    """Return x, (B, H, N, D), with zeros in the rows that do not count, even if these rows contain
-    nan."""
+    """Return x, (B, H, N, D), with zeros in the rows for which `counted` is false, even if these
+    rows contain nan."""
     return x.masked_fill(~counted[:, None, :, None], 0.0)
 
 
@@ -260,8 +261,8 @@ def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
 
 
 def matched(likeness: Tensor) -> Tensor:
-    """Return (B, H): a different column for each row of the (B, H, H) similarities, such that the
-    sum of the chosen similarities is large.
+    """Choose a different column for each row of the (B, H, H) similarities, such that the sum of
+    the chosen similarities is large; return the columns, (B, H).
 
     The function first chooses the largest similarity, then the largest in the remaining rows and
     columns, and so on; at the end a few pairs of rows exchange their columns if that increases the

@@ -4,10 +4,10 @@ first tokens, and encode groups.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
 tokens in order. When the window is full, a program encodes the oldest group. If several tokens are
-appended, as for a prompt, groups that contain only new tokens skip the window: another launch
-encodes them directly, with more programs. Programs read the cache's number of tokens from GPU
-memory. The last program to finish writes the new number of tokens, after all programs have read the
-old one.
+appended, as for a prompt, another launch directly encodes the groups that contain only new tokens,
+with more programs; these groups are never stored exactly. Programs read the cache's number of
+tokens from GPU memory. The last program to finish writes the new number of tokens, after all
+programs have read the old one.
 
 The codes equal those of the reference implementation: divisions are rounded to nearest, and halves
 up.
@@ -23,14 +23,14 @@ import triton.language as tl
 def parts_of(BITS, SHARES):
     """Return the number of column blocks into which a row of codes is split.
 
-    A byte has one code of each column block, and all codes of a column block share a scale.
+    A byte contains one code of each column block; all codes of a column block share a scale.
     """
     return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
 
 
 @triton.constexpr_function
 def bits_of(C, IS_VALUE):
-    """Return the bits of a code of keys or of values."""
+    """Return the number of bits of a code, for keys or for values."""
     return C.V_BITS if IS_VALUE else C.BITS
 
 
@@ -77,7 +77,8 @@ def _stored(step, ptr):
 
 @triton.jit
 def _between(x, is_left_out):
-    """Return the smallest and the largest number of each column, or 0 for both if no row counts."""
+    """Return the smallest and the largest number of each column, or 0 for both if all rows are
+    masked."""
     low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
     high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
     is_empty = low > high
@@ -207,7 +208,7 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Quantise tokens and columns of a group with steps already computed; store the codes."""
+    """Quantise some tokens and columns of a group with given scale steps, and store the codes."""
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -258,7 +259,7 @@ def _code_keys(
 
 @triton.jit
 def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode a group with one scale per token, or only some of its tokens."""
+    """Encode a group of tokens, or only some of them, with one scale per token."""
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -301,7 +302,8 @@ def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE
 def _code_group(
     rows, room, pair, coded, first, piece, groups, C: tl.constexpr, IS_VALUE: tl.constexpr
 ):
-    """Encode the group of tokens that starts at `coded`, or this program's share of that group."""
+    """Encode the group of tokens that starts at the position `coded`, or only this program's share
+    of the group."""
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS if IS_VALUE else 1
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * bits_of(C, IS_VALUE) // 8
     SCALES: tl.constexpr = (
@@ -333,7 +335,7 @@ def _base(source, pair, kv_heads):
 
 @triton.jit
 def _behind(length, coded, new, C: tl.constexpr):
-    """Return how many tokens will be stored as codes after the new ones are appended."""
+    """Return how many tokens will be stored as codes after the new tokens are appended."""
     return coded + tl.maximum(length + new - coded - (C.WINDOW - C.GROUP), 0) // C.GROUP * C.GROUP
 
 

@@ -169,8 +169,8 @@ def align_prompt(
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-    """Return the sum of the rows that count, for keys and values of both layers, (B, H, 4, D), or
-    for values alone, (B, H, 2, D)."""
+    """Return the sum of the rows for which `counted` is true, for keys and values of both layers,
+    (B, H, 4, D), or for values alone, (B, H, 2, D)."""
     from . import alignment_kernels as kernels
 
     batch, heads, count, depth = rows[0].shape

@@ -5,10 +5,10 @@ Tokens are encoded in groups. The codes of a group are one contiguous block of b
 cores read them without reordering: keys token by token, values channel by channel. In a row of D
 channels, 4-bit codes put channel j and channel j + D/2 into the low and high half of one byte;
 2-bit codes put four channels, D/4 apart, into one byte. 3-bit codes are stored in two planes: first
-the low two bits, packed like 2-bit codes, then the high bits, with two tokens in a byte. For keys
-these two tokens are 2t and 2t + 1; for values they are t and t + group/2. For the p-th of the four
-channels in a byte, the first token's high bit is bit 2p + 2 of the byte (bit 0 for the last
-channel), and the second token's high bit is the next bit.
+the low two bits, packed like 2-bit codes, then the high bits, with two tokens in a byte. A byte of
+high bits belongs to the tokens 2t and 2t + 1 for keys, and t and t + group/2 for values. For the
+p-th of the four channels in a byte, the first token's high bit is bit 2p + 2 of the byte (bit 0 for
+the last channel), and the second token's high bit is the next bit.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Shared(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The tensors that each layer of a pair has for itself, named as in `Pool`.
+    """The tensors that are separate for each layer of a merged pair, named as in `Pool`.
 
     `norms`, (B, H, groups * group, 2), contains the norm of each token's key and value; a negative
     norm of a key marks a token that is stored unmerged.
@@ -96,7 +96,8 @@ class SharedValues(NamedTuple):
 
 
 class OwnKeys(NamedTuple):
-    """The tensors that each layer of such a pair has for itself, as in `Pool`."""
+    """The tensors that are separate for each of two layers that share values, named as in
+    `Pool`."""
 
     k_codes: Any
     k_scales: Any
@@ -221,7 +222,7 @@ def channel_group(depth: int, scheme: str) -> int:
 
 def group_of(block: int, depth: int, bits: int) -> int:
     """Return how many tokens a block of codes contains, given its bytes, row size and bits, such as
-    64 for (4096, 128, 4)."""
+    64 tokens for 4096 bytes, 128 channels and 4 bits."""
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 
@@ -241,7 +242,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack bytes that `pack` has packed into codes."""
+    """Unpack the bytes that `pack` returned into codes."""
     places = range(0, 8, bits)
     return torch.cat([(packed >> place) & ((1 << bits) - 1) for place in places], -1)
 
@@ -289,7 +290,7 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 
 
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Return the codes of a block of bytes that `block_of` returned; a row has D = `depth`
+    """Unpack the codes of a block of bytes that `block_of` returned; a row has D = `depth`
     channels."""
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]

@@ -50,7 +50,8 @@ _ALIGNED += ", Tensor? angles=None"
 def shapes_of_maps(
     layout: Layout, batch: int, heads: int, kinds: int = 2
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that align two layers: keys and values, or one kind."""
+    """Return the shapes of the tensors that align two layers, for keys and values or for values
+    alone."""
     front, depth = (batch, heads), layout.depth
     means = (*front, kinds, depth)
     return dict(zip(MAPS, (means, means, (*means, depth), front), strict=True))
@@ -59,8 +60,8 @@ def shapes_of_maps(
 def shapes_of_pair(
     layout: Layout, batch: int, heads: int, tokens: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of the tensors that a pair shares, and of those that each layer has for
-    itself.
+    """Return the shapes of the tensors that two layers share, and the shapes of those that each
+    layer has separately.
 
     The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
     first tokens.

@@ -62,7 +62,8 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
 
 
 def require_in_step(counts: Tensor, due: int) -> None:
-    """Raise RuntimeError unless the lower layer of a pair, with these counts, has `due` tokens."""
+    """Raise RuntimeError if the lower of two merged layers, which has these token counts, does not
+    have `due` tokens."""
     there = int(counts[LENGTH])
     if there != due:
         raise RuntimeError(
@@ -86,8 +87,8 @@ def append(
     sums: alignment.Sums | None = None,  # by which maps are fitted, if not by plain PyTorch
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, if it is known
 ) -> None:
-    """Write the upper layer's tokens, and the lower layer's tokens if given; merge the groups that
-    are complete."""
+    """Write the upper layer's tokens, and the lower layer's tokens if they are passed; merge the
+    complete groups of tokens."""
     _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
@@ -138,7 +139,7 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge all tokens from position `coded` on, without reading a value on the CPU."""
+    """Merge the tokens of both layers from position `coded` on; the CPU reads no value."""
     shared, lower, upper, maps = pair
     count = rows[0].shape[2]
     spans = spans_of(rows[0], group)

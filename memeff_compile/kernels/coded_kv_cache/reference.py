@@ -93,7 +93,7 @@ def encode(
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
     """Decode codes to numbers, (B, H, n * G, D) in float32, or in float64 for float64 scales.
 
-    Codes and scales are as `encode` returns them.
+    Codes and scales have the format that `encode` returns.
     """
     kind = wide(scales.dtype)
     if bits == PLAIN:
@@ -186,7 +186,7 @@ def kept_until(places: Tensor, positions: Tensor) -> Tensor:
 
 
 def keep_first(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
-    """Write the kept tokens to the memory for kept tokens."""
+    """Write the tokens that stay exact to the memory for exact tokens."""
     source = places.long() - length
     is_here = (source >= 0) & (source < x.shape[2])
     if x.shape[2] and places.shape[2]:

@@ -52,7 +52,7 @@ def rows_for(repeat: int) -> int:
 
 def halves_for(repeat: int, bits: int) -> int:
     """Return how many groups of tokens share the columns of a tile: two if the query heads fill at
-    most half of it.
+    most half of the tile.
 
     With 8-bit codes, tiles take more shared memory, and one group at a time was faster.
     """
@@ -60,8 +60,8 @@ def halves_for(repeat: int, bits: int) -> int:
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:
-    """Return how many channels one product covers: those whose codes share bytes or share a
-    scale."""
+    """Return the number of channels in one product; these channels have codes in the same bytes or
+    have the same scale."""
     if bits == 8:
         return channels
     return depth // 4 if bits == 3 else depth * bits // 8
@@ -72,8 +72,8 @@ def splits_for(pairs: int, groups: int, slots: int) -> int:
     divided.
 
     The arguments are the number of `pairs` (sequence and head), the number of groups that fit into
-    the cache, and the number of programs that the GPU runs at once. For example, the result is 64
-    for (8, 510, 528) and 3 for (1024, 510, 528).
+    the cache, and the number of programs that the GPU runs at once. For example, with 510 groups
+    and 528 programs at once, 8 pairs get 64 programs each and 1024 pairs get 3 each.
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))

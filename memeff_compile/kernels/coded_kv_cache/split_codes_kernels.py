@@ -8,12 +8,12 @@ order. Scores have tokens as rows and query heads as columns, so that keys and v
 operand of their product: the kernel reads this operand as bytes and unpacks it in registers, and
 eight query heads fill a tile. If the query heads fill at most half of a tile, two groups of tokens
 share it (HALVES): the first half of the columns has the queries for one group, the second half
-those for the next group. In each product, only the columns for that product's group are used. At
-the end, the two halves are two separate partial results. Codes stay integers: the query is
-multiplied by the keys' scales, the softmax weight by the values' scales, and zero points are added
-once per step. Softmax weights are summed per token in registers, and across tokens only at the end,
-so a step has just two reductions: the zero points of keys, and the largest score. The sums run in a
-fixed order.
+those for the next group. Each product belongs to one of the two groups, and the kernel uses only
+the columns of that group. At the end, the two halves of the columns are two separate partial
+results. Codes stay integers: the query is multiplied by the keys' scales, the softmax weight by the
+values' scales, and zero points are added once per step. Softmax weights are summed per token in
+registers, and across tokens only at the end, so a step has just two reductions: the zero points of
+keys, and the largest score. The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and
@@ -99,8 +99,8 @@ def _numbers(
     COLUMNS: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """Return the codes of one channel block as numbers, (ROWS, COLUMNS): first those of even bytes,
-    then those of odd bytes.
+    """Return the codes of one block of channels as numbers, (ROWS, COLUMNS): first the codes in
+    even bytes, then the codes in odd bytes.
 
     With PACKED, the numbers are scaled down as `_take_two` describes.
     """
@@ -141,7 +141,7 @@ def _all_numbers(
 
 @triton.jit
 def _side_by_side(tiles, HALVES: tl.constexpr):
-    """Return HALVES tiles joined along their columns."""
+    """Join one or two tiles along their columns."""
     if HALVES == 1:
         found = tiles[0]
     else:
@@ -194,7 +194,7 @@ def _pair_of(base, place):
 
 @triton.jit
 def _seen(mask, batch, position, is_seen, mask_count):
-    """Return which positions the attention mask leaves visible."""
+    """Return which positions the attention mask does not hide."""
     mask_ptr, stride_batch, stride_key = mask
     found = tl.load(
         mask_ptr + batch * stride_batch + position.to(tl.int64) * stride_key,
@@ -206,7 +206,7 @@ def _seen(mask, batch, position, is_seen, mask_count):
 
 @triton.jit
 def _gain(PART: tl.constexpr, C: tl.constexpr):
-    """Return the factor by which the codes of a part of values are scaled."""
+    """Return the factor that scales the codes of one block of the values' channels."""
     AS_IT_LIES: tl.constexpr = C.PACKED and C.V_BITS != 8
     PLACE: tl.constexpr = 2 if C.V_BITS == 3 and PART == 3 else PART
     return (2 ** (PLACE * (4 if C.V_BITS == 4 else 2))) * 1.0 if AS_IT_LIES else 1.0
@@ -214,8 +214,8 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """Return one vector per half of the columns, as (tokens, columns), or as (tokens, 1) without
-    halves."""
+    """Spread one vector per half of the columns over (tokens, columns); without halves, return one
+    vector as (tokens, 1)."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:

@@ -1,8 +1,8 @@
 """The op memeff::coded_kv_cache_append_values, for two layers that share values alone.
 
-Each layer of such a pair has its own keys, in codes, and the two share codes of values. In a step,
-the lower layer writes its token by `coded_kv_cache_append_lower`, before the upper layer's exists;
-the upper layer's append encodes the groups of both.
+Each of the two layers has its own encoded keys; both layers share the codes of the values. In a
+decoding step, the lower layer writes its token by `coded_kv_cache_append_lower`, before the upper
+layer's token exists; the upper layer's append encodes groups of tokens of both layers.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _WRITTEN = ", ".join(
 def shapes_of_values(
     layout: Layout, batch: int, heads: int, tokens: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of the tensors that the layers of a pair share, and of those that each has
-    for itself."""
+    """Return the shapes of the tensors that two layers share, and the shapes of those that each
+    layer has separately."""
     every = layout.shapes(batch, heads, tokens)
     every["norms"] = (batch, heads, layout.groups(tokens) * layout.group)
     shared = {name: every[name] for name in SHARED_VALUES}

@@ -41,8 +41,8 @@ def append(
     *,
     is_first: bool = False,  # the cache is empty: fit the maps to these tokens
 ) -> None:
-    """Write the upper layer's tokens, and the lower layer's if they are given; encode the groups
-    that are complete."""
+    """Write the upper layer's tokens, and the lower layer's tokens if they are passed; encode the
+    complete groups of tokens."""
     shared, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
@@ -94,8 +94,8 @@ def share_values(
 ) -> None:
     """Encode the shared directions of groups of values.
 
-    The lengths of the lower layer's values are multiplied into the scales; `norms` has by how much
-    the upper layer's values are longer.
+    The scales include the lengths of the lower layer's values; `norms` contains the ratios of the
+    upper layer's lengths to the lower layer's.
     """
     shared, lower, _, maps = pair
     depth = values[0].shape[3]

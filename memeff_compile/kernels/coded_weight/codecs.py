@@ -1,10 +1,10 @@
 """The GPU implementation `triton` of compressed weights: it launches the kernels of all codecs.
 This implementation needs a CUDA GPU of sm_80 or later.
 
-When a weight is encoded, the CPU reads the lengths of the weight's lists from the GPU. If memory
-for these lists is already allocated, the CPU reads the lengths later (`Outcome`), and does not wait
-for the GPU. Decoding and products read no value on the CPU, so a CUDA graph can capture them. The
-kernels sum without atomic operations, so the same inputs give the same bits.
+When a weight is encoded, the CPU reads from the GPU how long the lists of the weight's codes are.
+If memory for these lists is already allocated, the CPU reads the lengths later (`Outcome`), and
+does not wait for the GPU. Decoding and products read no value on the CPU, so a CUDA graph can
+capture them. The kernels sum without atomic operations, so the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _run_often(
     warps: int,
     *constants: tuple[str, Any],
 ) -> None:
-    """Run a kernel like `_run`, but with less host time, because a training step calls this 1,000
-    times."""
+    """Run a kernel like `_run`, but with less host time, because a training step calls this
+    function 1,000 times."""
     settings, name = _settings(warps, *constants)
     with on_device(tensors[0]):
         launch_plain(kernel_of(module, kernel), (grid,), tensors, numbers, settings, name)
@@ -328,7 +328,8 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write codes and signs into zeroed bit streams, whose starts are already written."""
+    """Write codes and signs into bit streams that contain zeros; the start of each stream is
+    already known."""
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
@@ -438,8 +439,8 @@ _Constants: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
-    """Return the numbers and the compile-time constants of an optimizer step, as kernels take
-    them."""
+    """Return an optimizer step's numbers and compile-time constants, in the form of kernel
+    arguments."""
     if by is None:
         return (0.0, 0.0), (("STEP", False), ("HAS_DECAY", False))
     return (-float(by.rate), float(by.decay)), (("STEP", True), ("HAS_DECAY", by.decay != 0))

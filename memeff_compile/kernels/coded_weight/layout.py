@@ -5,8 +5,9 @@ chunks. Every codec stores the sign and mantissa of each pattern as one byte, an
 exponent. All codecs use this order inside a group of 256 weights, so that a kernel rebuilds two
 neighbouring weights at once, in one 32-bit word:
 
-    group[64 * q + 2 * j + h] is half h of pair q (0 to 3) of lane j (0 to 31) Neighbouring lanes of
-a warp read neighbouring words of every buffer.
+    group[64 * q + 2 * j + h] is half h of pair q (0 to 3) of thread j (0 to 31) of a warp
+
+Neighbouring threads of a warp read neighbouring words of every buffer.
 """
 
 from __future__ import annotations

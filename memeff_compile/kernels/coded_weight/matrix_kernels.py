@@ -59,7 +59,7 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the sign and mantissa fields of eight weights; the two fields of a pair are 16 bits
+    """Return the sign and mantissa bits of eight weights; those of neighbouring weights are 16 bits
     apart."""
     word = word.to(gl.int32)
     if FIELD == 2:
@@ -71,7 +71,8 @@ def _spread(word, FIELD: gl.constexpr):
 
 @gluon.jit
 def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return a pair word without exponents, from spread fields of 1, 2 or 4 bits."""
+    """Return two weights in one 32-bit word, with exponents of zero, from sign and mantissa fields
+    of 1, 2 or 4 bits."""
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -84,8 +85,8 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return a pair word of weights that has codes as exponents; for lossless weights the fields
-    are two words."""
+    """Return two weights in one 32-bit word, with their codes as exponents; lossless weights pass
+    their sign and mantissa bits in two words."""
     if FIELD == 8:
         word = fields[PAIR // 2]
         signs = _even_bytes(word) if PAIR % 2 == 0 else _odd_bytes(word)
@@ -97,7 +98,8 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
-    """Load the 7-bit normalisers of one pair of groups, for both halves of the lanes."""
+    """Load the 7-bit normalisers (scales) of two neighbouring groups of weights, for both halves of
+    a warp."""
     if C.BLOCK == 0:
         first = group  # which is not read
     else:
@@ -114,7 +116,7 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
-    """Return pair words that contain the normalisers times 2^base."""
+    """Return 32-bit words that each contain a block's normaliser (scale) times 2^base twice."""
     scale = power
     if C.BLOCK > 0:
         scale = power | (norms[0].to(gl.int32)[:, :, None] * 0x00010001)
@@ -126,8 +128,8 @@ def _scale(power, norms, lane, C: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
-    """Return pair words as bf16 along K, in a tensor-core operand's layout; no data moves between
-    registers."""
+    """Reinterpret 32-bit words of two weights as bf16 along K, in the layout of a tensor-core
+    operand; no data moves between registers."""
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -138,7 +140,7 @@ def _operand(pair, scale, layout: gl.constexpr):
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
     """Return where some rows lie (first chunk, number of chunks, position in the first chunk), and
-    the bounds of their patches.
+    the range of their patches (weights stored whole).
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -152,8 +154,8 @@ def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 @gluon.jit
 def own_patches(mma: gl.constexpr, C: gl.constexpr):
-    """Return the layouts of patches and of the chunks with which they are compared, and the index
-    of each warp's first patches.
+    """Return Gluon's layouts for patches (weights stored whole) and for the chunks with which they
+    are compared, and the index of each warp's first patch.
     """
     lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
     plain: gl.constexpr = gl.BlockedLayout(
@@ -166,7 +168,8 @@ def own_patches(mma: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def some_patches(each, end, places_ptr, values_ptr):
-    """Load positions and values of patches; from `end` on, the position is -1."""
+    """Load positions and values of patches (weights stored whole); positions from index `end` on
+    are -1."""
     place = gl.load(places_ptr + each, mask=each < end, other=-1).to(gl.int32)
     return place, gl.load(values_ptr + each, mask=each < end, other=0)
 
@@ -218,7 +221,8 @@ def patched(
 
 @gluon.jit
 def load_codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load the words of one group: codes, fields (two words for lossless weights), normalisers."""
+    """Load one group of weights: their codes, their sign and mantissa fields, and their normalisers
+    (scales)."""
     codes_at, signs_at, norms_ptr, its_group = at
     pitch: gl.constexpr = 64 if C.FIELD == 8 else 32
     if IS_EVEN:
@@ -361,9 +365,7 @@ def _coded_weight_matrix_win4_several_kernel(
 def _half_operand(
     codes, fields, power, norms, STEP: gl.constexpr, layout: gl.constexpr, C: gl.constexpr
 ):
-    """Return the first or the last two pairs of half a group of weights as bf16 along K: 64
-    columns, in the order of `x_order`.
-    """
+    """Decode a quarter of a group of 256 weights to bf16: 64 columns, in the order of `x_order`."""
     pair = _pair(codes, fields, 2 * STEP, C.FIELD)
     other = _pair(codes, fields, 2 * STEP + 1, C.FIELD)
     pair = _scaled_pair(pair, _row_scale(power, norms[2 * STEP], C))
@@ -379,7 +381,8 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return pair words that contain the normalisers of some rows times 2^base."""
+    """Return 32-bit words that each contain the normaliser (scale) of a row's block times 2^base
+    twice."""
     if C.BLOCK == 0:
         return power
     return power | (norm.to(gl.int32)[:, None] * 0x00010001)
@@ -387,7 +390,7 @@ def _row_scale(power, norm, C: gl.constexpr):
 
 @gluon.jit
 def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
-    """Load the 7-bit normalisers of the four pairs of half a group, for some rows.
+    """Load the 7-bit normalisers (scales) of half a group of weights, for some rows.
 
     `first` is the index of the group in which each row begins.
     """
@@ -407,8 +410,8 @@ def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
 
 @gluon.jit
 def _half_fields(slots, place, layout: gl.constexpr, C: gl.constexpr):
-    """Read the codes and the sign and mantissa fields of half a group from shared memory; for
-    lossless weights, the fields are two words."""
+    """Read the codes and the sign and mantissa fields of half a group of weights from shared
+    memory."""
     code = slots[0].index(place).load(layout)
     sign = slots[1].index(place).load(layout)
     if C.FIELD == 8:
@@ -449,10 +452,10 @@ def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load NOTED patches, from `begin` on, before they are needed, so that later pipeline steps do
-    not wait for them.
+    """Load NOTED patches (weights stored whole), from index `begin` on, before they are needed, so
+    that later pipeline steps do not wait for memory.
 
-    Positions after the last patch are -1.
+    The position after the last patch (a weight stored whole) is -1.
     """
     several: gl.constexpr = gl.BlockedLayout(
         [C.NOTED // (32 * C.WARPS), 16], [32, 1], [C.WARPS, 1], [1, 0]
@@ -541,8 +544,8 @@ def _coded_weight_matrix_win4_wide_kernel(
 
     Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead of the
     products. While the tensor cores multiply one step, the operand of the next step is decoded. The
-    patches are multiplied last: each 64 patches form one more step, with the columns of x that they
-    need.
+    kernel multiplies the patches (weights stored whole) last: each 64 patches form one more step,
+    with the columns of x that they need.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

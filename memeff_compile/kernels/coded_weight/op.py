@@ -298,8 +298,8 @@ class _Products(NamedTuple):
 
 
 def _products(given: _Products) -> list[Tensor]:
-    """Multiply by several weights: one token in one launch, more tokens with one weight after the
-    other."""
+    """Multiply tokens by several weights: a single token in one kernel launch, several tokens in
+    one launch per weight."""
     several, x, form = given.apart(), given.x, parse(given.codec)
     columns = x.shape[-1]
     fits = (each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several)

@@ -30,20 +30,22 @@ def as_words(pointer):
 
 @triton.jit
 def even_bytes(word):
-    """Return a pair word without exponents, from the even bytes of a word of signs and
-    mantissas."""
+    """Return two weights in one 32-bit word, with exponents of zero, from the even bytes of a word
+    of signs and mantissas."""
     return (word & 0x007F007F) | ((word << 8) & -0x7FFF8000)
 
 
 @triton.jit
 def odd_bytes(word):
-    """Return a pair word without exponents, from the odd bytes of a word of signs and mantissas."""
+    """Return two weights in one 32-bit word, with exponents of zero, from the odd bytes of a word
+    of signs and mantissas."""
     return ((word >> 8) & 0x007F007F) | (word & -0x7FFF8000)
 
 
 @triton.jit
 def narrow_fields(word, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return a pair word without exponents, from sign and mantissa fields of 1, 2 or 4 bits."""
+    """Return two weights in one 32-bit word, with exponents of zero, from sign and mantissa fields
+    of 1, 2 or 4 bits."""
     low = word >> (FIELD * PAIR)
     high = word >> (FIELD * (PAIR + 4))
     both = (low & ((1 << FIELD) - 1)) | ((high & ((1 << FIELD) - 1)) << 16)
@@ -53,13 +55,13 @@ def narrow_fields(word, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def low_float(pair):
-    """Return the low half of a pair word as fp32."""
+    """Return the bf16 number in the low half of a 32-bit word as fp32."""
     return (pair << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def high_float(pair):
-    """Return the high half of a pair word as fp32."""
+    """Return the bf16 number in the high half of a 32-bit word as fp32."""
     return (pair & -0x10000).to(tl.float32, bitcast=True)
 
 
@@ -90,8 +92,8 @@ def _bits_or_nan(value):
 
 @triton.jit
 def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return a pair word of two weights after an optimizer step; their gradients are passed as a
-    pair word too."""
+    """Return two bf16 weights in one 32-bit word after an optimizer step; their gradients are
+    passed in one word too."""
     low = _stepped(low_float(pair), low_float(gradients), rate, decay, HAS_DECAY)
     high = _stepped(high_float(pair), high_float(gradients), rate, decay, HAS_DECAY)
     return low | (high << 16)
@@ -99,7 +101,8 @@ def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexpr, C: tl.constexpr):
-    """Apply the optimizer step to the patches of one program, with their gradients.
+    """Apply the optimizer step to the patches (weights stored whole) of one program, with their
+    gradients.
 
     When this function returns, all threads have read the gradients, so the caller may overwrite
     them.
@@ -120,8 +123,8 @@ def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexp
 
 @triton.jit
 def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
-    """Multiply both halves of a pair word by the normaliser of the block that contains the weight
-    at `place`."""
+    """Multiply both bf16 weights of a 32-bit word by the normaliser (scale) of the block that
+    contains the weight at `place`."""
     if BLOCK == 0:
         return pair
     scale = 1.0 + tl.load(norms_ptr + place // BLOCK).to(tl.float32) / 128
@@ -160,7 +163,7 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return the sign and mantissa fields of eight weights; the two fields of a pair are 16 bits
+    """Return the sign and mantissa bits of eight weights; those of neighbouring weights are 16 bits
     apart."""
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
@@ -171,7 +174,8 @@ def spread_fields(word, FIELD: tl.constexpr):
 
 @triton.jit
 def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return a pair word that has codes as exponents, from spread fields of 1, 2 or 4 bits."""
+    """Return two weights in one 32-bit word, with their codes as exponents, from sign and mantissa
+    fields of 1, 2 or 4 bits."""
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -185,8 +189,8 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the 7-bit normalisers of one pair of groups, for the first or last sixteen lanes of a
-    warp."""
+    """Load the 7-bit normalisers (scales) of two neighbouring groups, for the first or last sixteen
+    threads of a warp."""
     if BLOCK >= 256:
         at = group // (BLOCK // 256)
     else:
@@ -196,8 +200,8 @@ def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, B
 
 @triton.jit
 def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Return pair words that contain a power of two times the normalisers of groups, of shape
-    (groups, 1 or 32)."""
+    """Return 32-bit words that each contain a power of two times a group's normaliser (scale)
+    twice, of shape (groups, 1 or 32)."""
     is_in = group >= 0
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK).to(tl.int32)[:, None]
     if BLOCK == 32:
@@ -208,10 +212,10 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the first patches, from `begin` on, before they are needed, so that storing them does
-    not wait.
+    """Load the first patches (weights stored whole), from index `begin` on, before they are needed,
+    so that storing the patches does not wait.
 
-    After the last patch, the loaded positions are -1.
+    The loaded position after the last patch (a weight stored whole) is -1.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)
@@ -221,8 +225,8 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Store patches over the weights that the program has stored: `WEIGHTS` weights, from index
-    `first` on.
+    """Overwrite decoded weights with the patches (weights stored whole): the program has stored
+    `WEIGHTS` weights, from index `first` on.
 
     `first_patches` has already loaded the first of these patches.
     """
@@ -339,7 +343,7 @@ def _coded_weight_pair_histogram_kernel(
 
 @triton.jit
 def _sign_bytes(pair):
-    """Return the sign and mantissa of both bf16 values of a pair word as two bytes, 16 bits
+    """Return the sign and mantissa of the two bf16 values in a 32-bit word as two bytes, 16 bits
     apart."""
     return ((pair >> 8) & 0x00800080) | (pair & 0x007F007F)
 

@@ -2,8 +2,8 @@
 """GPU kernels of the codec rans: one warp decodes a chunk with 32 interleaved streams, one symbol
 per step.
 
-The words of a step are contiguous, so a prefix sum over the warp gives the position of each lane's
-new word.
+The words of a step are contiguous, so a prefix sum over the warp gives the position of each
+thread's new word.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ GROUPS: tl.constexpr = tl.constexpr(64)  # of 256 weights, eight steps each
 
 @triton.jit
 def _next(state, place, header_ptr, words_ptr):
-    """Decode one symbol per lane; return the symbol, the decoder states, and the position of the
-    next words."""
+    """Decode one symbol per thread of a warp; return the symbol, the decoder states, and the
+    position of the next words."""
     slot = tl.load(header_ptr + (state & 1023).to(tl.int32)).to(tl.uint32, bitcast=True)
     state = (((slot >> 8) & 0xFFF) + 1) * (state >> 10) + (slot >> 20)
     needs = state < 65536
@@ -53,7 +53,7 @@ def _coded_weight_rans_decode_kernel(
     C: tl.constexpr,
     # STEP: out holds gradients, and gets the weights moved along them
 ):
-    """Decode WARPS chunks of weights."""
+    """Decode as many chunks of weights as the program has warps."""
     out_words_ptr = as_words(out_ptr)
     chunk = tl.program_id(0) * C.WARPS + tl.arange(0, C.WARPS)
     is_chunk = chunk < chunks
@@ -100,7 +100,7 @@ def _coded_weight_rans_encode_kernel(
     COUNT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Encode WARPS chunks of weights, from the last step to the first.
+    """Encode as many chunks of weights as the program has warps, from the last step to the first.
 
     With COUNT, the kernel only counts the words of the result.
     """

@@ -63,7 +63,8 @@ def _exponents(patterns: Tensor) -> Tensor:
 
 
 def _grouped(flat: Tensor) -> Tensor:
-    """Return flat values reshaped to (groups, 4 pairs, 32 lanes, 2 halves)."""
+    """Reshape flat values to (groups, 4, 32, 2): four pairs of values for each of a warp's 32
+    threads."""
     return flat.view(-1, 4, LANES, 2)
 
 
@@ -89,9 +90,9 @@ def pack_signs(values: Tensor, bits: int) -> Tensor:
     """Pack a flat tensor of sign and mantissa fields, of `bits` bits each, in the order that
     kernels read.
 
-    Fields of eight bits take two words per lane; each word contains two pairs, one in its even
-    bytes and one in its odd bytes. Smaller fields of a lane follow one another, in 8, 16 or 32
-    bits.
+    Fields of eight bits take two words per thread of a warp; each word contains two pairs of
+    fields, one in its even bytes and one in its odd bytes. Smaller fields of one thread of a warp
+    follow one another, in 8, 16 or 32 bits.
     """
     lanes = _grouped(values)
     if bits == 8:
@@ -171,7 +172,8 @@ _TIER_SHIFTS = [2 * place for place in range(16)]
 
 
 def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the codes of each exponent in the three windows, and whether the exponent is a patch.
+    """Return the codes of each exponent in the three windows, and whether the weight is stored
+    whole (a patch).
 
     Code 3 in the first two windows means that the next window contains the exponent; code 15 in the
     last window means exponent 0.
@@ -191,8 +193,8 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def tier_order(flat: Tensor) -> Tensor:
-    """Return flat values reshaped to (chunks, words of 16, 16); two groups fill the words of 32
-    lanes."""
+    """Reshape flat values to (chunks, words, 16): each word of codes contains 16 values, and each
+    thread of a warp reads one word of two groups."""
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
     return lanes.reshape(-1, _TIER_WORDS, 16)
 
@@ -280,7 +282,7 @@ def rans_table(counts: Sequence[int]) -> list[int]:
 
 
 def rans_order(flat: Tensor) -> Tensor:
-    """Return flat values reshaped to (chunks, steps, lanes); the eight fields of a lane's word
+    """Reshape flat values to (chunks, steps, 32 threads); the eight fields of a thread's word
     follow one another."""
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
     return lanes.reshape(-1, RANS_STEPS, LANES)

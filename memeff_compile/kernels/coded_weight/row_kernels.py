@@ -34,7 +34,7 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
     """Return where some rows lie (first chunk, number of chunks, position in the first chunk), and
-    the bounds of their patches.
+    the range of their patches (weights stored whole).
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -47,7 +47,7 @@ def chunks_of(weight, first_row, rows, row_length):
 
 @triton.jit
 def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
-    """Load some patches; from index `end` on, the position is -1."""
+    """Load some patches (weights stored whole); positions from index `end` on are -1."""
     each = begin + tl.arange(0, PATCHES)
     place = tl.load(weight.places + each, mask=each < end, other=-1).to(tl.int32)
     return each, place, tl.load(weight.patterns + each, mask=each < end, other=0).to(tl.int32)
@@ -55,9 +55,10 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return the row and column of each patch; rows are counted from the program's first row.
+    """Return the row and column of each patch (a weight stored whole); rows are counted from the
+    program's first row.
 
-    A patch that lies before the program's first row gets row -1.
+    A patch (a weight stored whole) before the program's first row gets row -1.
     """
     number = tl.arange(0, CHUNKS)
     ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
@@ -73,7 +74,8 @@ def _weights(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
-    """Add the product of one pair word of weights and one pair word of x."""
+    """Add the products of two bf16 weights and two bf16 numbers of x, each pair in one 32-bit
+    word."""
     if PACKED:
         acc += low_float(pair) * low_float(x)
         return acc + high_float(pair) * high_float(x)
@@ -104,7 +106,7 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.co
 
 @triton.jit
 def _add_patches(total, loaded, x_ptr, starts_ptr, row_length, found, ROWS, CHUNKS):
-    """Add the products of some patches to the sums for their rows."""
+    """Add the products of some patches (weights stored whole) to the sums for their rows."""
     chunk, chunks, inside, _, _ = found
     each, place, patched = loaded
     is_patch = place >= 0
@@ -132,7 +134,8 @@ def _finish_rows(
     TILE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Add the bias and the products of the patches to some rows, and store the results."""
+    """Add the bias and the products of the patches (weights stored whole) to some rows, and store
+    the results."""
     ROWS: tl.constexpr = TILE[2]
     CHUNKS: tl.constexpr = TILE[5]
     _, _, _, begin, end = found
@@ -218,7 +221,7 @@ def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.
 
 @triton.jit
 def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the normalisers for both halves of a warp's lanes."""
+    """Load the normalisers (scales) for both halves of a warp's threads."""
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK)
     last = first
     if BLOCK == 32:

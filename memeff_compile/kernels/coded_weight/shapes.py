@@ -212,7 +212,8 @@ converts all of x. With more columns this takes longer than it saves."""
 
 
 def fits_halves(block: int, columns: int, mantissa: int) -> bool:
-    """Return whether one token is multiplied in fp16: normalisers cover whole groups, x fits."""
+    """Return whether one token is multiplied in fp16; this requires that normalisers (scales) cover
+    whole groups of weights, and that x has few enough columns."""
     return block >= GROUP and columns <= MOST_HALVES[mantissa]
 
 

@@ -1,8 +1,8 @@
 """Pack the lists of many compressed weights into a few large allocations.
 
 The lists of compressed weights have irregular lengths, and PyTorch's allocator wastes up to a MiB
-after each of them: 71 MiB for linears of Llama-3-8B's shape with `tier`. Packed together, the lists
-need no more bytes than their contents.
+after each of them: 71 MiB for linears of Llama-3-8B's shape with `tier`. In a shared allocation,
+the lists need no more bytes than their contents.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def side_by_side(
 
     The function fills a new allocation before it frees the old lists, weight by weight, so one
     extra allocation is needed temporarily. The weights may have different codecs and devices, and
-    their values do not change. A list that already has spare memory gets more. Weights that have
-    one allocation each stay where they are.
+    their values do not change. The function also adds spare memory to a list that already has some.
+    Weights that have one allocation each stay where they are.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:

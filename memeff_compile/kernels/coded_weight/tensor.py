@@ -49,7 +49,8 @@ class Unsettled:
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
-        """Mark the weight as unsettled, because its coded tensors are about to be overwritten.
+        """Record that the weight's coded tensors are about to be overwritten, so that readers wait
+        for the new codes.
 
         From then on, all code that reads the weight first calls `settle`.
         """
@@ -128,7 +129,8 @@ class UnsettledTogether:
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
         """Add a weight and its gradient.
 
-        The gradient must have whole chunks, and this object owns the gradient from now on.
+        The gradient's memory must be padded to whole chunks, and after this call no other code may
+        use the gradient.
         """
         self.weights.append(weight)
         self.counts.append(gradient.numel())

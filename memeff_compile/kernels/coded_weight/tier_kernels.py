@@ -4,7 +4,7 @@ bits from two more streams.
 
 A thread's position in the second stream is the number of 2-bit codes equal to 3 in all words before
 its own. The kernel finds this position with one bit count and one prefix sum per sixteen weights. A
-second bit count and prefix sum give the thread's position in the third stream.
+second bit count and a second prefix sum give the thread's position in the third stream.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _threes(word):
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream, starting at bit `at`; the caller uses at most 33 of them."""
+    """Return 64 bits of a stream, starting at bit `at`; the caller uses at most 33 of these
+    bits."""
     word = at >> 5
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)
@@ -192,7 +193,8 @@ def _codes(pattern, windows):
 
 @triton.jit
 def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
-    """Count the words of the second stream, those of the third, and the patches of a chunk.
+    """Count a chunk's words in the second stream, its words in the third stream, and its patches
+    (weights stored whole).
 
     A patch is a weight whose exponent is outside of all windows, so the weight is stored whole.
     """

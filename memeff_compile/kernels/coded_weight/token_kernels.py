@@ -3,16 +3,16 @@
 
 For these weights, the decoding instructions take longer than reading the codes. A 4-bit code and at
 most 3 mantissa bits fit into fp16, so one instruction assembles four weights, and another
-instruction expands two of them. The kernel multiplies the sum over each group by the normaliser,
-instead of each weight.
+instruction expands two of them. The kernel multiplies the sum over each group by the group's
+normaliser (scale), instead of multiplying each weight.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below
 2^15. Numbers in x below 2^-29 of the largest lose bits; their error is at most 2^-39 of the
 largest. The tensor core multiplies 16 rows by 8 columns; all 8 columns are the same token.
 
-The order along K is free, as long as weights and x have the same order. Word w of a group of 256
-columns contains the columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1; operand 2 o + h
-contains, for every word, the columns of both i.
+The kernel may permute the columns (K), as long as weights and x have the same order. Word w of a
+group of 256 columns contains the columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
+operand 2 o + h contains, for every word, the columns of both i.
 
 The letters for axes are explained in `matrix_kernels`.
 """
@@ -46,7 +46,7 @@ def _bytes_of(high, low, FIRST: gl.constexpr):
 
 @gluon.jit
 def _high_byte(high, FIRST: gl.constexpr):
-    """Return two fp16 numbers in one word; the low byte of each is zero."""
+    """Return two fp16 numbers in one 32-bit word; the low byte of each number is zero."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0, 0x1404;" if FIRST else "prmt.b32 $0, $1, 0, 0x3424;",
         "=r,r",
@@ -59,7 +59,8 @@ def _high_byte(high, FIRST: gl.constexpr):
 
 @gluon.jit
 def _load(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load one group of weights for some rows: codes, sign and mantissa fields, and normalisers."""
+    """Load one group of weights for some rows: codes, sign and mantissa fields, and normalisers
+    (scales)."""
     codes_at, fields_at, norms_at, its_group = at
     if IS_EVEN:
         codes = gl.load(codes_at + group * 32, eviction_policy="evict_first")
@@ -109,8 +110,8 @@ def _numbers(codes, fields, FIELD: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, layout: gl.constexpr):
-    """Return words as fp16 along K, in a tensor-core operand's layout; no data moves between
-    registers."""
+    """Reinterpret words as fp16 numbers along K, in the layout of a tensor-core operand; no data
+    moves between registers."""
     low = pair.to(gl.int16).to(gl.float16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True)
     joined = gl.join(low, high).reshape([pair.shape[0], pair.shape[1], 2 * pair.shape[2]])
@@ -238,7 +239,8 @@ def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
 def _coded_weight_token_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, groups, C: gl.constexpr
 ):
-    """Multiply one token with 2 or 3 weights of one width, with the sums of one."""
+    """Multiply one token by 2 or 3 weights of the same width; each product has the same order of
+    sums as a separate call."""
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
     second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS

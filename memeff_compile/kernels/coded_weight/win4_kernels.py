@@ -38,8 +38,8 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of a pair of weights, shifted to their bit positions; code 0 gives
-    exponent 0.
+    """Return the exponents of two neighbouring weights, shifted to their bit positions; code 0
+    gives exponent 0.
 
     The caller passes `base` already shifted by 7 bits.
     """
@@ -50,8 +50,8 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 @triton.jit
 def _pairs(codes, signs, base):
-    """Return the four pair words that some words of codes and the signs at these positions decode
-    to."""
+    """Decode words of codes, with the signs at the same positions; return four 32-bit words of two
+    weights each."""
     even, odd = tl.load(signs), tl.load(signs + 32)
     pair_0 = even_bytes(even) | _exponents(codes, base, 0)
     pair_1 = odd_bytes(even) | _exponents(codes, base, 1)
@@ -75,7 +75,7 @@ def _store_pairs(at, pair_0, pair_1, pair_2, pair_3):
 
 @triton.jit
 def decode_some(program, parts, out_ptr, WORDS: tl.constexpr, PATCHES: tl.constexpr):
-    """Decode WORDS * 8 weights of a lossless codec in registers."""
+    """Decode weights of a lossless codec in registers, eight per word of codes."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     first = program.to(tl.int64) * WORDS
     word = tl.arange(0, WORDS)
@@ -108,7 +108,7 @@ def _coded_weight_win4_decode_kernel(
     # BLOCK: weights per normaliser, or 0
     # PACKED: two lossy weights are scaled by one instruction, of assembly
 ):
-    """Decode WORDS * 8 weights, and write them to memory."""
+    """Decode weights, eight per word of codes, and write them to memory."""
     if C.FIELD == 8:
         parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
         decode_some(tl.program_id(0), parts, out_ptr, C.WORDS, C.PATCHES)
@@ -119,8 +119,8 @@ def _coded_weight_win4_decode_kernel(
 
 @triton.jit
 def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
-    """Decode WORDS * 8 lossy weights; `row_kernels` explains the power of two that scales the
-    codes."""
+    """Decode lossy weights, eight per word of codes; `row_kernels` explains the power of two that
+    scales the codes."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     first = program.to(tl.int64) * C.WORDS
@@ -145,8 +145,8 @@ def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 def _coded(pattern, base):
-    """Return the code of a 16-bit weight pattern, its sign byte, and 1 if the weight is a patch,
-    else 0."""
+    """Return the code of a 16-bit weight pattern, its sign byte, and 1 if the weight must be stored
+    whole (a patch), else 0."""
     code = ((pattern >> 7) & 0xFF) - base
     is_zero = (pattern & 0x7FFF) == 0
     is_coded = (code > 0) & (code < 16)
@@ -177,12 +177,12 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes and signs of one chunk of weights; count its patches and write their
-    positions.
+    """Write the codes and signs of one chunk of weights; count the chunk's patches (weights stored
+    whole) and write their positions.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
-    read and written once. Updated patches are also written to the gradient's memory, from which the
-    kernel reads them back.
+    read and written once. The kernel also writes updated patches (weights stored whole) to the
+    gradient's memory, and reads them from there later.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
@@ -257,11 +257,13 @@ def list_chunks(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches in order, and the index at which each chunk's patches start.
+    """Write the patches (weights stored whole) in order, and the index at which each chunk's
+    patches start.
 
-    Patches beyond the end of the lists are dropped. If patches are dropped, the weight is also
-    written to the spill buffer, and the start indices stay inside the lists, so that decoding reads
-    no other memory. Without a spill buffer, the last start index is the length that the lists need.
+    The kernel drops patches (weights stored whole) that exceed the length of the lists. If patches
+    are dropped, the weight is also written to the spill buffer, and the start indices stay inside
+    the lists, so that decoding reads no other memory. Without a spill buffer, the last start index
+    is the length that the lists need.
     """
     starts_ptr, places_ptr, values_ptr = lists
     heading_ptr, number, refuge_ptr = refuge
@@ -317,7 +319,8 @@ def _coded_weight_win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches of a weight, and the start of each chunk's patches, with `list_chunks`."""
+    """Write a weight's patches (elements stored whole), and the start of each chunk's patches, with
+    `list_chunks`."""
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
     program = tl.program_id(0)

@@ -88,7 +88,8 @@ def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
 
     A group is one sequence, key-value head and tile of query rows. The number depends on the
     cache's length, not on its filled positions; the GPU runs `slots` programs at once. For example,
-    the result is 16 for (8, 32768, 128, 132) and 1 for (128, 4096, 128, 132).
+    with tiles of 128 keys and 132 programs at once, 8 groups with 32768 keys get 16 programs each,
+    and 128 groups with 4096 keys get 1 each.
     """
     tiles = -(-keys // tile)
     return min(

@@ -7,22 +7,23 @@ stores the target's logit; no other logit is written to memory.
 
 The backward pass usually processes blocks of R rows one after another. For each block, the kernels
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
-vocabulary. From G, the kernels compute the complete hidden-state gradient dE of these rows, and add
-the block's contribution to the weight gradient dC. Until the last block, dC is stored in fp16, with
-one power of two for each class and SLICE features, because its sums need three more bits than bf16
-has.
+vocabulary. From the logits' gradient G, the kernels compute the complete hidden-state gradient dE
+of these rows, and add the block's contribution to the weight gradient dC. Until the last block, the
+weight's gradient (dC) is stored in fp16, with one power of two for each class and SLICE features,
+because its sums need three more bits than bf16 has.
 
 A second form of the backward pass processes blocks of classes one after another. The form with
 blocks of classes takes less memory, and supports fp16 and a workspace limit. For a block of W
 classes, the second form writes the rows of dC once, and adds G C to dE in fp32, with one reduction
-per element and launch. With the minimal workspace, G and the fp32 sums use memory of the weight's
-gradient.
+per element and launch. With the minimal workspace, the logits' gradient G and the fp32 sums use
+memory of the weight's gradient.
 
 A loss that is a single number takes three matrix products for each block of rows. The first product
 writes X (the probabilities up to one factor per row) in 16 bits, and computes fp32 statistics from
-the same registers. When a row's log-sum-exp is known, the other operands of the products with X are
-multiplied by the row's factor. For R rows, X takes 2RV bytes. The kernels compute rows again if
-their logits are far from the expected range; the GPU decides which rows.
+the same registers. When a row's log-sum-exp is known, the other operands of the products with X
+(the logits' gradient up to a factor per row) are multiplied by the row's factor. For R rows, X
+takes 2RV bytes. The kernels compute rows again if their logits are far from the expected range; the
+GPU decides which rows.
 
 Ignored rows are left out of all products, by a permutation of the rows that the GPU computes. The
 CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (only
@@ -192,8 +193,8 @@ class _Gradient:
 
 
 class BackwardByClasses(Differentiating):
-    """The backward pass by blocks of classes: it computes dC of a block completely, and adds up dE
-    in fp32."""
+    """The backward pass by blocks of classes: it computes the weight's gradient (dC) of a block
+    completely, and adds up the hidden states' gradient (dE) in fp32."""
 
     def __init__(
         self,
@@ -255,8 +256,8 @@ class BackwardByClasses(Differentiating):
 
         The classes of these rows contribute to the hidden states' gradient first, while their
         memory is still temporary, so the logits of these classes are computed twice. When the
-        hidden states' gradient is complete, its fp32 sums are freed, and G uses only rows of the
-        weight's gradient that are not yet written.
+        hidden states' gradient is complete, its fp32 sums are freed, and the logits' gradient G
+        uses only rows of the weight's gradient that are not yet written.
         """
         room = self.inside
         assert room is not None
@@ -337,7 +338,8 @@ class BackwardByClasses(Differentiating):
 
 
 class ByRows(RowWalk):
-    """A loop over blocks of R rows that computes X of a block, and then the gradients from X.
+    """A loop over blocks of R rows that computes X, the logits' gradient of a block up to a factor
+    per row, and then the gradients from X.
 
     X has R rows, and its columns are the vocabulary in whole tiles. X is the gradient of the
     block's logits, up to one factor per row. `step` is R, `columns` is the width of a tile of X,
@@ -384,10 +386,11 @@ class ByRows(RowWalk):
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
-        """Add the products with X to the gradients, with the kernels that this Triton version
-        supports.
+        """Add the products with X (the logits' gradient up to a factor per row) to the gradients,
+        with the kernels that this Triton version supports.
 
-        For dC, X is multiplied by `factor`, (R, D), which contains zeros after the last row.
+        For the weight's gradient (dC), X is multiplied by `factor`, (R, D), which contains zeros
+        after the last row.
         """
         if self.grad_hidden is not None or self.grad_weight is not None:
             self._multiply(block, factor)
@@ -445,7 +448,8 @@ class ByRows(RowWalk):
 
 
 class BackwardByRows(ByRows):
-    """The backward pass by blocks of rows; here X equals G, and the factor of each row is 1."""
+    """The backward pass by blocks of rows; here X equals the logits' gradient G, and the factor of
+    each row is 1."""
 
     def __init__(
         self,
@@ -611,8 +615,8 @@ def add_columns(
     at: tuple[int, int, int, int, int],  # first row, rows, first column, width and last column
     launch: Any,
 ) -> None:
-    """Add the column sums of X, with its rows multiplied by their scale, to the sums of the bias's
-    gradient."""
+    """Add the column sums of X (the logits' gradient up to a factor per row), with its rows
+    multiplied by their scale, to the sums of the bias's gradient."""
     launch(
         kernels._linear_cross_entropy_hopper_bias_kernel,
         (-(-x.shape[1] // SUMMED_COLUMNS),),
@@ -625,5 +629,6 @@ def add_columns(
 
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
-    """Return whether a tile of G needs no more registers than the plain loss needs."""
+    """Return whether a tile of the logits' gradient G needs no more registers than the plain loss
+    needs."""
     return bias is None and not (settings.softcap or settings.with_logit_sum)

@@ -4,18 +4,21 @@ logits in registers.
 
 The epilogue (the code after a tile's product) uses the tile of logits in one of three ways: it
 reduces the tile to statistics of its rows; or, if the statistics are known, it writes a tile of the
-logits' gradient G; or, if the statistics are not known yet, it writes a tile of X. X_ij = exp(z_ij
+logits' gradient G; or, if the statistics are not known yet, it writes a tile of X (the logits'
+gradient up to a factor per row). X_ij = exp(z_ij
 - base_i), times dz/ds with a softcap, rounded once to 16 bits; base_i is a number near the row's
-largest logit. The base is known before the logits are computed, so writing X need not wait for the
-log-sum-exp. The factor that turns X into gradients, exp(base_i - lse_i) times the scale, is one
-number per row; the two products with X apply this factor. At a row's target, X contains (p - 1) /
-factor, so that no difference of 16-bit numbers loses precision. If ranks split the vocabulary, they
-exchange their log-sum-exps after X is written.
+largest logit. The base is known before the logits are computed, so writing X (the logits' gradient
+up to a factor per row) need not wait for the log-sum-exp. The factor that turns X (the logits'
+gradient up to a factor per row) into gradients, exp(base_i - lse_i) times the scale, is one number
+per row; the two products with X apply this factor. At a row's target, X contains (p - 1) / factor,
+so that no difference of 16-bit numbers loses precision. If ranks split the vocabulary, they
+exchange their log-sum-exps after X (the logits' gradient up to a factor per row) is written.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current one. The kernels process compact rows: ignored rows are left
-out. Kernels read the number of rows that count from GPU memory (`kept_ptr`); the CPU never reads
-this number. Logits are in base 2: z2 = z * log2(e).
+out. Kernels read the number of rows that are not ignored from GPU memory (`kept_ptr`); the CPU
+never reads this number. The kernels multiply logits by log2(e), so that they can use exp2: z2 = z *
+log2(e).
 
 In variable names, n stands for rows, v for columns (vocabulary), and d for features. BM x BN is the
 shape of an output tile, and BK the number of terms that one loop iteration adds. With UPCAST,
@@ -459,8 +462,8 @@ def _linear_cross_entropy_hopper_logits_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Write X and the statistics of its rows tile by tile, with zeros in rows and columns beyond
-    the tensor."""
+    """Write X (the logits' gradient up to a factor per row) and the statistics of its rows tile by
+    tile, with zeros in rows and columns beyond the tensor."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
@@ -589,7 +592,8 @@ def _linear_cross_entropy_hopper_loss_kernel(
 
 @triton.jit
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
-    """Write X at each row's target: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1."""
+    """Write X (the logits' gradient up to a factor per row) at each row's target: (p - 1) / (1 /
+    mass), with p - 1 = 2^-nll2 - 1."""
     ptrs, mask = at
     scale, softcap = cap
     x = (tl.exp2(-nll2) - 1.0) * mass
@@ -688,12 +692,14 @@ def _linear_cross_entropy_hopper_products_kernel(
     depth,
     C: tl.constexpr,  # ADD: to grad_weight; MAY_REST: leave that alone where no rows count
 ):
-    """Write dE of a block of rows, and add the block's contribution to dC, in one launch.
+    """Write the hidden states' gradient (dE) of a block of rows, and add the block's contribution
+    to the weight's gradient (dC), in one launch.
 
-    The few tiles of dE, which are sums over the vocabulary, are computed first; the many tiles of
-    dC, which are sums over the rows, keep the other multiprocessors busy during and after that. A
-    program that has finished a tile takes the next one that no program has taken. One program
-    computes all of a tile, so the order in which programs take tiles does not change the results.
+    The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
+    computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
+    the other multiprocessors busy during and after that. A program that has finished a tile takes
+    the next one that no program has taken. One program computes all of a tile, so the order in
+    which programs take tiles does not change the results.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     depth_blocks = tl.cdiv(depth, C.BN)
@@ -764,8 +770,8 @@ def _linear_cross_entropy_hopper_bias_kernel(
     stop_column,  # columns from here on do not exist
     C: tl.constexpr,
 ):
-    """Add the column sums of X, with each row multiplied by its scale, to the gradient of the
-    bias."""
+    """Add the column sums of X (the logits' gradient up to a factor per row), with each row
+    multiplied by its scale, to the gradient of the bias."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     inside = (local < width) & (first_column + local < stop_column)

@@ -6,15 +6,16 @@ another. After each strip, a kernel merges S into a running maximum and sum per 
 The backward pass computes the same strips of S again, one block of classes after another. A kernel
 turns each strip into the logits' gradient G in the input dtype. Then cuBLAS writes dC_v = G^T E
 into the block's rows of the weight's gradient (once, without an fp32 copy), and adds G C_v to dE in
-fp32. G has its own buffer. Writing G over the fp32 strip would save no memory, because a narrower
-strip takes the same bytes; the results would also depend on the order in which warps read and
-write.
+fp32. The logits' gradient G has its own buffer. Writing the logits' gradient G over the fp32 strip
+would save no memory, because a narrower strip takes the same bytes; the results would also depend
+on the order in which warps read and write.
 
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
 implementation processes blocks of rows instead. For each such block, it computes S for the whole
 vocabulary once and adds the low-rank product. A kernel computes the rows' statistics from S, and
-then G from S. From G, it computes dE and the gradient of `low` for these rows. The gradient of `up`
-is summed over the blocks in fp32.
+then the logits' gradient G from S. From the logits' gradient G, it computes the hidden states'
+gradient (dE) and the gradient of `low` for these rows. The gradient of `up` is summed over the
+blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
 on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.

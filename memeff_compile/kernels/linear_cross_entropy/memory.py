@@ -188,8 +188,8 @@ def total_bytes(
 
     On a GPU, the bound counts X, the statistics of its tiles, and the rows multiplied by their
     scale. In plain PyTorch, the bound counts a block of logits, two more blocks with a softcap, the
-    rows that count and, for 16-bit inputs, the fp32 sums of the weight's gradient and a block of
-    the weight.
+    rows that are not ignored and, for 16-bit inputs, the fp32 sums of the weight's gradient and a
+    block of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):

@@ -129,9 +129,9 @@ class Forward(Statistics):
 class _Factors(NamedTuple):
     """The per-row factors of the four terms of the logits' gradient.
 
-    The terms are p, 1(j = target), the column's weight, and p (log p + entropy). Every term must be
-    multiplied by the logits' scale, so the per-row gradients (N elements each) are multiplied by it
-    beforehand.
+    The terms of the gradient are p, 1 at the target, the class weight, and p (log p + entropy).
+    Every term must be multiplied by the logits' scale, so the per-row gradients (N elements each)
+    are multiplied by it beforehand.
     """
 
     probability: Tensor
@@ -409,7 +409,7 @@ def _scaled_products(
 ) -> tuple[Tensor, Any]:
     """Write scale * (hidden @ weight.T + low @ up.T + bias) of a block of classes into `out`.
 
-    Return the block's rows of weight and up, in the wide dtype.
+    Return the block's rows of `weight` and of `up`, converted to the dtype of the sums.
     """
     here, dtype = slice(block.first, block.stop), out.dtype
     weight = given.weight[here].to(dtype)

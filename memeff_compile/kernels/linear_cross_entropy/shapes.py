@@ -167,8 +167,9 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
 def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
     """Return the number of rows of a block, for an output projection with a LoRA adapter.
 
-    A block needs memory for fp32 products and, for 16-bit inputs, for G. By default, a block takes
-    three sixteenths of the bytes that all logits would take in the weight's dtype, up to 544 MiB.
+    A block needs memory for fp32 products and, for 16-bit inputs, for the logits' gradient G. By
+    default, a block takes three sixteenths of the bytes that all logits would take in the weight's
+    dtype, up to 544 MiB.
     """
     n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
     share = sympy.Rational(3, 16) * itemsize * n * vocab
@@ -242,8 +243,8 @@ class Shapes(NamedTuple):
         }
 
     def gradient_columns(self, *, is_plain: bool) -> int:
-        """Return the number of columns of a tile of G, which is smaller if a softcap, a bias or
-        gathered rows need registers."""
+        """Return the number of columns of a tile of the logits' gradient G, which is smaller if a
+        softcap, a bias or gathered rows need registers."""
         return self.columns if is_plain else self.rows
 
 
@@ -261,8 +262,8 @@ def shapes_for_programs(programs: int) -> Shapes:
 
 
 def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
-    """Return the rows and columns of a tile of dE and dC: of two possible shapes, the one with
-    fewer unused columns."""
+    """Return the rows and columns of a tile of the hidden states' gradient (dE) and the weight's
+    gradient (dC): of two possible shapes, the one with fewer unused columns."""
     rows, columns = shapes.rows, shapes.columns
     is_turned = 0 < depth % columns <= rows
     return (columns, rows) if is_turned else (rows, columns)
@@ -278,7 +279,7 @@ def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
 
 @lru_cache(maxsize=1024)
 def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
-    """Choose how many columns of G the backward pass computes at once.
+    """Choose how many columns of the logits' gradient G the backward pass computes at once.
 
     The function considers widths within the workspace and up to half the vocabulary, and returns
     the one whose launches leave the fewest multiprocessors idle at their ends. A workspace of 0
@@ -321,9 +322,9 @@ class Room(NamedTuple):
     """The memory that a minimal backward pass uses: the rows of the weight's gradient from
     `first_column` on.
 
-    Example: with 8 rows of 4 features, a column of G takes twice the bytes of a row of the weight's
-    gradient, so a block that ends at the last column leaves memory for one third of the remaining
-    columns.
+    Example: with 8 rows of 4 features, a column of the logits' gradient G takes twice the bytes of
+    a row of the weight's gradient, so a block that ends at the last column leaves memory for one
+    third of the remaining columns.
     """
 
     first_column: int
@@ -335,8 +336,8 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many rows of the weight's gradient can be computed while the G of their
-        classes is stored after them, at the end of the same memory.
+        """Return how many rows of the weight's gradient can be computed while the logits' gradient
+        G of their classes is stored after them, at the end of the same memory.
 
         Return 0 if no row fits.
         """
@@ -393,8 +394,9 @@ def hopper_rows(
 
 
 def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
-    """Return the bytes that `hopper` needs for blocks of rows: X, statistics for the narrowest
-    tiles, scaled rows and partial sums of a block, and, with several blocks, the scales of dC.
+    """Return the bytes that `hopper` needs for blocks of rows: X (the logits' gradient up to a
+    factor per row), statistics for the narrowest tiles, scaled rows and partial sums of a block,
+    and, with several blocks, the scales of the weight's gradient (dC).
     """
     width = -(-vocab // shapes.columns) * shapes.columns
     needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))
@@ -404,11 +406,11 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 
 @lru_cache(maxsize=1024)
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
-    """Return how many programs share the sum for one tile of dE.
+    """Return how many programs share the sum for one tile of the hidden states' gradient (dE).
 
-    A tile of dE is a long sum over the vocabulary, and a block with few rows has few such tiles.
-    With one program per tile, a few programs would still compute dE after all others have finished
-    dC.
+    A tile of the hidden states' gradient (dE) is a long sum over the vocabulary, and a block with
+    few rows has few such tiles. With one program per tile, a few programs would still compute the
+    hidden states' gradient (dE) after all others have finished the weight's gradient (dC).
     """
     if rows > TALLEST_SPLIT:
         return 1

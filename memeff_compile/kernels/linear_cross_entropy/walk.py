@@ -7,10 +7,9 @@ the logits again, and gradients from them. A loss that is a single number takes 
 rows, if the implementation supports it: it computes each block's statistics and then its gradients.
 Between these two steps, ranks with different classes exchange statistics.
 
-    engine      forward            backward                total
-    reference   classes            classes                 rows
-    library     classes            classes                 rows, of a frozen head with a LoRA part
-    hopper      rows               rows, or classes        rows
+    `reference`: blocks of classes for a loss per row, blocks of rows for a single number
+    `library`:   the same, but a single number only for a frozen projection with a LoRA adapter
+    `hopper`:    blocks of rows; the backward pass of a loss per row may use blocks of classes
 
 An implementation is imported when it runs for the first time; before that, no module with kernels
 is imported.

@@ -11,12 +11,12 @@ where `Coefficients` are a1 to a6. KL(q || p), KL(p || q), the generalised Jense
 divergence, skewed divergences and the cross entropy with the teacher's probabilities are such sums.
 The student's logits are scale * (hidden @ weight.T + bias). The teacher's logits are computed in
 the same way from its hidden states and weight, which may have another hidden size, or the caller
-passes the logits. The teacher gets no gradient.
+passes the logits. The op computes no gradient for the teacher.
 
-For each block of rows, two matrix products compute the logits. From these the op computes row
-statistics in fp32, then the gradient of the student's logits, which overwrites these logits. A loss
-that is a single number takes four matrix products, including gradients; losses per row take six,
-because the backward pass computes the logits again.
+For each block of rows, two matrix products compute the logits. From these logits, the op computes
+row statistics in fp32, then the gradient of the student's logits, which overwrites the logits. A
+loss that is a single number takes four matrix products, including gradients; losses per row take
+six, because the backward pass computes the logits again.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Coefficients(NamedTuple):
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return coefficients of the same divergence, with a mixture m that is neither p nor q."""
+        """Rewrite the coefficients of the same divergence, so that the mixture m equals neither p
+        nor q."""
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
             return Coefficients(a1, a2 + a5, a3 + a6, a4)
@@ -167,8 +168,8 @@ AUTO_BYTES = 640 * MIB
 
 
 class Shapes(NamedTuple):
-    """The tile of a matrix product (rows, terms per iteration, warps, stages), and the number of
-    programs at a time."""
+    """The tile of a matrix product (rows, terms per iteration, warps, pipeline stages), and the
+    number of programs that run at the same time."""
 
     rows: int
     step: int
@@ -198,8 +199,8 @@ def columns_of(vocab: int, tile: int) -> int:
 
 
 class Slots(NamedTuple):
-    """Slots, each a buffer for one block's gradients, and how many blocks' gradients are multiplied
-    together."""
+    """The number of slots (a slot is a buffer for the gradients of one block of rows), and how many
+    slots one matrix product covers."""
 
     rows: int
     blocks: int
@@ -228,7 +229,8 @@ def slots_for(
     trains: bool = True,
     lent: int = 0,
 ) -> Slots:
-    """Choose as many slots as fit into the workspace, and no more than the rows need.
+    """Choose the number of slots (buffers for the gradients of a block of rows): as many as fit
+    into the workspace, but no more than the rows need.
 
     Args:
         rows: the number of rows in the call.

@@ -13,8 +13,9 @@ gradient. For 32-bit inputs, logits are stored in 32 bits.
 
 The memory of the teacher's logits is free again as soon as the gradient is computed. `call.Slots`
 places the gradients of several blocks next to each other, so that the weight's gradient is summed
-in few steps; each step rounds the sum once, as in the op for cross entropy. If a single step takes
-all rows, the teacher's logits use the memory of the weight's gradient, which is written last.
+in few steps; each step rounds the sum once, as in the op for cross entropy. If a single step
+processes all rows, the teacher's logits use the memory of the weight's gradient, which is written
+last.
 
 The CPU never waits for the GPU or reads a value from it, and the kernels sum without atomic
 operations.

@@ -295,8 +295,8 @@ def _linear_divergence_kept_logits_spread_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the summand of a row's gradient that comes from its log-sum-exp, or zeros without a
-    log-sum-exp."""
+    """Write the part of a row's gradient that comes from its log-sum-exp; if the call has no
+    log-sum-exp, write zeros."""
     row = tl.program_id(0).to(tl.int64)
     sums_ptr += row * tiles
     kept_ptr += row * stride_row

@@ -7,9 +7,9 @@ implementation.
                              for a teacher who names k classes; its backward as the first op's
 
 The forward pass of the second op also computes its gradients, and its backward pass multiplies them
-by the gradient of the loss, in place if no other code can read the gradients. The teacher gets no
-gradient. None of the three ops changes its inputs; Inductor treats them as opaque, and autocast
-does not affect them.
+by the gradient of the loss, in place if no other code can read the gradients. The ops compute no
+gradient for the teacher. None of the three ops changes its inputs; Inductor treats them as opaque,
+and autocast does not affect them.
 """
 
 from __future__ import annotations

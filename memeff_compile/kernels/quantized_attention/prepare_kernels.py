@@ -9,8 +9,8 @@
     correct  scores of the queries' means with the keys, if these means are subtracted
 
 The kernels read all values, but only every SAMPLE-th key, because the mean of the keys may be
-approximate. Only `settle` and `total` combine results of several programs, which they read from
-memory.
+approximate. Only the kernels `settle` and `total` combine results of several programs; they read
+these results from memory.
 
 If all queries have a large common mean, the rounding error of a key changes all its scores by the
 same amount. `_aligned` rounds keys so that this error almost vanishes, by changing the codes of two
@@ -240,7 +240,8 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _turn_vector(places, step, COUNT: tl.constexpr):
-    """Apply a Hadamard transform to vectors in memory, at the offsets `places` + i * step."""
+    """Apply a Hadamard transform in place to vectors in memory; element i of a vector is at the
+    offset `places` + i * step."""
     tl.debug_barrier()
     parts = ()
     for part in tl.static_range(COUNT):
@@ -258,8 +259,8 @@ def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.cons
     The common direction is that of the sum of the sampled queries. The kernel stores this
     direction, its Hadamard transform, the transform's elements in two channels, the indices of
     these channels, and the direction's share of the queries' energy. The stored direction is zero
-    if this share is small. The first of the two channels is the one with the largest transformed
-    element; in the second channel, the element is about a third of that.
+    if it has only a small share of the queries' energy. The first of the two channels has the
+    largest transformed element; the element of the second channel is about a third as large.
     """
     samples, queries, chunks = counts
     depth = tl.arange(0, C.DEPTH_BLOCK)

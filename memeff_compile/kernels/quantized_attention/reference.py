@@ -212,7 +212,7 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
     make the quantisation steps of all channels coarser. The average energy over the channels does
     not change. The returned numbers are powers of the square root of two. `whole` is the energy of
     the sampled keys, including their mean. If the queries' means were subtracted, the function
-    reads all queries, otherwise only the sampled ones.
+    reads all queries, otherwise only the sampled queries.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])
@@ -269,7 +269,7 @@ def _by_block(rest: Tensor) -> Tensor:
 
 
 def _weights_of_none(key_mask: Tensor | None, k: Tensor) -> Tensor:
-    """Return (B, G, N) with 1 for keys that count and 0 for the others."""
+    """Return (B, G, N) with 1 for keys that no mask excludes and 0 for the others."""
     found = k.new_ones(k.shape[:3])
     return found if key_mask is None else found * key_mask[:, None]
 
@@ -338,7 +338,8 @@ def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count; the result's memory has the order (B, M, H, D).
+    """Return attention over the keys that no mask excludes; the result's memory has the order (B,
+    M, H, D).
 
     The second result is the natural logarithm of the sum of the softmax weights, (B, H, M) in fp32,
     or (B, H, 0) if the caller does not request it.

@@ -64,7 +64,7 @@ SMOOTHABLE = "qkv"
 
 @dataclass(frozen=True)
 class Settings:
-    """The arithmetic settings of one call."""
+    """The settings of the arithmetic in one call of the op: bits, scales and transforms."""
 
     limit: int = 127  # the largest code of queries and keys, 127, 15 (odd numbers only) or 7
     values: str = "e4m3"  # number format of weights and values, a key of `VALUES`

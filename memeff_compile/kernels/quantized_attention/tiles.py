@@ -271,7 +271,7 @@ def attend(
     *,
     shape: shapes.Shape | None = None,  # the tile, by default the result of `shape_for`
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that count, like `reference.attend`."""
+    """Return attention over the keys that no mask excludes, like `reference.attend`."""
     made = pack(q, k, v, given, settings)
     if shape is None:
         is_plain = made.correction is None or settings.starts

@@ -11,7 +11,7 @@ dense bf16 matrices instead.
     ternary_linear_product           the linears from codes, with straight-through gradients
     ternary_linear_product_backward  the gradients of x, weight and bias
 
-The integer products are summed exactly.
+The ops sum the integer products exactly.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The weight codes -1, 0 and 1 are stored as 0, 1 and 2, in two bits each. The 32-bit word t contains
 the codes of columns 16 t to 16 t + 15: field j of byte b is column 16 t + 4 j + b. Activations are
-stored in the same order, as four planes: plane j contains the bytes c = 4 t + b. So a weight word
-of which only field j is kept matches plane j of the activations.
+stored in the same order, as four planes: plane j contains the bytes c = 4 t + b. So field j of a
+weight word belongs to plane j of the activations.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def to_planes(codes: Tensor) -> Tensor:
 
 
 def from_planes(planes: Tensor, columns: int) -> Tensor:
-    """Return the (M, columns) codes from planes that `to_planes` returned."""
+    """Convert planes that `to_planes` returned to codes of shape (M, columns)."""
     rows, _, width = planes.shape
     codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
     return codes[:, :columns]
@@ -169,7 +169,7 @@ def dequantized_weights(
 def quantize(
     x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes in planes, scales, and the sum of each token's codes."""
+    """Return each token's codes (split into four planes), its scale, and the sum of its codes."""
     codes, scale = codes_and_scale(enter(x, entry), quantizer)
     return to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)
 

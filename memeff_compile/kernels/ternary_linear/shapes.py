@@ -33,7 +33,8 @@ class TileShapes:
     """The sizes of a launch on tensor cores: tokens, rows and bytes of weights per tile, warps and
     stages.
 
-    `group` consecutive tiles of rows use the same tile of tokens, which the cache then contains.
+    `group` consecutive tiles of rows use the same tile of tokens, which therefore stays in the L2
+    cache.
     """
 
     tokens: int

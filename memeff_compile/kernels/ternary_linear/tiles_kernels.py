@@ -2,9 +2,10 @@
 """Triton kernels of the implementation `tiles` of ternary linears.
 
 A 32-bit word of packed weights contains the codes of 16 columns: each of its four bytes has four
-2-bit fields. If a kernel keeps only one field of each byte, the word has four codes 0, 1 or 2,
-ready for an integer product with four bytes of the activations' plane for that field. Weight codes
-are stored plus one, so the kernel subtracts the sum of a token's codes at the end.
+2-bit fields. If a kernel masks all but one field of each byte, the word contains four codes (0, 1
+or 2), and an integer instruction multiplies them by four bytes of the activations' plane for that
+field. Weight codes are stored plus one, so the kernel subtracts the sum of a token's codes at the
+end.
 
 Launch these kernels with enable_fp_fusion=False, because a product and the rounding after it must
 be two steps, as in PyTorch.
@@ -38,7 +39,8 @@ def _scale_of_token(
     eps_rounded,
     C: tl.constexpr,
 ):
-    """Return the scale of a token, which `_checked` has yet to check for validity."""
+    """Return the scale of a token; the caller then passes it to `_checked`, which checks that it is
+    valid."""
     if C.IS_MEAN:
         total = tl.sum(tl.abs(x), axis=0)
         statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), C.DTYPE)
@@ -104,7 +106,7 @@ def _codes_of_token(x, scale, C: tl.constexpr):
 
 @triton.jit
 def _checked(scale):
-    """Return the scale, or nan if it is invalid."""
+    """Return a scale unchanged, or nan if it is invalid."""
     return tl.where((scale > 0.0) & (scale < float("inf")), scale, float("nan"))
 
 

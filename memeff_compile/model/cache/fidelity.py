@@ -80,8 +80,8 @@ class FidelityReport(VerbReport):
     )
 
     def advice(self) -> str:
-        """Return advice on whether to use this cache or another one; "" if this one does not
-        merge."""
+        """Return advice on whether to use this cache or another one; "" if this cache does not
+        merge layers."""
         if not self.codes:
             return ""
         kl, ratio = self.logits["kl"], self.memory["ratio"]
@@ -304,14 +304,15 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 class _Other(NamedTuple):
-    """A cache with which one that merges is compared."""
+    """Another cache with which a merging cache is compared."""
 
     bits: int
     value_bits: int | None = None
     values_merged: bool = False
 
     def merge(self) -> MiniCache | None:
-        """Return the setting that merges the values of all layers, if they are merged."""
+        """Return the setting that merges the values of all layers, or nothing if the values are not
+        merged."""
         return (
             MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
         )
@@ -329,7 +330,7 @@ def _others(bits: int) -> list[_Other]:
 
 
 def _without(codes: Mapping[str, Any]) -> str:
-    """Return the report's description of another cache."""
+    """Describe another cache, with which the measured cache is compared, for the report."""
     kl, ratio = codes["kl"], codes["ratio"]
     of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""
     merged = "with values alone merged" if codes.get("values_merged") else "without merging"

@@ -328,7 +328,7 @@ class WindowLayer(AsTheyCome):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write to all positions at once with index_copy_, like exact layers do.
+        """Write to all positions at once with index_copy_, as exact layers do.
 
         With copy_ instead, a memory snapshot showed the prompts of all layers at the GPU's peak.
         """

@@ -1,4 +1,4 @@
-"""The layers of a KVCache that share directions, in pairs of two.
+"""The merged layers of a KVCache: two adjacent layers share one direction per row.
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
 exist. So a single token is written to the lower layer's window immediately, and the upper layer's
@@ -76,8 +76,8 @@ class Pair:
         )
 
     def kept(self) -> dict[str, float]:
-        """Return how many rows are kept unchanged per sequence and head, without first tokens, and
-        how many had no room."""
+        """Return how many rows per sequence and head stay unmerged, without first tokens, and how
+        many should have stayed unmerged but did not fit."""
         held: Any = self
         if self.shape is None:
             return {"kept": 0.0, "left_over": 0.0}
@@ -144,7 +144,8 @@ class MergedLayer(CodedLayer):
         return tuple(held[1:] if self.is_upper else held[:1])
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
-        """Allocate this layer's tensors; for the first layer of a pair, also the shared ones."""
+        """Allocate this layer's tensors; for the first layer of a pair, also allocate the shared
+        tensors."""
         shared, own = op_folder.shapes_of_pair(layout, batch, heads, self.max_cache_len)
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:

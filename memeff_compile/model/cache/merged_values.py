@@ -1,7 +1,8 @@
-"""The layers of a KVCache that share values, two by two, and have their own keys.
+"""The layers of a KVCache that share values: each pair of adjacent layers has one store of values,
+and each layer its own keys.
 
 Keys of neighbouring layers differ more than values do, and an error in a key changes every score.
-So keys stay in codes of each layer, and merging values alone loses much less.
+So each layer has its own encoded keys; merging values alone loses much less accuracy.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class ValuesPair(Pair):
         return [getattr(self, name) for name in op_folder.SHARED_VALUES]
 
     def kept(self) -> dict[str, float]:
-        """Return that no rows besides first tokens are kept unchanged."""
+        """Return zeros, because only the first tokens' rows stay unmerged."""
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens: forget the maps, or take those of a report."""
+        """Remove all tokens, and discard the alignment maps or replace them by those of a
+        report."""
         self.parked = None
         maps = self.maps()
         op_folder.identity(maps)
@@ -65,7 +67,8 @@ class ValuesLayer(MergedLayer):
         return None, pair.norms if self.is_upper else None
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
-        """Allocate this layer's tensors; for the first layer of a pair, also the shared ones."""
+        """Allocate this layer's tensors; for the first layer of a pair, also allocate the shared
+        tensors."""
         shared, own = op_folder.shapes_of_values(layout, batch, heads, self.max_cache_len)
         places = (batch, heads, layout.kept)
         self.starts.allocate(places, self.max_cache_len, self.device)
@@ -83,8 +86,8 @@ class ValuesLayer(MergedLayer):
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write a single token into the window, or let several tokens wait for the upper layer.
 
-        The upper layer writes its tokens and the waiting ones of the lower layer, encodes keys, and
-        merges the values of complete groups.
+        The upper layer writes its own tokens and the lower layer's waiting tokens, encodes keys,
+        and merges the values of complete groups.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

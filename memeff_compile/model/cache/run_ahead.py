@@ -1,8 +1,8 @@
 """Let generate() run without waiting for each token: the CPU prepares a decoding step while the GPU
 runs the previous one.
 
-After each token, generate() checks whether all sequences have ended. For this check, the CPU waits
-for the GPU, and afterwards the GPU waits for the CPU. transformers can check one step late
+After each token, generate() checks whether all sequences have ended. Before the check, the CPU
+waits for the GPU; during the check, the GPU waits for the CPU. transformers can check one step late
 (`DeferredStopCheck`) and discard the extra step, but only on one kind of device. With this module,
 transformers also checks one step late on a GPU, for caches that `use_kv_cache_` creates; other
 caches are not affected.

@@ -205,7 +205,8 @@ def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict
     """Put the squared ReLU into each MLP, and write its name into the model's config.
 
     Returns:
-        The new state of each module by its path, and the values that the config could not store.
+        The new activation of each module, by the module's path, and the values that the config
+        could not store.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -235,8 +236,8 @@ def unsquare(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Restore every activation that `square` replaced, for `undo`.
 
     Returns:
-        The new state by path, and the reasons, by path, for activation functions that were not
-        restored.
+        The new activation of each module, by its path, and the reasons why some activation
+        functions were not restored.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}

@@ -81,7 +81,7 @@ def ternarize_(
     activation: str | None = None,
     low_bit_heads: int | Mapping[str, int] | None = None,
 ) -> Model:
-    """Turn the linears of a model into trainable ternary ones, in place; return the model.
+    """Replace the linears of a model by trainable ternary linears, in place; return the model.
 
     `verb_report(model)` lists the linears and how each of them quantises its tokens.
 
@@ -147,7 +147,8 @@ def ternarize_(
 
 @dataclass(frozen=True)
 class Plan:
-    """The changes that one call of `ternarize_` makes; all are checked before the first is made."""
+    """The changes that one call of `ternarize_` makes; the function checks all changes before it
+    makes the first one."""
 
     chosen: dict[str, tuple[nn.Linear, str]]  # linears by path, and how each quantises tokens
     left: dict[str, str]  # linears that stay dense, and why
@@ -351,7 +352,7 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -> None:
-    """Replace modules by new ones everywhere in the model.
+    """Replace modules by new modules everywhere in the model.
 
     `what` is the word for an old module in error messages.
     """
@@ -440,7 +441,7 @@ def _refuse_to_save(*_: object, **__: object) -> None:
 
 
 def _packed(path: str, module: Any, layers: Mapping[type, str]) -> PackedTernaryLinear | None:  # noqa: ANN401
-    """Return a packed linear for a ternary one, or None for any other module."""
+    """Return a packed linear that replaces a ternary linear, or None for any other module."""
     home = "transformers.integrations.bitnet"
     names = {base.__name__ for base in type(module).__mro__ if base.__module__ == home}
     kinds = [require_kind(kind) for layer, kind in layers.items() if isinstance(module, layer)]

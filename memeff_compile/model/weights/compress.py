@@ -176,7 +176,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _line(weights: Sequence[CompressedWeight]) -> str:
-    """Return one line for all weights that have the same text."""
+    """Return one line of text for all weights whose texts are equal."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
@@ -363,7 +363,8 @@ def coded_or_dense(
 
 
 def _tell_transformers(model: nn.Module) -> None:
-    """Make save_pretrained of transformers save codes, as the module `pretrained` describes."""
+    """Make save_pretrained of transformers save the codes of compressed weights, as the module
+    `pretrained` describes."""
     if "transformers.modeling_utils" in sys.modules:
         import_module("memeff_compile.model.weights.pretrained").know(model)
 

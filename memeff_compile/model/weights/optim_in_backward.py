@@ -165,8 +165,8 @@ class _Queue:
                 self._head += count
 
     def add(self, value: Unsettled, count: int) -> None:
-        """Add a new value; before the backward pass ends, `settle` checks whether its codes
-        fitted."""
+        """Add a weight's new value; before the backward pass ends, `settle` checks whether the
+        value's codes fitted into the existing memory."""
         if value.is_settled:
             return
         self._waiting.append((value, self._head))
@@ -175,8 +175,8 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until it is known for all new values whether they fitted, and encode again those
-        that did not."""
+        """Wait until it is known whether the codes of each new value fitted into the existing
+        memory; encode again the values whose codes did not fit."""
         with self.lock:
             self._encode()
             while self._waiting:
@@ -467,7 +467,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return [u.parameter for u in self._updates if isinstance(u.parameter, CodedWeight)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no update has used yet."""
+        """Discard the gradients that no optimizer update has used yet."""
         with compat.without_torch_function():
             for update in self._updates:
                 update.seen = 0

@@ -2,9 +2,9 @@
 
 A tensor is described by its shape and one scalar, which is a function of the tensor's index.
 Integers are sums of axis indices, sizes and values read from other tensors (:class:`Linear`).
-Booleans are formulas over such sums, and floating-point numbers are lists of cases with conditions.
-In these formulas, views, broadcasts and gathers become substitutions of axes; no value of a tensor
-is ever read.
+Booleans are formulas over sums of indices, and floating-point numbers are lists of cases with
+conditions. To describe a view, a broadcast or a gather, this module substitutes axes in the
+formula; it never reads the values of a tensor.
 
 Every decision is proved from the sizes, including symbolic ones; :mod:`mask_forms` recognises the
 known forms of formulas.
@@ -56,7 +56,7 @@ Term: TypeAlias = "Axis | Read"
 class Linear:
     """A constant plus integer multiples of axes, sizes and reads.
 
-    Two such sums are equal if they print as the same text.
+    Two objects of this class are equal if they print as the same text.
     """
 
     constant: Size = 0
@@ -158,8 +158,8 @@ class Flag(_OfRead):
 
 @dataclass(frozen=True)
 class Not:
-    """The negation of a flag or an equality. `negated` moves the negation of other formulas into
-    them."""
+    """The negation of a flag or an equality. For all other formulas, `negated` negates the parts of
+    the formula."""
 
     part: Formula
 
@@ -276,7 +276,7 @@ def number(value: float) -> Cases:
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return cases as a number; equal values are joined and impossible cases removed."""
+    """Return a number made of cases; join cases with equal values, and remove impossible cases."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -349,7 +349,8 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
-    """Return a scalar, sum or read with its axes replaced."""
+    """Return a scalar, a sum or a read of a tensor, with its axis indices replaced by other
+    indices."""
     if not isinstance(scalar, Linear):
         return rebuilt(scalar, lambda part: substituted(part, by))
     total = Linear(scalar.constant)
@@ -375,13 +376,14 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes that a scalar, sum or read depends on."""
+    """Return the axes on which a scalar, a sum or a read of a tensor depends."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
     return own.union(*map(axes_in, _parts_of(scalar)))
 
 
 def reads_in(scalar: Any) -> set[Read]:
-    """Return the reads on which a scalar depends, including reads inside indices."""
+    """Return the reads of tensors on which a scalar depends, including reads that compute an index
+    of another read."""
     own = {scalar} if isinstance(scalar, Read) else set[Read]()
     return own.union(*map(reads_in, _parts_of(scalar)))
 

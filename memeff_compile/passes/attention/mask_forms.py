@@ -93,7 +93,8 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Return the form of a mask over the axes of a shape, whose last two axes are query and key."""
+    """Sort the conditions of a mask into a `Form`; the last two axes of the mask's shape are query
+    and key."""
     formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()

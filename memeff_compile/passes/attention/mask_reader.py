@@ -68,7 +68,8 @@ class MaskReader:
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return the value of a node as a formula, as far as there are rules for it."""
+        """Return the value of a node as a formula; the formula reads values for which there is no
+        rule."""
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
@@ -87,8 +88,8 @@ class MaskReader:
         return Mask(found, algebra.values_taken(scalar))
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
-        """Return the positions that belong to each read of sequence ids, if the ids count the jumps
-        in these positions."""
+        """For each tensor of sequence ids that a formula reads, return the tensor of positions from
+        which the graph computed the ids (an id grows where positions jump)."""
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
             positions = self._counted_breaks(read_of_ids.node)
@@ -665,7 +666,8 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
 
 
 def _cumsum(given: _Operands) -> Value:
-    """Read the cumulative sum of a value that is the same at every index, such as of ones."""
+    """Read a cumulative sum whose input has the same value at every index, such as a tensor of
+    ones."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     scalar = value.scalar

@@ -160,7 +160,7 @@ class _Writer:
         return self.editor.call(aten.unsqueeze.default, line, 1 if axis == self.row else 0)
 
     def read(self, read: Read) -> Node:
-        """Insert a read of a node's values at an index; integers are converted to 64 bits."""
+        """Insert nodes that read a node's value at an index; convert integers to 64 bits."""
         node = self.editor.bring_in(self.editor.info.current(read.node))
         node, at = self._selected(node, read.at)
         found = self._as_it_lies(node, at) or self._gathered(node, at)
@@ -168,8 +168,8 @@ class _Writer:
         return found if is_truth else self.editor.cast(found, torch.int64)
 
     def _selected(self, node: Node, at: Sequence[Linear]) -> tuple[Node, list[Linear]]:
-        """Insert a selection along the axes that are indexed by a number, which removes these
-        axes."""
+        """Insert a selection along each axis whose index is a number; the selection removes this
+        axis."""
         left: list[Linear] = []
         for place in reversed(range(len(at))):
             constant = at[place].constant

@@ -72,7 +72,7 @@ class Operand:
 
 
 def written(editor: Editor, node: Node, steps: Sequence[Step]) -> Node:
-    """Insert views after a node, and return the result of the last one."""
+    """Insert views after a node, and return the result of the last view."""
     for op, args in steps:
         node = editor.call(op, node, *(_argument(editor, each) for each in args))
     return node

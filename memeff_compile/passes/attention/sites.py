@@ -230,8 +230,8 @@ def _more_axes(softmax: Node, number: int) -> Decline:
 
 
 def _is_between_products(info: GraphInfo, softmax: Node) -> bool:
-    """Return whether a softmax's operand comes from a matrix product, and its result goes to
-    another one.
+    """Return whether a softmax's operand comes from a matrix product, and the softmax's result is
+    used in another matrix product.
 
     The operations between softmax and products must keep the sizes of the last two axes.
     """

@@ -128,8 +128,8 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
 
 
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
-    """Return the original result for a query that attends to no key, or the reason why it is not
-    known."""
+    """Return the result that the original graph gives for a query without any visible key, or the
+    reason why this result is not known."""
     if not form.empty or mask is None:
         return "zeros"
     if not site.between:

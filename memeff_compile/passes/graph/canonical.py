@@ -87,7 +87,7 @@ def read_write(node: Node) -> Call | None:
     """Return an in-place write as the call whose result is written to the write's first argument.
 
     For example, ``x /= 2`` becomes ``div(x, 2)``, and ``x[mask] = 0.0`` becomes ``masked_fill(x,
-    mask, 0.0)``. For any other node, return None.
+    mask, 0.0)``. For a node that is no in-place write, return None.
     """
     try:
         if node.target is operator.setitem or node.target == "__setitem__":
@@ -399,7 +399,7 @@ def _difference(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``127 / x`` in the way in which PyTorch computes it, ``reciprocal(x) * 127``.
 
-    Other quotients are read as ``div``.
+    The function reads other quotients as ``div``.
     """
     if _is_of_a_number(args, kwargs):
         inverse = bind(aten.reciprocal.default, (args[1],), {})
@@ -522,7 +522,8 @@ _CUTS = named(
 
 
 def _axes_taken(item: Any) -> int:
-    """Return how many axes an index consumes; a boolean mask consumes as many axes as it has."""
+    """Return the number of a tensor's axes that one index selects from; a boolean mask selects from
+    as many axes as it has."""
     value = compat.example_value(item) if _is_tensor(item) else None
     return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
 

@@ -225,7 +225,7 @@ class _Step(NamedTuple):
 def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
     """Tell `optim_in_backward` that a partition has computed all of its gradients.
 
-    After this message, one kernel launch can update several weights.
+    After this call, `optim_in_backward` can update several weights in one kernel launch.
     """
     updated = [each for each in given if is_updated_in_backward(each)]
     compat.after_gradients(found, lambda: announce(updated))

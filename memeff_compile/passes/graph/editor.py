@@ -1,7 +1,7 @@
 """The editor through which passes change graphs; it keeps metadata, checks edits and can undo them.
 
-New nodes are calls of op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``:
-AOTAutograd's cache rejects graphs without the first, and reports use the other two.
+New nodes are calls of op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``.
+AOTAutograd's cache rejects graphs without ``example_value``; reports use the other two.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Editor:
         return got
 
     def copy(self, node: Node, replaced: Mapping[Node, Node]) -> Node:
-        """Insert a copy of ``node`` whose operands are replaced as ``replaced`` says."""
+        """Insert a copy of ``node``, with the operands replaced that are keys of ``replaced``."""
         with self._inserting():
             return self._adopted(self.graph.node_copy(node, lambda n: replaced.get(n, n)))
 

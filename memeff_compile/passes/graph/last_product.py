@@ -38,9 +38,9 @@ _SAVES_NOTHING = named(
 def last_product(info: GraphInfo) -> Node | None:
     """Return the node before which a graph is split, or None.
 
-    This node is a linear. The nodes after it save no tensor for the backward pass. Graphs with
-    in-place writes or autocast regions, and graphs whose layers are in the checkpoint of another
-    graph, are not split.
+    The returned node is a linear layer's product. The nodes after the returned node save no tensor
+    for the backward pass. Graphs with in-place writes or autocast regions, and graphs whose layers
+    are in the checkpoint of another graph, are not split.
     """
     if info.options.inner == "eager" or info.options.preset == "off" or info.parent is not None:
         return None

@@ -119,8 +119,8 @@ def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
 def _operations(info: GraphInfo) -> int:
     """Return the approximate number of floating-point operations in the linears of layers.
 
-    Other operations are not counted, such as attention, convolutions, and experts stored in one
-    tensor.
+    The function does not count other operations, such as attention, convolutions, and experts
+    stored in one tensor.
     """
     total = 0
     for module in levels_of(info.gm):

@@ -30,8 +30,9 @@ def structure(
     Args:
         gm: the module of the graph. The names of nodes and the values of input tensors are not in
             the key.
-        inputs: the example values for which it is compiled, real or fake; none for a nested graph.
-        graph: a graph that reads the module's attributes; otherwise its own.
+        inputs: the example values for which the graph is compiled, real or fake; none for a nested
+            graph.
+        graph: a graph that reads the module's attributes; by default, the module's own graph.
     """
     places: dict[Node, int] = {}
     lines: list[Hashable] = []

@@ -3,7 +3,8 @@ use.
 
     log_softmax(z)[..., i], softmax(z)[..., i] or z[..., i], written with gather or take_along_dim
 
-One class per row is read by `losses/tails.py` instead, and computed by the op for cross entropy.
+For one class per row, `losses/tails.py` reads the log-probability instead, and the op for cross
+entropy computes it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ GATHERS = ("gather", "take_along_dim")
 
 @dataclass
 class Classes:
-    """The numbers of k classes per row, which a graph reads from an output projection's logits."""
+    """The log-probabilities, probabilities or logits of k classes per row that a graph gathers."""
 
     node: Node  # the gather, which is replaced
     student: Side

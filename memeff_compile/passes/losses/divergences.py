@@ -69,13 +69,14 @@ class Mask:
 
 @dataclass(frozen=True)
 class Expression:
-    """A value per class: a polynomial, and the per-row numbers that multiply it."""
+    """A value per class: a polynomial in probabilities and log-probabilities, and the per-row
+    numbers that multiply it."""
 
     terms: Terms
     masks: tuple[Mask, ...] = ()
 
     def times(self, factor: float) -> Expression:
-        """Return the expression times a number."""
+        """Return the expression multiplied by a number."""
         return replace(self, terms={atoms: factor * each for atoms, each in self.terms.items()})
 
 
@@ -106,8 +107,9 @@ class Divergence:
 class Group:
     """All divergences of one student's logits, in their order, which are rewritten together.
 
-    While one of them stays as it is, the logits are built for all of them. So `refusal` belongs to
-    all, and is determined before the first of them is rewritten.
+    If the pass cannot rewrite one of these divergences, the graph still builds the logits. So one
+    `refusal` applies to all of these divergences, and the pass determines it before it rewrites the
+    first one.
     """
 
     members: list[Divergence]
@@ -423,8 +425,8 @@ class DivergenceReader:
         return None if inner is None else _expressed(_product({(probability,): 1}, inner.terms))
 
     def _mixture(self, a: Mapping[str, Any], op: Any, depth: int) -> Expression | None:
-        """Read the logarithm of a mixture, log(a q + b p) or logsumexp of [log q + log a, log p +
-        log b], where a + b is 1."""
+        """Read the logarithm of a mixture of probabilities: log(a q + b p), or logsumexp of [log q
+        + log a, log p + log b], with a + b = 1."""
         if op is aten.log.default:
             found = self.expression(a["self"], depth)
             if found is None or found.masks:
@@ -605,7 +607,8 @@ class DivergenceReader:
         return found
 
     def _is_linear(self, node: Node, user: Node, call: Any, steps: _Steps) -> bool:
-        """Return whether a step only multiplies each row's number, and record the step."""
+        """Return whether a node only multiplies the one number of each row; if so, record the
+        node."""
         a, op = call.args, call.op
         if op is aten.neg.default:
             steps.factor = -steps.factor
@@ -692,8 +695,7 @@ def kl_arguments(node: Node) -> dict[str, Any] | None:
 
 
 def constant(node: Any, depth: int = 0) -> float | None:
-    """Return a number, or the number in a tensor without dimensions that the graph makes from
-    constants."""
+    """Return a number, or the value of a scalar tensor that the graph makes from constants."""
     number = compat.known_number(node)
     if number is not None and not isinstance(node, Node):
         return float(number) if math.isfinite(number) else None
@@ -772,8 +774,8 @@ def _only(expression: Expression) -> Atom | None:
 
 
 def _mixed(shares: Mapping[Any, float]) -> Expression | None:
-    """Return the logarithm of a mixture; `shares` contains the weights of student and teacher in
-    it."""
+    """Return the logarithm of a mixture of the student's and the teacher's probabilities, with the
+    weights in `shares`."""
     if len(shares) != 2 or min(shares.values()) <= 0:
         return None
     whole = sum(shares.values())

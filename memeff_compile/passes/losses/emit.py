@@ -46,8 +46,9 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group the tails that one op call can compute: they have the same rows, modifiers and targets,
-    and all their inputs are computed before the first tail.
+    """Group the tails (losses and other results of the logits) that one op call can compute: they
+    have the same rows, modifiers and targets, and all their inputs are computed before the first
+    tail.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -62,8 +63,8 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
-    """Combine tails that use different ranges of the rows, such as chunks, so that one op call over
-    all rows computes their statistics.
+    """Combine tails (losses and other results of the logits) that use different ranges of the rows,
+    such as chunks, so that one op call over all rows computes their statistics.
 
     The ranges are not combined if together they have less than half of the rows.
     """
@@ -127,7 +128,7 @@ _TARGET_MOVES = named(
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     """Return the nodes to compute again if one op call for ``group`` runs before the group's first
-    tail.
+    tail (a loss or another result of the logits).
 
     If computing these nodes again could give other values, return None. Targets that are computed
     late, such as shifted labels after a z-loss, are integer views and copies of inputs to which no
@@ -162,8 +163,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
     """Return a node that writes to targets or class weights after the op call of ``group`` and
-    before the group's last tail. The op reads these tensors when it is called, whereas the tails of
-    the original graph read them later.
+    before the group's last tail (a loss or another result of the logits). The op reads these
+    tensors when it is called, whereas the original graph's losses read them later.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -173,8 +174,9 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
     """Return the node before which the op for ``group`` is inserted, and the node's region.
 
-    Usually this node is the first tail of the group. If the first tail is a metric without a
-    gradient and another tail needs gradients, it is the node that disabled gradients.
+    Usually this node computes the group's first loss or other result of the logits. If the first
+    result is a metric without a gradient and another result needs gradients, the op is inserted
+    before the node that disabled gradients.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -288,8 +290,8 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 
 
 class GroupEmitter:
-    """Inserter of the op and, for each tail, of the few ATen nodes that turn the op's per-row
-    results into the tail's result."""
+    """Inserter of the op and of the few ATen nodes that turn the op's per-row results into each
+    loss, or another result of the logits."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
@@ -308,7 +310,7 @@ class GroupEmitter:
         self._silent = False
 
     def op_call(self) -> None:
-        """Insert the op for the rows that the tails use."""
+        """Insert the op for the rows that the losses and the other results of the logits use."""
         e, head = self.editor, self.head
         key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
         size = compat.known_size(self.info.value(head.hidden).shape[-1])
@@ -472,7 +474,8 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the op's per-row results, for the rows that the current tail uses."""
+        """Return one of the op's per-row results, for the rows that the current tail (a loss or
+        another result of the logits) uses."""
         item = self._items[index]
         value = self.info.tensor(item)
         if self._silent and value is not None and value.requires_grad:
@@ -480,8 +483,8 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
-        """Return how many row moves are applied before the op: the moves that all tails have in
-        common."""
+        """Return how many row moves are applied before the op: the moves that are common to all
+        tails (losses and other results of the logits)."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):
@@ -541,7 +544,8 @@ class GroupEmitter:
         return self._as_wide(node, self.info.value(like).shape, lambda: like)
 
     def result(self, tail: Tail) -> Node:
-        """Insert the result of ``tail``, computed from the op's per-row results."""
+        """Insert the result of ``tail`` (a loss or another result of the logits), computed from the
+        op's per-row results."""
         e = self.editor
         self._silent = is_silent(self.info, tail)
         if tail.kind == "loss":
@@ -584,7 +588,8 @@ class GroupEmitter:
         return self.editor.call(aten.mul.Scalar, node, factor)
 
     def _statistic(self, tail: Tail) -> Node:
-        """Return one number per row for ``tail``, computed from the op's per-row results."""
+        """Return one number per row for ``tail`` (a loss or another result of the logits), computed
+        from the op's per-row results."""
         kind = tail.kind
         if kind in SUMS:
             return self._by_number(self._class_sum(kind), tail.factor)
@@ -606,7 +611,8 @@ class GroupEmitter:
         return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
-        """Return the tail's rows of the op's per-row results, in the tail's shape."""
+        """Select the rows of a loss, or of another result of the logits, from the op's per-row
+        results, and reshape them."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)

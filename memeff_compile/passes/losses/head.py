@@ -502,7 +502,7 @@ class HeadReader:
         return read(node) or (trace(node) if self.tracing else None)
 
     def _chain_operand(self, node: Node) -> Node | None:
-        """Return the operand of ``node`` that may be logits."""
+        """Return the operand of ``node`` that contains logits, judged by its shape and source."""
         if node.op not in ("call_function", "call_method"):
             return None
         if (source := shards.moved(node)) is not None:

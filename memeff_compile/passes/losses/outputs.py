@@ -1,8 +1,8 @@
 """Decide which logits among a graph's outputs can be returned as deferred tensors, and plan their
 replacement.
 
-Two passes use this module: the fused loss, for logits that the model returns with the loss, and
-`defer_logits`, for logits of a training graph without a loss.
+Two passes use this module: the pass that fuses the loss, for logits that the model returns with the
+loss, and `defer_logits`, for logits of a training graph without a loss.
 """
 
 from __future__ import annotations
@@ -380,7 +380,8 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return steps as view operations; sizes that vary become additional outputs of the graph."""
+    """Return the recorded steps as view operations; sizes that vary become additional outputs of
+    the graph."""
 
     def given(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):

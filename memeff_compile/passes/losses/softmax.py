@@ -63,7 +63,7 @@ class Peak:
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether adding one maximum cancels the subtraction of the other, also for
+        """Return whether adding this maximum cancels the subtraction of another maximum, also in
         gradients."""
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 

@@ -62,7 +62,7 @@ class Tail:
 
     @property
     def name(self) -> str:
-        """Return the name of the tail's kind for reports."""
+        """Return the name for reports of this kind of loss, or of another result of the logits."""
         if self.node is self.chain.head.node:
             return "linear_cross_entropy"
         if self.kind in ENTROPIES:
@@ -84,14 +84,14 @@ LOSSES = ("loss", "log_prob", "entropy", "neg_entropy", "log_prob_sum")
 
 
 def reads_sum(tail: Tail) -> bool:
-    """Return whether a tail needs the sum of each row's logits, so that every class gets a
-    gradient."""
+    """Return whether a tail (a loss or another result of the logits) needs the sum of each row's
+    logits, so that every class gets a gradient."""
     return tail.label_smoothing > 0 or tail.spread != 0 or tail.kind in SUMS
 
 
 def is_silent(info: GraphInfo, tail: Tail) -> bool:
-    """Return whether no gradient flows back through ``tail``, because it is detached, under
-    no_grad, or an integer."""
+    """Return whether no gradient flows back through ``tail`` (a loss or another result of the
+    logits), because it is detached, under no_grad, or an integer."""
     value = info.tensor(tail.node)
     return value is None or not value.requires_grad
 
@@ -108,7 +108,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return the fields that affect the loss of a tail."""
+        """Return the fields on which the value of a loss depends."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -146,7 +146,8 @@ def unread(node: Node) -> list[Node]:
 
 @dataclass
 class Site:
-    """An output projection, its tails, and the graph outputs that return its logits."""
+    """An output projection, its tails (losses and other results of the logits), and the graph
+    outputs that return its logits."""
 
     head: Head
     tails: list[Tail]
@@ -173,8 +174,8 @@ class TailReader:
         self.untraced = HeadReader(info, tracing=False)
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
-        """Yield the tails that ``node`` computes from logits, or a Decline with the reason why a
-        tail is not supported."""
+        """Yield the losses and other results (tails) that ``node`` computes from logits, or a
+        Decline with the reason why one is not supported."""
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
             return
@@ -736,8 +737,8 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Return the tails, losses first, without tails that are only intermediate results of other
-    tails.
+    """Return the results of the logits (tails), losses first, without those that are only
+    intermediate results of others.
 
     For example, the logsumexp of log-probabilities is such an intermediate result.
     """
@@ -748,7 +749,8 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph has a logsumexp over the rows of `tail`, which gathers logits.
+    """Return whether the graph has a logsumexp over the rows of `tail` (a loss), which gathers
+    logits.
 
     In a loop over chunks, each logsumexp may cover only some of these rows.
     """

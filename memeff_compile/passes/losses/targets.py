@@ -233,5 +233,5 @@ def _is_plain_scatter(node: Node) -> bool:
 
 
 def _written(info: GraphInfo, nodes: Sequence[Node], first: Node, last: Node) -> bool:
-    """Return whether a node between two others may write to ``nodes``."""
+    """Return whether a node between two given nodes may write to the memory of ``nodes``."""
     return info.written_between(nodes, first, last) is not None

@@ -103,7 +103,7 @@ def _weighs_classes(info: GraphInfo, node: Node, logits: Node) -> bool:
     """Return whether a product sums the classes of each row, weighted by numbers that differ by row
     and class.
 
-    In contrast, a layer that reads the classes has the same weights for all rows.
+    In contrast, an inner layer multiplies all rows by the same weights.
     """
     classes = compat.size_hint(info.value(logits).shape[-1])
     wanted = _elements(info, logits)

@@ -34,7 +34,7 @@ Unread: TypeAlias = Decline  # why a chain cannot be served
 
 @dataclass(frozen=True)
 class Quantized:
-    """A value that is another tensor after quantisation and dequantisation."""
+    """A value that the graph computes by quantising and dequantising another tensor."""
 
     source: Node  # the quantised tensor
     quantizer: Quantizer  # how tokens are quantised; for a weight, only eps and details matter
@@ -46,8 +46,8 @@ class Quantized:
 
 @dataclass
 class _Chain:
-    """The quantising nodes of a tensor, read from the end backwards, and the nodes of the numbers
-    in them."""
+    """The nodes that quantise a tensor, read backwards from the last node, and the nodes that
+    compute the numbers (such as scales) in them."""
 
     nodes: list[Node] = field(default_factory=list)
     numbers: list[Node] = field(default_factory=list)
@@ -268,8 +268,8 @@ def _fake_quantized(
 ) -> tuple[Node, Quantizer, bool]:
     """Read `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
-    The mask of a token's larger half may be applied before or after; if `wanted` is the masked x,
-    it may not be applied before.
+    The mask of a token's larger half may be applied before or after the quantisation; if `wanted`
+    is the masked x, only after it.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -352,7 +352,7 @@ def _rounded_and_scaled_back(chain: _Chain, end: Node) -> tuple[Node, Quantizer,
 
 
 def are_codes(node: Node) -> bool:
-    """Return whether a value is rounded and clamped, and not yet scaled back."""
+    """Return whether a value is rounded and clamped, but not yet dequantised."""
     try:
         return _looks_clamped(node)
     except _Misfit:
@@ -520,7 +520,7 @@ def _one(node: Any, names: tuple[str, ...], what: str) -> Call:
 
 
 def _tensors(call: Call) -> tuple[Node, Node]:
-    """Return both operands of a node; both must be tensors."""
+    """Return both operands of a node, which must be tensors."""
     left, right = call.args["self"], call.args["other"]
     if not isinstance(left, Node) or not isinstance(right, Node):
         raise _learned("it is scaled by a number", "learned and fixed scales are")
