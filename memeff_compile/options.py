@@ -598,7 +598,7 @@ class Options:
         "or `triton.cudagraphs`, takes precedence (docs/use/serving.md).",
     )
     regions: str = _choice(
-        "auto off on",
+        "off auto on",
         "Compiles each distinct layer of a model once: the graph is cut between layers, and equal "
         "layers share one compiled function (docs/use/start.md). First calls take a fraction of "
         "the time. `auto` does so if layers are large enough that steps are as fast, `on` for all "
