@@ -395,6 +395,10 @@ KINDS = {
     "4 bits, values merged from half on": (4, {"merge": 0.5, "values_only": True}),
     "3 bits, values of 2 bits": (3, {"value_bits": 2}),
     "3 bits, values of 2 bits, merged": (3, {"value_bits": 2, "merge": 0, "values_only": True}),
+    "3 bits, values of 2 bits, groups of 128, merged from a quarter on": (
+        3,
+        {"value_bits": 2, "group": 128, "merge": 0.25, "values_only": True},
+    ),
 }
 """Bits and settings; `merge` is the share of layers that stay apart."""
 

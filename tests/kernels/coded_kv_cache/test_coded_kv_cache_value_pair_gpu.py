@@ -29,6 +29,7 @@ LIMIT = 730
 BUDGET = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 LAYOUTS = [
     pytest.param(Layout(128, 3, value_bits=2), id="3 and 2 bits"),
+    pytest.param(Layout(128, 3, group=128, value_bits=2), id="3 and 2 bits, groups of 128"),
     pytest.param(Layout(64, 4), id="4 bits"),
     pytest.param(Layout(128, 8, kept=0, group=128, value_bits=3), id="8 and 3 bits"),
     pytest.param(Layout(256, 4, recent=64, value_bits=2), id="256 channels"),
@@ -96,6 +97,7 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout, dtype: torch
     [
         (Layout(128, 3, value_bits=2), 4),
         (Layout(128, 3, value_bits=2), 12),
+        (Layout(128, 3, group=128, value_bits=2), 4),
         (Layout(64, 4), 1),
         (Layout(128, 2, value_bits=4), 4),
         (Layout(128, 8, value_bits=3, kept=0), 4),

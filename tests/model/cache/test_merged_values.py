@@ -247,6 +247,16 @@ def test_keys_of_three_bits_take_no_more_than_a_cache_of_two(depth: int) -> None
     assert merged / two < (0.99 if depth == 128 else 1.01)
 
 
+@pytest.mark.parametrize("depth", [128, 64])
+def test_groups_of_128_leave_a_quarter_of_the_layers_apart_in_the_same_memory(depth: int) -> None:
+    layout, plain = Layout(depth, 3, group=128, value_bits=2), Layout(depth, 2)
+    sizes = (1, 8, 32768, 2)
+    pairs, apart = 12, 8  # of 32 layers
+    merged = value_pair_bytes(layout, *sizes) + map_bytes(layout, 1, 8, 2, 1)
+    total = pairs * merged + apart * bytes_after(layout, *sizes)
+    assert total < (2 * pairs + apart) * bytes_after(plain, *sizes)
+
+
 def test_a_report_judges_the_values_alone(model: Any) -> None:
     merge = MiniCache(start_layer=1, values_only=True)
     report = memeff_compile.fidelity_report(model, prompt(2, 90), merge=merge, steps=8, **SETTINGS)

@@ -116,7 +116,7 @@ def test_two_blocks_in_one_checkpoint_are_computed_right() -> None:
 def test_layers_too_short_to_share_code_recompute_no_last_product_either() -> None:
     blocks = LEAST + 1
     model = nn.Sequential(nn.Sequential(*(Block() for _ in range(blocks))))
-    run = compiled(model)
+    run = compiled(model, **{"memeff.regions": "auto"})
     assert products_again(lambda x: checkpointed(run, x), model, given()) == 2 * blocks - 1
     codes = {each.code for each in memeff_compile.last_report().records}
     assert {"layers_are_short", "last_product_apart"} <= codes
