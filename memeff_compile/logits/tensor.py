@@ -155,7 +155,8 @@ class DeferredLogits(LazyTensor):
 
     @property
     def head(self) -> Head:
-        """Return the rows of this tensor in the form that a loss outside of the graph needs."""
+        """Return the rows of this tensor and their output projection, as the argument of a loss
+        outside the graph."""
         source = self.memory.source
         assert source.loss is not None
         made_of = (self.rows, source.weight, source.bias, source.vectors)

@@ -1,5 +1,4 @@
-"""The conditions under which a query attends to a key, in the form that attention implementations
-take."""
+"""The arguments by which attention implementations decide whether a query attends to a key."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ class _Call(Call):
         return found, tiles_of(*ours)
 
     def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
-        """Return the mask tensor in the form that kernels take, with the list of tiles that each
-        program visits."""
+        """Return the mask tensor as kernel arguments, with the list of tiles that each program
+        visits."""
         if self.given.mask is None:
             return none_of(self.q)
         return dense_of(
