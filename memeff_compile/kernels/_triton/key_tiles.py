@@ -146,7 +146,7 @@ def find_bounds(
 ) -> Tensor:
     """Return, for each program, the range of tiles that it visits, (B, tiles, 4) int32.
 
-    If positions alone decide which keys are visible, the result is `like`, and kernels do not read
+    If the mask depends only on positions, the result is `like`, and kernels do not read
     it.
     """
     if not (given.has_tables() or mean):

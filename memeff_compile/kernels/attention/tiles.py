@@ -54,8 +54,8 @@ class _Call(Call):
     """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
-        """Return whether a table contains the ranges of tiles to visit, because positions alone do
-        not decide which keys count."""
+        """Return whether a table contains the ranges of tiles to visit, because the mask does not
+        depend only on positions."""
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:

@@ -119,7 +119,7 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs of ids that must be equal for a query and a key; a table of queries alone is
+    """Return the pairs of ids that must be equal for a query and a key; a table for only queries is
     compared with 1."""
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
