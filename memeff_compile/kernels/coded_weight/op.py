@@ -3,7 +3,7 @@ autograd.
 
 Autograd sees only the op `coded_weight_linear`. This op takes the weight as one tensor, a
 `CodedWeight`, and saves it for the backward pass, which decodes the weight again. Below autograd,
-the weight is split into its coded tensors, and these are the arguments that an inner compiler sees.
+the weight is split into its coded tensors, so an inner compiler sees these tensors as arguments.
 `coded_weight_product` chooses at run time: for a few tokens, one kernel decodes and multiplies;
 otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix library
 multiplies. If a gradient is needed, `coded_weight_decode` and an ordinary linear run instead, so

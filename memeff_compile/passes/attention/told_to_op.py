@@ -63,7 +63,8 @@ class Said:
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
     """Return the op's arguments that replace a mask, or the reason why there are none.
 
-    The reason is a sentence about the mask, or a decline because some query may attend to no key.
+    A reason that is about the mask is a string; if some query may attend to no key, the result is a
+    Decline.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can express it"
