@@ -22,8 +22,8 @@ Row = dict[str, Any]
 MODELS = ("language model", "vision transformer", "diffusion transformer")
 MEASURES = {
     "language model": "perplexity, change",
-    "vision transformer": "accuracy / as exact",
-    "diffusion transformer": "PSNR over all, mean, worst / read rightly",
+    "vision transformer": "accuracy / same answer as the exact model",
+    "diffusion transformer": "PSNR over all images, mean, worst / share of pictures read rightly",
 }
 BLOCKS = (32, 64, 128, 256, 512)
 LAYERS = {

@@ -43,7 +43,7 @@ from memeff_compile.kernels.quantized_attention.settings import (
 )
 from memeff_compile.model.weights.compress import decompress_
 
-BESIDE = ": KL, same tokens beside the first (se)"
+BESIDE = "; then KL and same token compared with the first row (se)"
 SIZES = {"bits": "bits a weight", "weights_off": "weights are off by"}
 """The quantity in a column, by the name of its fact."""
 ROUNDED = {**ROUNDINGS, **DRAWN, **{name: rounding for name, (_, rounding) in CODES.items()}}

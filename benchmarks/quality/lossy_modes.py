@@ -333,7 +333,7 @@ def table(given: argparse.Namespace) -> int:
         columns = {name: [r for r in here if r["text"] == name] for name in by_text(here)}
         heads = [heading(name, column) for name, column in columns.items()]
         print("\n{}, sequences of {}, {}\n".format(*place))
-        print(f"| mode | {' | '.join(heads)} | error: behind the last layer; worst attention |")
+        print(f"| mode | {' | '.join(heads)} | relative error: last layer; worst attention |")
         print("|---" * (len(heads) + 2) + "|")
         for mode in dict.fromkeys(row["mode"] for row in here):
             each = [[r for r in column if r["mode"] == mode] for column in columns.values()]
@@ -354,10 +354,13 @@ def heading(name: str, column: list[dict[str, Any]]) -> str:
     if name == "keys":
         each = [r for r in column if "asked" in r]
         asked = [f"{r['asked']}, the exact model {r['exact_right']}" for r in each]
-        return f"pass keys of {''.join(asked[:1])}"
+        return f"pass keys found of {''.join(asked[:1])}"
     judged = [row for row in column if "tokens" in row][:1]
-    of = [f", {row['tokens']:,} tokens at {row['perplexity_exact']:.2f}" for row in judged]
-    return f"{name}{''.join(of)}: perplexity (se); KL (se); same token"
+    of = [
+        f", {row['tokens']:,} tokens, exact perplexity {row['perplexity_exact']:.2f}"
+        for row in judged
+    ]
+    return f"{name}{''.join(of)}: change of perplexity (se); KL (se); same token"
 
 
 def cell(row: dict[str, Any]) -> str:

@@ -411,9 +411,10 @@ def table(given: argparse.Namespace) -> int:
             print(f"| {' | '.join([mode, size, *cells])} |")
         left = [f"{t} ({100 * c.right:.0f} %)" for t, c in made["exact"].items() if t not in over]
         if left:
-            print(f"\nNot above chance: {', '.join(left)}.")
+            print(f"\nThe exact model is not better than chance at: {', '.join(left)}.")
         if agreed := agreements(asked):
-            print("\n| exact mode | items | other answers | their margin | margins move by |")
+            heads = "exact mode | items | answers that differ | largest margin of these"
+            print(f"\n| {heads} | change of margins |")
             print("|---" * 5 + "|")
         for mode, how in agreed.items():
             margin = f"{how.tie:.2g}" if how.others else ""

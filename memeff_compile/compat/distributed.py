@@ -19,8 +19,8 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_tensor_parallel(weight: torch.Tensor) -> bool:
-    """Return whether each rank multiplies with only its shard of ``weight``; with FSDP2 alone,
-    ranks multiply with the whole weight."""
+    """Return whether each rank multiplies with only its shard of ``weight``; with only FSDP2, ranks
+    multiply with the whole weight."""
     return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
 
 

@@ -333,7 +333,8 @@ class _Kept(NamedTuple):
         """Return the data that this object has, for other values that the same output projection
         computed.
 
-        Autograd frees the saved tensors of both values together.
+        The other values use the same saved tensors, which autograd frees after a backward pass
+        through either.
         """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
@@ -344,7 +345,7 @@ class _Kept(NamedTuple):
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
-        """Return the rows and their output projection in the form that the fused loss needs."""
+        """Return the rows and their output projection, as the argument of a fused loss."""
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
 
@@ -413,7 +414,7 @@ class Declined(Exception):
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return the rows of `view` in the form that the op needs, or raise `Declined`."""
+    """Return the rows of `view` as the op's arguments, or raise `Declined`."""
     lost = view.lost_factors()
     if lost is not None:
         raise Declined(lost)

@@ -11,10 +11,11 @@ The design, from the outermost object to the innermost:
 * `attach.defer` creates the tensors from the outputs of a graph, with an autograd function.
 * `DeferredLogits` is the class of these tensors, a wrapper subclass. Views, and other operations
 that do not change the vocabulary dimension (`_LAZY`), return another `DeferredLogits`. Every other
-operation computes the values and returns a plain tensor. Both happen below autograd, so the
-autograd graph, the views and the version counters are the same as in eager PyTorch. Views that do
-not consist of whole rows, such as a diagonal, are `DeferredLogits` too, so that every write is
-detected. `_ABOVE_AUTOGRAD` lists the functions that must be handled above autograd.
+operation computes the values and returns a plain tensor. Both kinds of operations run below
+autograd, so the autograd graph, the views and the version counters are the same as in eager
+PyTorch. Views that do not consist of whole rows, such as a diagonal, are `DeferredLogits` too, so
+that every write is detected. `_ABOVE_AUTOGRAD` lists the functions that must be handled above
+autograd.
 * `Memory` represents the memory that eager PyTorch would allocate: the logits and all their views
 share one `Memory`, and a copy or a cast creates another.
 * `LogitsSource` contains the hidden states and the output projection, and detects whether they have
@@ -155,7 +156,8 @@ class DeferredLogits(LazyTensor):
 
     @property
     def head(self) -> Head:
-        """Return the rows of this tensor in the form that a loss outside of the graph needs."""
+        """Return the rows of this tensor and their output projection, as the argument of a loss
+        outside the graph."""
         source = self.memory.source
         assert source.loss is not None
         made_of = (self.rows, source.weight, source.bias, source.vectors)

@@ -24,7 +24,8 @@ class View(Part, Protocol):
 
     @property
     def head(self) -> Head:
-        """Return the rows of this tensor in the form that a loss outside of the graph needs."""
+        """Return the rows of this tensor and their output projection, as the argument of a loss
+        outside the graph."""
 
     @property
     def recipe(self) -> LogitsRecipe:

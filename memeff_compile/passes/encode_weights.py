@@ -6,8 +6,8 @@ the backward pass.
 W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without this
 pass, each linear would decode W, and autograd would keep every layer's decoded weight for the
 backward pass, so compression would save no memory. The op saves the compressed weight, and its
-backward pass decodes the weight again. The pass must run before autograd traces the graph, also in
-checkpoint bodies.
+backward pass decodes the weight again. The pass must run before autograd traces the graph, also
+inside activation checkpoints.
 
 In inference, two or three linears with the same input, such as those of queries, keys and values,
 become a single op, which launches only one kernel for one token:

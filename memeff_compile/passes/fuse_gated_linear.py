@@ -8,7 +8,7 @@ up in one kernel. This kernel reads three tensors of size (tokens, intermediate 
 three, so six exist at once: this is the memory peak of a checkpointed step. The op's kernel needs
 only three such tensors.
 
-The pass changes only the bodies of activation checkpoints. In a checkpoint, gate and up are
+The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
 recomputed for the backward pass and have no other reader, so the op may overwrite them. Outside of
 checkpoints, the backward pass reads saved tensors, which the op would have to copy first, so the
 pass does not rewrite such linears. The report does not mention them.

@@ -343,7 +343,7 @@ class _Replay:
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
         """Return the nodes whose results depend on a parameter or on random numbers.
 
-        The results of all other nodes are shared by the blocks.
+        The blocks share the results of all other nodes.
         """
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}

@@ -81,8 +81,8 @@ def test_every_mode_has_a_row_of_the_same_tokens(measured: tuple[Path, Any]) -> 
         assert row["command"].startswith("python benchmarks/quality/lossy_modes.py measure")
         assert {"commit", "torch", "transformers", "date", "cpu", "digest"} <= set(row)
     shown = script("lossy_modes", "table", "--out", str(out))
-    assert "126 tokens at " in shown
-    assert "pass keys of 3, the exact model " in shown
+    assert "126 tokens, exact perplexity " in shown
+    assert "pass keys found of 3, the exact model " in shown
     assert all(f"| {name} |" in shown for name in names)
 
 

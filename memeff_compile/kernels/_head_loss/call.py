@@ -244,7 +244,8 @@ class LossAndGradients(NamedTuple):
 
 
 def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a vector over the vocabulary in the form that kernels read."""
+    """Return a vector over the vocabulary, made contiguous, and cast to `dtype` if it is not
+    None."""
     return None if values is None else values.to(dtype or values.dtype).contiguous()
 
 

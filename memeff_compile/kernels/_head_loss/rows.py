@@ -21,7 +21,7 @@ from .shapes import GATHERED, LISTED, Tiles, row_block
 
 
 class Selection(NamedTuple):
-    """The ordered rows that are not ignored, in the form that kernels read.
+    """The rows that are not ignored, as index tensors for kernels.
 
     If no row is ignored, `order`, `place` and `kept` are None.
     """

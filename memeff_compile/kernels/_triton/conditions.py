@@ -1,5 +1,4 @@
-"""The conditions under which a query attends to a key, in the form that attention implementations
-take."""
+"""The arguments by which attention implementations decide whether a query attends to a key."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Conditions:
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
         """Return whether the bounds `ahead` and `behind` leave at least one key visible for every
-        query; ahead=0 alone does so."""
+        query. With only `ahead=0`, the result is true."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead

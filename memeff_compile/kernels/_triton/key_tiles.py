@@ -14,7 +14,7 @@ from .launch import start
 
 
 class Rows(NamedTuple):
-    """A (B, H, rows, D) tensor and its strides, in the form that kernels take.
+    """Kernel arguments: a (B, H, rows, D) tensor and its first three strides.
 
     The last dimension has a stride of 1.
     """
@@ -26,8 +26,8 @@ class Rows(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The mask of keys and the sequence ids in the form that kernels take, each with its stride
-    between sequences.
+    """Kernel arguments: the mask of keys and the sequence ids, each with its stride between
+    sequences.
 
     The mask of keys is (B or 1, N) bytes; the ids are (B or 1, M) for queries and (B or 1, N) for
     keys.
@@ -42,7 +42,7 @@ class Tables(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """A (B, H, rows, D) tensor with any strides, in the form that kernels take."""
+    """Kernel arguments: a (B, H, rows, D) tensor and all four strides, of any size."""
 
     ptr: Any
     batch: Any
@@ -52,7 +52,7 @@ class Cells(NamedTuple):
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """Return a tensor and its strides in the form that kernels take."""
+    """Return a tensor and its first three strides as kernel arguments."""
     return Rows(tensor, *tensor.stride()[:3])
 
 
@@ -112,13 +112,13 @@ def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
 
 
 def cells_of(tensor: Tensor) -> Cells:
-    """Return a tensor with any strides in the form that kernels take."""
+    """Return a tensor and all its strides as kernel arguments."""
     return Cells(tensor, *tensor.stride())
 
 
 def tables_of(given: Conditions, like: Tensor) -> Tables:
-    """Return the key mask and the ids in the form that kernels take; `like` replaces a missing
-    one."""
+    """Return the key mask and the sequence ids as kernel arguments; `like` replaces a missing
+    tensor."""
     found: list[Any] = [*mask_and_stride(given, like)]
     for table in map(_unit_stride, (given.query_ids, given.key_ids)):
         found += [like, 0] if table is None else [table, _over_batch(table)]
@@ -146,7 +146,7 @@ def find_bounds(
 ) -> Tensor:
     """Return, for each program, the range of tiles that it visits, (B, tiles, 4) int32.
 
-    If positions alone decide which keys are visible, the result is `like`, and kernels do not read
+    If the mask depends only on positions, the result is `like`, and kernels do not read
     it.
     """
     if not (given.has_tables() or mean):

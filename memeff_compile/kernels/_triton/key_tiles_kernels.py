@@ -4,7 +4,7 @@ keys are visible in each pair.
 
 For each program, four numbers describe the tiles that it visits: the first tile, the first complete
 tile, the end of the complete tiles, and the end of all tiles. A visited tile is complete if every
-key of the tile is visible to every query. If positions alone decide which keys are visible, a
+key of the tile is visible to every query. If the mask depends only on positions, a
 kernel computes these four numbers itself; if there are masks or ids, a small kernel computes them
 first and writes them to a table.
 
@@ -58,7 +58,7 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 
 @triton.jit
 def _visited(tile, lengths, span, SIZES, IS_BOUND):
-    """Return the tiles that a program visits, for masks that depend on positions alone.
+    """Return the tiles that a program visits, for masks that depend only on positions.
 
     A position p of the program's tile sees the other side's positions from p - down to p + up.
     In each pair of lengths and of tile sizes, the first element belongs to the program's tile;

@@ -209,8 +209,8 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the properties on which the compiled kernel depends, the arguments in the form that a
-    GPU takes, and the combined address bits.
+    """Return the properties on which the compiled kernel depends, the arguments with tensors
+    replaced by addresses, and the combined address bits.
 
     An address bit is set in the result if it is set in at least one address.
     """
@@ -310,13 +310,12 @@ def _compile(
 def _read(
     arguments: Sequence[Argument], device: int, key: list[Any], numbers: list[int]
 ) -> list[Any]:
-    """Return the arguments in the form that a GPU takes.
+    """Return the arguments, with tensors on the GPU replaced by their addresses.
 
     The function also appends the properties on which the compiler's specialisation depends to `key`
     and `numbers`.
 
-    Tensors on the GPU become addresses; for other tensors, Triton itself checks whether a kernel
-    can read them.
+    For other tensors, Triton itself checks whether a kernel can read them.
     """
     given: list[Any] = []
     for argument in arguments:

@@ -34,8 +34,7 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 
 
 class Dense(NamedTuple):
-    """A mask tensor in the form that kernels read: its strides, and a list of tiles for each
-    program.
+    """Kernel arguments: a mask tensor, its strides, and a list of tiles for each program.
 
     A broadcast axis has a stride of 0. A program's list names the full and the partial tiles of the
     mask that the program visits. Each list has 3 + others int32 numbers, where others is the number
@@ -127,8 +126,7 @@ def dense_of(
     *,
     ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
 ) -> Dense:
-    """Return a mask in the form that kernels take, with the list of tiles that each program
-    visits."""
+    """Return a mask as kernel arguments, with the list of tiles that each program visits."""
     from . import mask_tiles_kernels as kernels
 
     if codes is None:

@@ -54,8 +54,8 @@ class _Call(Call):
     """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
-        """Return whether a table contains the ranges of tiles to visit, because positions alone do
-        not decide which keys count."""
+        """Return whether a table contains the ranges of tiles to visit, because the mask does not
+        depend only on positions."""
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:
@@ -98,8 +98,8 @@ class _Call(Call):
         return found, tiles_of(*ours)
 
     def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
-        """Return the mask tensor in the form that kernels take, with the list of tiles that each
-        program visits."""
+        """Return the mask tensor as kernel arguments, with the list of tiles that each program
+        visits."""
         if self.given.mask is None:
             return none_of(self.q)
         return dense_of(

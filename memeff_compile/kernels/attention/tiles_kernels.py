@@ -6,7 +6,7 @@ Each kernel program combines one tile of queries with several tiles of keys, or 
 with several tiles of queries. A program skips each pair of tiles in which the mask hides every key.
 A program does not check the mask in pairs of tiles in which every key is visible. For each program,
 four numbers describe the tiles that it visits: the first tile, the first fully visible tile, the
-end of the fully visible tiles, and the end of all tiles. If the mask depends on positions alone, a
+end of the fully visible tiles, and the end of all tiles. If the mask depends only on positions, a
 kernel computes these numbers itself; if there are mask tensors or sequence ids, a small kernel
 computes them first and writes them to a table.
 

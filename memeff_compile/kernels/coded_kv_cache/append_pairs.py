@@ -170,7 +170,7 @@ def align_prompt(
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
     """Return the sum of the rows for which `counted` is true, for keys and values of both layers,
-    (B, H, 4, D), or for values alone, (B, H, 2, D)."""
+    (B, H, 4, D), or only for values, (B, H, 2, D)."""
     from . import alignment_kernels as kernels
 
     batch, heads, count, depth = rows[0].shape
@@ -193,8 +193,8 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return sums of products of two layers' rows, for keys and for values, (B, H, 2, D, D), or for
-    values alone.
+    """Return sums of products of two layers' rows, for keys and for values, (B, H, 2, D, D), or
+    only for values.
 
     Each product multiplies a row of the upper layer by the row of the matching head in the lower
     layer. The mean is subtracted from each row first.

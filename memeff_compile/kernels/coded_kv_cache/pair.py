@@ -50,8 +50,8 @@ _ALIGNED += ", Tensor? angles=None"
 def shapes_of_maps(
     layout: Layout, batch: int, heads: int, kinds: int = 2
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that align two layers, for keys and values or for values
-    alone."""
+    """Return the shapes of the tensors that align two layers, for keys and values or only for
+    values."""
     front, depth = (batch, heads), layout.depth
     means = (*front, kinds, depth)
     return dict(zip(MAPS, (means, means, (*means, depth), front), strict=True))

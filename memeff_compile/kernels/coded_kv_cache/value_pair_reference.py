@@ -3,7 +3,7 @@
 The function is correct on any device and in any floating dtype, and reads the number of tokens on
 the CPU.
 
-Paper: MiniCache, arXiv 2405.14366, here for values alone.
+Paper: MiniCache, arXiv 2405.14366, here only for values.
 """
 
 from __future__ import annotations

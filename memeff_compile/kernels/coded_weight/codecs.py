@@ -1,10 +1,11 @@
 """The GPU implementation `triton` of compressed weights: it launches the kernels of all codecs.
 This implementation needs a CUDA GPU of sm_80 or later.
 
-When a weight is encoded, the CPU reads from the GPU how long the lists of the weight's codes are.
-If memory for these lists is already allocated, the CPU reads the lengths later (`Outcome`), and
-does not wait for the GPU. Decoding and products read no value on the CPU, so a CUDA graph can
-capture them. The kernels sum without atomic operations, so the same inputs give the same bits.
+A codec stores weights whose exponent has no code in lists. When a weight is encoded, the CPU reads
+the lengths of these lists from the GPU. If memory for the lists is already allocated, the CPU reads
+the lengths later (`Outcome`), and does not wait for the GPU. Decoding and products read no value on
+the CPU, so a CUDA graph can capture them. The kernels sum without atomic operations, so the same
+inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from .reference import STREAM_TAIL, as_patterns, move, rans_table
 
 @dataclass(frozen=True)
 class Room:
-    """Spare memory for later encodings of a weight, in the lists whose length depends on the
-    weight's values."""
+    """Spare memory in lists whose length depends on a weight's values, so that later values of the
+    weight fit, too."""
 
     share: float = 0.0  # more than is needed now, as a share of it
     least: int = 0  # more than is needed now, in elements
@@ -64,8 +65,8 @@ def kernel_of(module: str, name: str) -> Any:
 
 @cache
 def _settings(*given: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Return the number of warps, the constants in the form that `launch_plain` takes, and the name
-    of these settings."""
+    """Return the arguments of `launch_plain` for a number of warps and constants: a dictionary of
+    both, and a tuple that names them."""
     warps, *constants = given
     return {**dict(constants), "num_warps": warps}, given
 

@@ -3,7 +3,7 @@ autograd.
 
 Autograd sees only the op `coded_weight_linear`. This op takes the weight as one tensor, a
 `CodedWeight`, and saves it for the backward pass, which decodes the weight again. Below autograd,
-the weight is split into its coded tensors, and these are the arguments that an inner compiler sees.
+the weight is split into its coded tensors, so an inner compiler sees these tensors as arguments.
 `coded_weight_product` chooses at run time: for a few tokens, one kernel decodes and multiplies;
 otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix library
 multiplies. If a gradient is needed, `coded_weight_decode` and an ordinary linear run instead, so
@@ -94,8 +94,8 @@ def _require(weight: Tensor, codec: str) -> None:
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
     """Return the coded tensors of a tensor of any shape, in the order of `parse(codec).parts`.
 
-    If the lists have spare memory, later values can be encoded into them. If the codec cannot
-    encode the values, raise an error.
+    With spare memory (`room`), later values of the weight can be encoded into the same tensors. If
+    the codec cannot encode the values, raise an error.
     """
     form = parse(codec)
     _require(weight, codec)

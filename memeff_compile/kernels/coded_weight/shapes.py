@@ -221,7 +221,7 @@ def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> Matr
     """Return the tile for one token multiplied in fp16 that was fastest on an H200.
 
     Queries, keys and values of usual models have one tile, so that one launch multiplies them.
-    Fewer warps would be up to 7 % faster for 4096 x 4096 alone. With more than 32 groups of
+    Fewer warps would be up to 7 % faster, but only for 4096 x 4096. With more than 32 groups of
     columns, four warps are enough for any number of rows: eight were 10 % slower for 4096 x 14336.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4

@@ -42,7 +42,8 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a weight, until it is known whether its codes fitted into the lists.
+    """A new value of a weight, until it is known whether its codes fitted into the memory of the
+    old codes.
 
     If the codes did not fit, the value is encoded again, either from the spill buffer or from the
     dense value, which is kept until then.

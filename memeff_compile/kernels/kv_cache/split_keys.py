@@ -62,7 +62,7 @@ def alignment(*strides: int) -> int:
 
 
 def _in_units(cache: Tensor, align: int) -> Cells:
-    """Return a cache tensor in the form that kernels take, with strides in units.
+    """Return a cache tensor and its strides as kernel arguments.
 
     The strides of keys are given in units of `align` elements, because Triton detects only strides
     that are multiples of 16. Without such units, rows of 100 elements would be read element by

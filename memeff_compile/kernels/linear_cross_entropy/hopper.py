@@ -254,10 +254,11 @@ class BackwardByClasses(Differentiating):
         """Use the last rows of the weight's gradient as temporary memory, and compute these rows
         last.
 
-        The classes of these rows contribute to the hidden states' gradient first, while their
-        memory is still temporary, so the logits of these classes are computed twice. When the
-        hidden states' gradient is complete, its fp32 sums are freed, and the logits' gradient G
-        uses only rows of the weight's gradient that are not yet written.
+        Each row of the weight's gradient belongs to a class. The classes of the last rows
+        contribute to the hidden states' gradient first, while the rows are still temporary memory,
+        so the logits of these classes are computed twice. When the hidden states' gradient is
+        complete, its fp32 sums are freed, and the logits' gradient G uses only rows of the weight's
+        gradient that are not yet written.
         """
         room = self.inside
         assert room is not None

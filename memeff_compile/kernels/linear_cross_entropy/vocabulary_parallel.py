@@ -208,8 +208,8 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return a flattened call in the form that this rank's implementation takes; `gather` is that
-    of `Ranks`."""
+    """Return the arguments of this rank's call for its share of the classes; `gather` is that of
+    `Ranks`."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

@@ -427,8 +427,8 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
     """Write the codes of a block of values, and the weighted sum of these values.
 
-    Each value's weight is usually 1. If the queries have a large common mean, a value's weight is
-    the softmax weight of its key for that mean.
+    In the weighted sum, each value usually has the weight 1. If the queries have a large common
+    mean, a value's weight is the softmax weight of its key for that mean.
     """
     codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests

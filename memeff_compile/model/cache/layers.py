@@ -490,7 +490,7 @@ class CodedLayer(InPlace):
         """Return the maps of a layer that is aligned to another layer, or an empty result for other
         layers.
 
-        These maps are the last arguments of the ops.
+        The maps are passed to the ops of the cache as their last arguments.
         """
         return ()
 

@@ -2,7 +2,8 @@
 and each layer its own keys.
 
 Keys of neighbouring layers differ more than values do, and an error in a key changes every score.
-So each layer has its own encoded keys; merging values alone loses much less accuracy.
+So each layer has its own encoded keys; merging only values loses much less accuracy than merging
+both.
 """
 
 from __future__ import annotations

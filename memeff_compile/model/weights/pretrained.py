@@ -87,7 +87,7 @@ class MemeffConfig(QuantizationConfigMixin):
 
     @property
     def full_codec(self) -> str:
-        """Return the codec's name including the lossy mode, in the form that kernels take."""
+        """Return the codec's name including the lossy mode, as the kernels parse it."""
         from memeff_compile.kernels.coded_weight import Format, parse
 
         lossy = (self.mantissa, self.block) if self.mantissa < 7 else ()

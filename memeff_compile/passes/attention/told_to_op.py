@@ -63,7 +63,8 @@ class Said:
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
     """Return the op's arguments that replace a mask, or the reason why there are none.
 
-    The reason is a sentence about the mask, or a decline because some query may attend to no key.
+    A reason that is about the mask is a string; if some query may attend to no key, the result is a
+    Decline.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can express it"
@@ -119,7 +120,7 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs of ids that must be equal for a query and a key; a table of queries alone is
+    """Return the pairs of ids that must be equal for a query and a key; a table for only queries is
     compared with 1."""
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:

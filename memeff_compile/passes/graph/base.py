@@ -112,8 +112,7 @@ class GraphPass(ABC):
         return None
 
     def gain(self, info: GraphInfo, match: Any) -> Gain | None:
-        """Return the bytes that the rewrite saves, or None if the graph alone does not determine
-        them."""
+        """Return the bytes that the rewrite saves, or None if the graph does not determine them."""
         return None
 
     def places(self, match: Any) -> Sequence[Node]:

@@ -655,7 +655,7 @@ def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) 
 
 
 def trace(node: Node) -> Reading | None:
-    """Return the ATen calls of ``node``, found by running it alone on fake operands, or None.
+    """Return the ATen calls of ``node``, found by running this node on fake operands, or None.
 
     Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in the table;
     the tests compare the table with it.

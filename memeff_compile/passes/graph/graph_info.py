@@ -186,8 +186,8 @@ class GraphInfo:
             yield from self.parent.outward()
 
     def inward(self) -> Iterator[GraphInfo]:
-        """Yield this graph and the checkpoint bodies inside it, from the outermost to the
-        innermost."""
+        """Yield this graph and the graphs of activation checkpoints inside it, from the outermost
+        to the innermost."""
         yield self
         for body in self.bodies():
             yield from body.inward()
@@ -201,7 +201,7 @@ class GraphInfo:
         return any(compat.has_checkpoint_policy(level.gm) for level in self.outward())
 
     def bodies(self) -> Iterator[GraphInfo]:
-        """Yield the bodies of activation checkpoints, the only nested graphs that passes may
+        """Yield the graphs inside activation checkpoints, the only nested graphs that passes may
         edit."""
         for node in self.gm.graph.nodes:
             target = node.target
@@ -225,8 +225,8 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """Follow ``node`` out of checkpoint bodies to a placeholder of the whole graph, if it comes
-        from one."""
+        """Follow ``node`` out of the graphs of activation checkpoints to a placeholder of the whole
+        graph, if it comes from one."""
         if node.op != "placeholder":
             return None
         if self.parent is None:

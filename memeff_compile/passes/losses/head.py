@@ -7,7 +7,7 @@ pointwise steps.
 An output projection may be a sum of products: one with the full weight, and low-rank products such
 as those of LoRA adapters.
 
-Row moves (reorderings and selections of rows) leave the class dimension alone, so they give the
+Row moves (reorderings and selections of rows) do not change the class dimension, so they give the
 same result before the product as after it. So the rewrite applies row moves to the hidden states.
 Pointwise steps become the arguments ``scale``, ``softcap`` and ``bias`` of the op.
 """

@@ -1,9 +1,9 @@
 """Find the nodes that compute results from logits: losses, gathered log-probabilities,
 log-sum-exps, metrics.
 
-A *tail* is a node that uses logits and whose result memeff::linear_cross_entropy can compute; a
-*site* is an output projection and all its tails. If a node looks like a loss but is not recognised,
-the reader returns a Decline.
+A *tail* is a node that computes a result from logits, if memeff::linear_cross_entropy can compute
+that result, too. A *site* is an output projection and all tails of its logits. If a node looks like
+a loss but is not recognised, the reader returns a Decline.
 """
 
 from __future__ import annotations
