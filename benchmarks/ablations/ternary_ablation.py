@@ -131,6 +131,7 @@ RECIPES = {
         inner=96,
     ),
 }
+TEXTS = ("python", "other")
 CORPUS = ["--megabytes", "72", "--other-megabytes", "24", "--vocabulary", "8192"]
 CORPUS += ["--sample-megabytes", "12", "--validation-share", "16"]
 
@@ -370,7 +371,7 @@ def wait_for(job: Job) -> Any:
 def figures(job: Job, loop: small_training.Loop, device: str) -> dict[str, Any]:
     """Return the trained model's figures, on held-out text of both slices."""
     recipe, found = loop.recipe, {}
-    for name in ("python", "other"):
+    for name in TEXTS:
         held_out = training.Tokens(job.folder, f"{name}-validation", recipe, device)
         found[name] = small_training.judge(loop.model, held_out, recipe.final_batches, device)
         if not math.isfinite(found[name]["loss"]):
@@ -467,8 +468,8 @@ def shown(curves: Curves, name: str, base: str) -> list[str]:
     """Return the cells of a table: perplexities, accuracies, loss against the base, seeds."""
     if name not in curves:
         return ["-"] * 6
-    cells = [format(math.exp(mean(final(curves, name, t))), ".3f") for t in ("python", "other")]
-    cells += [f"{mean(final(curves, name, t, 'accuracy')):.2%}" for t in ("python", "other")]
+    cells = [format(math.exp(mean(final(curves, name, t))), ".3f") for t in TEXTS]
+    cells += [f"{mean(final(curves, name, t, 'accuracy')):.2%}" for t in TEXTS]
     seeds = {lines[0]["run"].rsplit("/", 1)[1]: lines[-1] for lines in curves[name]}
     others = {lines[0]["run"].rsplit("/", 1)[1]: lines[-1] for lines in curves.get(base, [])}
     apart = [seeds[s]["python"]["loss"] - others[s]["python"]["loss"] for s in seeds if s in others]
@@ -496,7 +497,8 @@ def tables(given: argparse.Namespace) -> int:
     curves = finished_by_variant(given.out)
     for title, (base, names) in TABLES.items():
         print(f"\n{title} (loss against {base!r})\n")
-        print("| run | ppl, python | ppl, other | right, python | right, other | loss | seeds |")
+        heads = " | ".join(f"{a}, {b}" for a in ("perplexity", "right tokens") for b in TEXTS)
+        print(f"| run | {heads} | difference of loss to `{base}` | seeds |")
         print("|---|---:|---:|---:|---:|---:|---:|")
         for name in names:
             print(f"| {name} | {' | '.join(shown(curves, name, base))} |")

@@ -91,7 +91,7 @@ class Values:
         written = tensors_of(compat.written_to(op, args, kwargs))
         results = tensors_of(result)
         if is_known and (results or written) and sum(map(_bytes, results)) <= MOST_BYTES:
-            with suppress(NotImplementedError):  # a dtype that this op has on a GPU alone
+            with suppress(NotImplementedError):  # the CPU has no kernel of this dtype
                 made = iter(tensors_of(on_values()))
                 return compat.pytree.tree_map_only(torch.Tensor, known, result)
         for tensor in written:

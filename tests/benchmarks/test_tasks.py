@@ -437,7 +437,7 @@ CLAIMS = {
     "all 64 needles": ("nvidia-h200", "cache, 4 bits", "needles, 2k", 64),
     "17 instead of 19 of 24": ("nvidia-h200", "cache, 4 bits", "needles, 8k", 17),
     "59 of 64": ("nvidia-h200", "cache, 3 bits", "needles, 2k", 59),
-    "13 of 24": ("nvidia-h200", "cache, 3 bits", "needles, 8k", 13),
+    "13 of 24 in 8,192 tokens": ("nvidia-h200", "cache, 3 bits", "needles, 8k", 13),
     "33 of 64": ("nvidia-h200", "cache, aligned from half on, 16 bits", "needles, 2k", 33),
     "and 29": ("nvidia-h200", "cache, aligned from half on, 4 bits", "needles, 2k", 29),
     "all 64 keys": ("nvidia-h200", "cache, 4 bits", "key-value, 2k", 64),

@@ -291,11 +291,11 @@ def left_alone() -> None:
 
 NEEDS_2_13 = pytest.mark.skipif(
     torch.__version__ < "2.13",
-    reason="before, DTensor leaves a product of such rows a sum over ranks that is still due",
+    reason="before 2.13, DTensor returns the product of such rows without its sum over ranks",
 )
 HAS_SECOND = pytest.mark.skipif(
     torch.__version__ < "2.13",
-    reason="before, DTensor itself gives wrong second derivatives of its parts",
+    reason="before 2.13, DTensor computes wrong second derivatives of its shards",
 )
 CASES = [
     rows_of_a_table,

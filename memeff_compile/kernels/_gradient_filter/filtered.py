@@ -444,7 +444,7 @@ class Walks(NamedTuple):
 
     @property
     def total(self) -> type[FilteredTotal]:
-        """Return the class of the loop for a loss that is a single number."""
+        """Return the Python class that computes a loss that is a single number: `FilteredTotal`."""
         return FilteredTotal
 
     def backward(

@@ -728,8 +728,8 @@ def _keep_attributes(old: Tensor, new: Tensor) -> None:
 
 
 def put_loaded(model: nn.Module, loaded: Mapping[str, CodedWeight]) -> None:
-    """Replace the parameters with these names by compressed weights, in every module that uses
-    them."""
+    """Replace the parameters whose names are keys of ``loaded`` by the compressed weights in
+    ``loaded``, in every module that uses these parameters."""
     places = {}
     for place in _places(model):
         for path, _, attribute in place.owners:
