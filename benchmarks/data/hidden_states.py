@@ -4,7 +4,8 @@
     python benchmarks/ops/linear_cross_entropy.py --data FILE.safetensors --method "memeff mass"
 
 MODEL is anything that `from_pretrained` takes. Sequences are cut from text that lies on this
-machine (the slices of `corpus.py`, in turns), or from given files. Computed in fp32, saved in bf16.
+machine (the slices of `corpus.py`, in turns), or from given files. Computed in fp32, on a GPU where
+there is one, and saved in bf16.
 Such a file holds a model's weights: it is for measuring and never committed.
 """
 
@@ -46,11 +47,12 @@ def sequences(tokenizer: Any, found: Iterator[str], length: int) -> Iterator[Ten
 @torch.no_grad()
 def states(model: Any, rows: list[Tensor]) -> dict[str, Tensor]:
     """Return hidden (N, D) and weight (V, D) in bf16, and target (N,)."""
-    hidden = [model.get_decoder()(input_ids=row[None, :-1]).last_hidden_state[0] for row in rows]
+    body, device = model.get_decoder(), model.device
+    hidden = [body(input_ids=row[None, :-1].to(device)).last_hidden_state[0] for row in rows]
     weight = model.get_output_embeddings().weight
     return {
-        "hidden": torch.cat(hidden).bfloat16(),
-        "weight": weight.detach().bfloat16().contiguous(),
+        "hidden": torch.cat(hidden).bfloat16().cpu(),
+        "weight": weight.detach().bfloat16().contiguous().cpu(),
         "target": torch.cat([row[1:] for row in rows]),
     }
 
@@ -69,6 +71,7 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     count = -(-given.rows // given.length)
     rows = list(islice(sequences(tokenizer, contents(given.text), given.length), count))
     if len(rows) < count:

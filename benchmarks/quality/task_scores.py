@@ -495,7 +495,7 @@ def main() -> int:
     parser.add_argument("--inner", default="inductor", help="aot_eager where no compiler is")
     parser.add_argument("--turns", type=Path, help="a file of processes that share a GPU")
     parser.add_argument("--had", nargs="+", type=Path, default=[], help="more files of rows")
-    where = "nvidia-h100" if torch.cuda.is_available() else "cpu"
+    where = "nvidia-h200" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--out", type=Path, default=RESULTS / where / "tasks.jsonl")
     given = parser.parse_args()
     return actions[given.action](given)

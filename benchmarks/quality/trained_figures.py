@@ -265,7 +265,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", type=Path, required=True, help="folders")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--length", type=int, default=1024)
-    where = "nvidia-h100" if torch.cuda.is_available() else "cpu"
+    where = "nvidia-h200" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--out", type=Path, default=RESULTS / where / "trained-figures.jsonl")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
