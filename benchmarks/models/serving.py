@@ -11,7 +11,8 @@ batches, ends at several tokens, left padding, logits kept over all steps, from 
 beams. Prints a line per case and ends with an error where one differs.
 
 `time`: random weights in the widths of a model (`--size`), greedy, in bf16. A streamer notes when
-each token is on the host. The first call compiles (`first_call_s`, of it our passes `passes_s`);
+each token is on the host. The first call compiles (`first_call_s`, of it our passes `passes_s`;
+`three_calls_s` are the seconds of the first three calls together);
 `step_ms` is of the last call; `host_ms` is the host's time in the model's call of a step, and
 `waiting_step_ms` a step of a loop that waits for each token, as generate() itself does.
 
@@ -582,8 +583,10 @@ def measured(
     row["passes_s"] = round(sum(each.seconds for each in memeff_compile.graphs()) - passes, 3)
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(options.repeats):
+    for number in range(options.repeats):
         result = one_call(called, path, ids, new)
+        if number == 1 and options.turns is None:
+            row["three_calls_s"] = round(time.perf_counter() - started, 1)
     if options.device == "cuda":
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     if getattr(model, "_compiled_call_impl", None) is not None and not options.brief:

@@ -3,6 +3,7 @@
     python benchmarks/models/start.py
     python benchmarks/models/start.py --device cuda --model gemma3-1b
     python benchmarks/models/start.py --device cuda --model gemma3-1b --layers 8 --together
+    python benchmarks/models/start.py --device cuda --model llama3.2-1b --artifacts
 
 Each compilation runs in a process of its own with empty caches: Inductor alone, memeff, and memeff
 with `memeff.regions="on"`. A row has the seconds of the first forward and backward pass (and
@@ -12,7 +13,11 @@ and what the report says of layers.
 
 `--together` compiles the backends in one process, with the caches that it finds, and measures their
 steps in turns: that is how small differences of a step are measured. There each gradient is
-compared with that of the first backend.
+compared with that of the first backend. Processes that get the same file as `--turns` share a GPU:
+they compile in parallel, and time their steps one process after the other.
+
+`--artifacts` saves PyTorch's cache artifacts after the first call with `memeff.regions="on"`, and
+loads them in another process with empty caches; `load_s` has the seconds of that.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ import torch
 
 from benchmarks import RESULTS, rows, timing
 from benchmarks.models import models
+from benchmarks.turns import Turns
 
 BACKENDS = ("inductor", "memeff", "regions")
 STEPS = 10
@@ -169,6 +175,7 @@ def measure(arguments: argparse.Namespace, backends: list[str]) -> None:
         expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         model.zero_grad()
     runs = []
+    loading = loaded_in(arguments.load)
     for backend in backends:
         run = Run(model, ids, backend)
         print(run.row, file=sys.stderr, flush=True)
@@ -179,13 +186,43 @@ def measure(arguments: argparse.Namespace, backends: list[str]) -> None:
         del found
         runs.append(run)
     del expected
+    save(arguments.save)
+    turns = Turns(arguments.turns)
     for _ in range(arguments.steps):
         for run in runs:
             run.timed()
-    common = {key: value for key, value in vars(arguments).items() if key not in ("out", "backend")}
+    turns.give()
+    common = {key: value for key, value in vars(arguments).items() if key not in NOT_IN_ROWS}
     common |= {"batch": ids.shape[0], "length": ids.shape[1]}
+    if arguments.load:
+        common |= {"artifacts": "loaded", "load_s": round(loading, 2)}
     for run in runs:
         rows.write(arguments.out, {**common, **run.result()})
+
+
+NOT_IN_ROWS = ("out", "backend", "artifacts", "save", "load", "turns")
+
+
+def save(file: Path | None) -> None:
+    """Write PyTorch's cache artifacts to a file."""
+    if file is not None and (saved := torch.compiler.save_cache_artifacts()) is not None:
+        file.write_bytes(saved[0])
+
+
+def loaded_in(file: Path | None) -> float:
+    """Load PyTorch's cache artifacts, and return the seconds that this takes."""
+    begun = time.perf_counter()
+    if file is not None:
+        torch.compiler.load_cache_artifacts(file.read_bytes())
+    return time.perf_counter() - begun
+
+
+def run_with_empty_caches(*more: str) -> None:
+    """Run this script in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        again = [sys.executable, __file__, *sys.argv[1:], *more]
+        subprocess.run(again, check=True, env={**os.environ, **caches})
 
 
 def main() -> None:
@@ -204,16 +241,22 @@ def main() -> None:
     parser.add_argument("--together", action="store_true", help="memeff and regions, in turns")
     parser.add_argument("--out", type=Path, default=RESULTS / "cpu" / "start.jsonl")
     parser.add_argument("--backend", choices=BACKENDS, help="this one alone, in this process")
+    parser.add_argument("--turns", type=Path, help="a file that processes on a GPU share")
+    parser.add_argument("--artifacts", action="store_true", help="a second process loads them")
+    parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.together:
         return measure(arguments, ["memeff", "regions"])
     if arguments.backend:
         return measure(arguments, [arguments.backend])
+    if arguments.artifacts:
+        with tempfile.NamedTemporaryFile() as file:
+            run_with_empty_caches("--backend", "regions", "--save", file.name)
+            run_with_empty_caches("--backend", "regions", "--load", file.name)
+        return None
     for backend in BACKENDS:
-        with tempfile.TemporaryDirectory() as folder:
-            caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
-            again = [sys.executable, __file__, *sys.argv[1:], "--backend", backend]
-            subprocess.run(again, check=True, env={**os.environ, **caches})
+        run_with_empty_caches("--backend", backend)
     return None
 
 

@@ -53,7 +53,7 @@ def step(model: Any, batch: dict[str, Tensor], regions: str) -> list[Tensor | No
     return [loss.detach(), *(None if p.grad is None else p.grad for p in model.parameters())]
 
 
-UNEQUAL = {"diffllama", "dbrx", "jetmoe"}
+UNEQUAL = {"diffllama", "dbrx", "jetmoe", "nllb-moe"}
 """Families in which each layer has another constant, or in which Dynamo breaks each layer's graph
 at its experts, so that no graph has several layers."""
 
