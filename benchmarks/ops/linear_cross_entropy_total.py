@@ -48,8 +48,8 @@ HELD_OUT = ("4096x2048x151936", "10007x3584x152064", "12288x5120x202048", "32768
 HELD_OUT_METHODS = (FORWARD, TODAY, "inductor")
 PEERS = (
     *(FORWARD, "inductor", "inductor auto-chunker", "8 chunks", "torch chunks"),
-    *("torch chunks of 2048", "quack 1024", "quack 4096", "liger cute", "liger"),
-    *("apple", "apple no filter"),
+    *("torch chunks of 2048", "quack 1024", "quack 4096", "liger cute", "liger cute rows"),
+    *("liger", "apple", "apple no filter"),
 )
 TOKENS = tuple(methods.TOKEN_METHODS)
 LEAST_SECONDS = 4
