@@ -303,7 +303,21 @@ def liger() -> Loss:
 
 
 def liger_cute() -> Loss:
-    """Return Liger's scaled cross entropy in CuTe DSL for compute capability 9.0."""
+    """Return Liger's loss in CuTe DSL for compute capability 9.0, which keeps the logits."""
+    _import("liger_kernel")
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        liger_fused_linear_cross_entropy_sm90 as theirs,
+    )
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = theirs(hidden, weight, target, IGNORED)
+        return found
+
+    return loss
+
+
+def liger_cute_rows() -> Loss:
+    """Return Liger's loss per row in CuTe DSL, whose backward pass computes the logits again."""
     _import("liger_kernel")
     from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
         LigerFusedScaledCrossEntropySM90Function,
@@ -466,6 +480,7 @@ _FIXED = {
         ("apple no filter", partial(apple, None)),
         ("liger", liger),
         ("liger cute", liger_cute),
+        ("liger cute rows", liger_cute_rows),
         ("inductor auto-chunker", auto_chunked),
         ("memeff compiled", compiled),
         ("inductor graphs", partial(recorded, "inductor")),

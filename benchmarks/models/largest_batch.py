@@ -1,8 +1,8 @@
 """The largest batch that `explain` claims for a model and a memory, run within that memory.
 
-    python benchmarks/models/largest_batch.py FOLDER ... --memory 12GiB --length 1024
+    python benchmarks/models/largest_batch.py CONFIG ... --memory 24GiB --length 1024
 
-For each folder with a config.json: `explain` on the CPU, for AdamW in bf16 with gradient
+For each config.json, or folder with one: `explain` on the CPU, for AdamW in bf16 with gradient
 checkpointing, and its largest batches with Inductor and with memeff. Each claimed batch is then
 trained, with random weights, in a process whose allocator gets no more than this memory. If it does
 not fit, smaller ones are tried. A row has the claim, the batch that ran, and the most bytes that
@@ -62,14 +62,17 @@ def train(folder: Path, backend: str, claim: dict[str, Any], total: int) -> dict
     if is_cuda:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(total / whole)
+    found = None
     for share in SHARES:
         batch = int(claim["batch"] * share)
+        if batch == 0:  # `explain` claims that no sequence fits
+            break
         found = _steps(folder, backend, batch, claim["length"])
         if found is not None:
             break
     peak, reserved = found or (None, None)
     return {
-        "model": folder.name,
+        "model": folder.name.removesuffix(".json"),
         "backend": backend,
         **claim,
         "ran": batch if found else None,
@@ -84,7 +87,7 @@ def _steps(folder: Path, backend: str, batch: int, length: int) -> tuple[float, 
     """Return the most allocated and reserved MiB of some steps, or None if memory was too small."""
     torch._dynamo.reset()
     model = loaded(folder, real=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     methods.registered()
     model.compile(backend=backend)
     device = model.device
@@ -97,7 +100,8 @@ def _steps(folder: Path, backend: str, batch: int, length: int) -> tuple[float, 
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as problem:
+        print(folder.name, backend, batch, str(problem)[:200], flush=True)
         return None
     if device.type != "cuda":
         return 0.0, 0.0
@@ -110,7 +114,7 @@ def main() -> None:
     from memeff_compile.planning.setting import read_memory
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("folders", nargs="+", type=Path, help="with config.json")
+    parser.add_argument("folders", nargs="+", type=Path, help="a config.json, or with one")
     parser.add_argument("--memory", default="12GiB")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--backend", nargs="+", default=list(SIDES), choices=list(SIDES))

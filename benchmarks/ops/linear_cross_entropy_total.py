@@ -48,8 +48,8 @@ HELD_OUT = ("4096x2048x151936", "10007x3584x152064", "12288x5120x202048", "32768
 HELD_OUT_METHODS = (FORWARD, TODAY, "inductor")
 PEERS = (
     *(FORWARD, "inductor", "inductor auto-chunker", "8 chunks", "torch chunks"),
-    *("torch chunks of 2048", "quack 1024", "quack 4096", "liger cute", "liger"),
-    *("apple", "apple no filter"),
+    *("torch chunks of 2048", "quack 1024", "quack 4096", "liger cute", "liger cute rows"),
+    *("liger", "apple", "apple no filter"),
 )
 TOKENS = tuple(methods.TOKEN_METHODS)
 LEAST_SECONDS = 4
@@ -254,6 +254,31 @@ def losses_here(names: tuple[str, ...], shares: tuple[Tensor, Tensor] | None) ->
     return found
 
 
+def errors_and_memory(
+    loss: methods.Loss, tensors: registry.Inputs, wanted: measuring.Reference
+) -> dict[str, Any]:
+    """Return the errors of a loss's gradients, and its peak beyond them."""
+    row: dict[str, Any] = {}
+    measuring.both(loss, tensors)
+    row["grad_hidden_error"] = measuring.relative_error(tensors.hidden.grad, wanted.grad_hidden)
+    if tensors.weight.requires_grad:
+        error = measuring.relative_error(tensors.weight.grad, wanted.grad_weight)
+        row["grad_weight_error"] = error
+    tensors.without_gradients()
+    if tensors.hidden.is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        measuring.both(loss, tensors)
+        torch.cuda.synchronize()
+        given = sum(t.grad.nbytes for t in (tensors.hidden, tensors.weight) if t.grad is not None)
+        peak = torch.cuda.max_memory_allocated() - before
+        row["MiB_beyond_gradients"] = (peak - given) / 2**20
+        tensors.without_gradients()
+    return row
+
+
 def measure(
     run: Runner, shape: str, names: tuple[str, ...], device: str, *, rounds: int, **data: Any
 ) -> None:
@@ -274,26 +299,14 @@ def measure(
     for name, loss in losses_here(names, shares).items():
         if run.left() < LEAST_SECONDS:
             break
-        row: dict[str, Any] = {}
-        measuring.both(loss, tensors)
-        row["grad_hidden_error"] = measuring.relative_error(tensors.hidden.grad, wanted.grad_hidden)
-        if not frozen:
-            error = measuring.relative_error(tensors.weight.grad, wanted.grad_weight)
-            row["grad_weight_error"] = error
-        tensors.without_gradients()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            measuring.both(loss, tensors)
-            torch.cuda.synchronize()
-            given = sum(
-                t.grad.nbytes for t in (tensors.hidden, tensors.weight) if t.grad is not None
-            )
-            peak = torch.cuda.max_memory_allocated() - before
-            row["MiB_beyond_gradients"] = (peak - given) / 2**20
+        try:
+            row = errors_and_memory(loss, tensors, wanted)
+        except Exception as problem:
+            if name.startswith("memeff"):
+                raise
+            print(f"{name}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
             tensors.without_gradients()
+            continue
         calls[name] = lambda loss=loss: measuring.both(loss, tensors)
         found[name] = row
     del wanted
