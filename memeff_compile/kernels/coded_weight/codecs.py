@@ -570,7 +570,7 @@ def setting_of(
     if tokens == 1 and shapes.fits_halves(form.block, columns, form.mantissa):
         return shapes.halves_tile(rows, columns, form.mantissa, count)
     if tokens <= shapes.MAX_FUSED_TOKENS:
-        return shapes.matrix_tile(tokens, rows, columns, count)
+        return shapes.matrix_tile(tokens, rows, columns, count, is_lossless=form.is_lossless)
     is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
     return shapes.wide_tile(tokens, rows, columns, count) if is_wide else None
 
@@ -668,6 +668,7 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
         "CHUNKS": shapes.chunks_touched(setting.rows, x.shape[1]),
         "WARPS": setting.warps,
         "HAS_ALL": is_even and tokens % setting.tokens == 0,
+        "GROUPS": groups if setting.is_early else 0,
         "PATCHES": setting.patches,
         "FIELD": form.mantissa + 1,
         "BLOCK": form.block,

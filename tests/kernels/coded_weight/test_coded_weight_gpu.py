@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,23 @@ def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: 
     assert off <= 1.5 * usual
     if not codecs.fuses(parse("win4"), tokens, weight.shape, x.device):
         assert torch.equal(found, dense)
+
+
+@pytest.mark.parametrize("tokens", [9, 16])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 256), (1000, 1536), (1024, 4096), (64, 14336)])
+def test_each_order_of_loads_gives_the_same_products(rows: int, columns: int, tokens: int) -> None:
+    weight = trained(rows, columns).cuda()
+    weight[5] *= 1e-9  # all of it patches, which take several rounds
+    parts = encode(weight, "win4")
+    x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ weight.double().t() + bias.double()
+    usual = float((F.linear(x, weight, bias).double() - exact).abs().max())
+    plain = shapes.matrix_tile(16, rows, columns, 132)
+    for patches, is_early in ((16, True), (32, True), (16, False), (32, False)):
+        tile = replace(plain, patches=patches, is_early=is_early)
+        found = codecs.product(x, parts, bias, weight.shape, setting=tile)
+        assert float((found.double() - exact).abs().max()) <= 1.5 * usual, tile
 
 
 LOSSY = ("win4:k3:b512", "win4:k1:b128", "win4:k0:b32", "win4:k3:b64")
