@@ -39,7 +39,7 @@ from .layout import (
     sampled,
     tier_header,
 )
-from .reference import STREAM_TAIL, as_patterns, move, rans_table
+from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, with_signs
 
 
 @dataclass(frozen=True)
@@ -209,13 +209,22 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
 
 
 def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
-    """Return the tensors that encode a nonempty bf16 weight, in the order of a lossless
-    `form.parts`.
+    """Return the tensors that encode a nonempty bf16 weight, in the order of `form.parts`.
 
-    If these tensors have spare memory, `encode_soon` can encode later values of the weight into
-    them.
+    If these tensors have spare memory, `encode_soon` can encode later values of a lossless weight
+    into them.
     """
-    patterns = as_patterns(weight)
+    whole = as_patterns(weight)
+    if form.is_lossless:
+        return _encode(whole, form, room)
+    patterns, norms = normalise(whole, form)
+    *parts, _ = _encode(patterns, form, room)  # without the fields of all mantissa bits
+    return [*with_signs(parts, form, whole, patterns), norms]
+
+
+def _encode(patterns: Tensor, form: Format, room: Room) -> list[Tensor]:
+    """Return the tensors that encode bit patterns without loss, whatever mantissa bits the format
+    keeps."""
     if form.codec == "win4":
         counts, header = histogram(patterns, sampled(patterns.numel())), _empty(patterns, 1)
         # The window is chosen without waiting for the GPU.
@@ -224,7 +233,7 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     found = histogram(patterns).tolist()
     if form.codec == "rans":
         return _encode_rans(patterns, found, room)
-    header = torch.tensor(tier_header(found), dtype=torch.int32, device=weight.device)
+    header = torch.tensor(tier_header(found), dtype=torch.int32, device=patterns.device)
     return _encode_tier(patterns, header, room)
 
 

@@ -94,6 +94,20 @@ HALVES = ("win4:k3:b512", "win4:k3:b256", "win4:k1:b512", "win4:k0:b512")
 """Formats of which one token is multiplied in fp16."""
 
 
+@pytest.mark.parametrize("name", [*LOSSY, "tier:k3:b512", "tier:k0:b32", "rans:k1:b256"])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 256), (1000, 1537)])
+def test_both_engines_write_the_same_parts_of_lossy_modes(
+    rows: int, columns: int, name: str
+) -> None:
+    weight = trained(rows, columns)
+    weight.view(-1)[::997] = 300.0
+    weight[1] = 0.0
+    weight[2] *= 1e-38
+    parts, plain = encode(weight.cuda(), name), encode(weight, name)
+    for part, found, expected in zip(parse(name).parts, parts, plain, strict=True):
+        assert torch.equal(found.cpu(), expected), part
+
+
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize(
     ("rows", "columns"), [(33, 256), (1024, 4096), (8960, 1536), (4096, 14336)]
