@@ -83,7 +83,6 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
         "KEYS": shape.keys,
         "STAGES": shape.stages,
         "V_STAGES": shape.v_stages,
-        "DEPTH": depth,
         "DEPTH_BLOCK": depth_block(depth, 64),
         "IN_TURN": shape.in_turn,
         "EARLY": shape.early,
