@@ -117,21 +117,20 @@ def _load_query_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr)
         group = head // repeat
         count = found[4]
         own = (batch, head, tile * C.ROWS)
-        early = gl.minimum(gl.minimum(count, C.STAGES), C.V_STAGES) - 1
+        early = gl.minimum(count, C.STAGES) - 1
         if count == 0:
             _load_own_queries(descs, memory, bars, own, turn, C)
         for visit in range(count):
             at = [batch, group, _nth(visit, found) * C.KEYS, 0]
-            k_stage = step % C.STAGES
-            k_bar = k_full.index(k_stage)
-            mbarrier.wait(k_empty.index(k_stage), ((step // C.STAGES) & 1) ^ 1)
+            stage = step % C.STAGES
+            k_bar = k_full.index(stage)
+            mbarrier.wait(k_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
             mbarrier.expect(k_bar, 2 * C.KEYS * C.DEPTH_BLOCK)
-            load_tile(k_desc, at, k_bar, k_memory.index(k_stage))
-            v_stage = step % C.V_STAGES
-            v_bar = v_full.index(v_stage)
-            mbarrier.wait(v_empty.index(v_stage), ((step // C.V_STAGES) & 1) ^ 1)
+            load_tile(k_desc, at, k_bar, k_memory.index(stage))
+            v_bar = v_full.index(stage)
+            mbarrier.wait(v_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
             mbarrier.expect(v_bar, 2 * C.KEYS * C.DEPTH_BLOCK)
-            load_tile(v_desc, at, v_bar, v_memory.index(v_stage))
+            load_tile(v_desc, at, v_bar, v_memory.index(stage))
             step += 1
             if visit == early:
                 _load_own_queries(descs, memory, bars, own, turn, C)
@@ -160,16 +159,15 @@ def _query_step(
     scale, span, keys = told
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DEPTH_BLOCK, 16])
-    k_stage = step % C.STAGES
-    v_stage = step % C.V_STAGES
+    stage = step % C.STAGES
     before = (step + C.STAGES - 1) % C.STAGES
     q = _tile_2d(q_memory, OWN, C)
     grad = _tile_2d(grad_memory, OWN, C)
-    k = _tile_2d(k_memory.index(k_stage), C.KEYS, C)
-    v = _tile_2d(v_memory.index(v_stage), C.KEYS, C)
+    k = _tile_2d(k_memory.index(stage), C.KEYS, C)
+    v = _tile_2d(v_memory.index(stage), C.KEYS, C)
     k_before = _tile_2d(k_memory.index(before), C.KEYS, C)
-    mbarrier.wait(k_full.index(k_stage), (step // C.STAGES) & 1)
-    mbarrier.wait(v_full.index(v_stage), (step // C.V_STAGES) & 1)
+    mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
+    mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
     if C.IN_TURN:
         mbarrier.wait(in_turn.index(PART), (turns & 1) ^ (1 - PART))
     zeros = gl.zeros([OWN, C.KEYS], gl.float32, score_mma)
@@ -193,7 +191,7 @@ def _query_step(
     else:
         product = warpgroup_mma_wait(1, deps=[product])
     barrier()
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    mbarrier.arrive(v_empty.index(stage), count=1)
     found = (weight * (product - delta[:, None])).to(k.dtype)
     if not IS_FIRST:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -334,14 +332,14 @@ def _attention_hopper_query_gradient_kernel(
         dtype, [C.STAGES, 1, 1, C.KEYS, C.DEPTH_BLOCK], k_desc.layout
     )
     v_memory = gl.allocate_shared_memory(
-        dtype, [C.V_STAGES, 1, 1, C.KEYS, C.DEPTH_BLOCK], v_desc.layout
+        dtype, [C.STAGES, 1, 1, C.KEYS, C.DEPTH_BLOCK], v_desc.layout
     )
     own_full = _barriers(PARTS, 1)
     own_empty = _barriers(PARTS, 1)
     k_full = _barriers(C.STAGES, 1)
     k_empty = _barriers(C.STAGES, PARTS)
-    v_full = _barriers(C.V_STAGES, 1)
-    v_empty = _barriers(C.V_STAGES, PARTS)
+    v_full = _barriers(C.STAGES, 1)
+    v_empty = _barriers(C.STAGES, PARTS)
     in_turn = k_full
     if C.IN_TURN:
         in_turn = _barriers(2, 1)
@@ -389,7 +387,7 @@ def _load_own_keys(descs, memory, bars, at, turn, C: gl.constexpr):
     """Load the keys and values of a program's tile."""
     k_desc, v_desc, _, _ = descs
     k_memory, v_memory, _, _, _, _ = memory
-    own_full, own_empty, _, _, _ = bars
+    own_full, own_empty, _, _ = bars
     batch, group, start = at
     for part in gl.static_range(C.KEYS // OWN):
         full = own_full.index(part)
@@ -406,7 +404,7 @@ def _load_key_gradient(descs, memory, bars, stats_ptr, bounds_ptr, work, C: gl.c
     see them, with two numbers for each query."""
     _, _, q_desc, grad_desc = descs
     _, _, q_memory, grad_memory, sums_memory, delta_memory = memory
-    _, _, full, empty, _ = bars
+    _, _, full, empty = bars
     batch_groups, _, repeat, _, _, tiles, padded, _, _ = work
     lanes: gl.constexpr = gl.BlockedLayout([C.ROWS // 32], [32], [1], [0])
     offs = gl.arange(0, C.ROWS, layout=lanes)
@@ -456,9 +454,9 @@ def _key_step(
 ):
     """Add the contribution of a tile of queries to the gradients of the keys and values of one
     group of warps."""
-    acc_k, acc_v, turns = sums
+    acc_k, acc_v = sums
     k_memory, v_memory, q_memory, grad_memory, sums_memory, delta_memory = memory
-    _, _, full, empty, in_turn = bars
+    _, _, full, empty = bars
     scale, span, keys = told
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.ROWS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DEPTH_BLOCK, 16])
@@ -470,13 +468,9 @@ def _key_step(
     q = _tile_2d(q_memory.index(stage), C.ROWS, C)
     grad = _tile_2d(grad_memory.index(stage), C.ROWS, C)
     mbarrier.wait(full.index(stage), (step // C.STAGES) & 1)
-    if C.IN_TURN:
-        mbarrier.wait(in_turn.index(PART), (turns & 1) ^ (1 - PART))
     zeros = gl.zeros([OWN, C.ROWS], gl.float32, score_mma)
     raw = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     product = warpgroup_mma(v, grad.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if C.IN_TURN:
-        mbarrier.arrive(in_turn.index(1 - PART), count=1)
     total = sums_memory.index(stage).load(by_query)
     raw = warpgroup_mma_wait(1, deps=[raw])
     weight = _weights(raw, total[None, :], scale)
@@ -503,7 +497,7 @@ def _key_step(
     acc_v, acc_k = warpgroup_mma_wait(0, deps=[acc_v, acc_k])
     barrier()
     mbarrier.arrive(empty.index(stage), count=1)
-    return acc_k, acc_v, turns + 1
+    return acc_k, acc_v
 
 
 @gluon.jit
@@ -512,7 +506,7 @@ def _key_gradient(
 ):
     """Compute the gradients of the keys and values of one group of warps."""
     k_memory, v_memory, _, _, _, _ = memory
-    own_full, own_empty, _, _, _ = bars
+    own_full, own_empty, _, _ = bars
     grad_k_desc, grad_v_desc = outs
     scale, factor = scales
     batch_groups, _, repeat, _, keys, tiles, _, span, _ = work
@@ -520,7 +514,6 @@ def _key_gradient(
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DEPTH_BLOCK, 16])
     told = (scale, span, keys)
     step = 0
-    turns = 0
     for turn in range(_rounds(batch_groups * tiles)):
         tile, _row, batch, group, found = _key_tile(turn, bounds_ptr, work, C)
         edges, count = found[3], found[4]
@@ -532,17 +525,13 @@ def _key_gradient(
         for _shared in range(repeat):
             for visit in range(edges):
                 other = _nth(visit, found)
-                sums = (acc_k, acc_v, turns)
-                acc_k, acc_v, turns = _key_step(
-                    sums, step, other, key, memory, bars, told, PART, True, C
-                )
+                sums = (acc_k, acc_v)
+                acc_k, acc_v = _key_step(sums, step, other, key, memory, bars, told, PART, True, C)
                 step += 1
             for visit in range(edges, count):
                 other = _nth(visit, found)
-                sums = (acc_k, acc_v, turns)
-                acc_k, acc_v, turns = _key_step(
-                    sums, step, other, key, memory, bars, told, PART, False, C
-                )
+                sums = (acc_k, acc_v)
+                acc_k, acc_v = _key_step(sums, step, other, key, memory, bars, told, PART, False, C)
                 step += 1
         # The keys and values are no longer needed: their memory takes the results.
         _tile_2d(v_memory, OWN, C).store(acc_v.to(k_memory.dtype))
@@ -609,11 +598,8 @@ def _attention_hopper_key_gradient_kernel(
     own_empty = _barriers(PARTS, 1)
     full = _barriers(C.STAGES, 2)  # once for the tiles, once for the numbers
     empty = _barriers(C.STAGES, PARTS)
-    in_turn = full
-    if C.IN_TURN:
-        in_turn = _barriers(2, 1)
     fence_async_shared()
-    bars = (own_full, own_empty, full, empty, in_turn)
+    bars = (own_full, own_empty, full, empty)
     memory = (k_memory, v_memory, q_memory, grad_memory, sums_memory, delta_memory)
     descs = (k_desc, v_desc, q_desc, grad_desc)
     outs = (grad_k_desc, grad_v_desc)

@@ -24,6 +24,11 @@ from ..device import on_device, processors, was_measured
 from . import hopper
 from .call import Call
 
+NARROW = 64
+"""The head dimension below `hopper.MEASURED` for which the kernels were measured to be faster."""
+LONG = 16384
+"""The least number of keys for which starting products in turn was measured to be slower."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -32,10 +37,10 @@ class Shape:
     rows: int  # queries per tile
     keys: int  # keys per tile
     stages: int  # visited tiles in flight
-    v_stages: int  # tiles of values in flight, in the kernel for the gradient of queries
-    in_turn: bool  # the groups of warps start their products in turn
+    # for queries: the groups of warps start their products in turn
+    in_turn: bool = False
     # for keys and values: the product with the weights starts before the slopes are known
-    early: bool = True
+    early: bool = False
     registers: int = 232  # of a thread of the second group of warps
     loader_registers: int = 40  # of a thread of the warp that loads
 
@@ -48,13 +53,12 @@ class Plan:
     key_gradient: Shape
 
 
-def plan_for(depth: int) -> Plan:
-    """Return the tile shapes for a head dimension."""
+def plan_for(depth: int, keys: int) -> Plan:
+    """Return the tile shapes for a head dimension and a number of keys."""
     if depth_block(depth, 64) == 64:
-        query = Shape(128, 128, 3, 3, in_turn=True)
-        return Plan(query, Shape(64, 128, 4, 4, in_turn=False))
-    query = Shape(128, 64, 3, 3, in_turn=True)
-    return Plan(query, Shape(64, 128, 2, 2, in_turn=False))
+        return Plan(Shape(128, 128, 3, in_turn=True), Shape(64, 128, 4))
+    wide = Shape(64, 128, 3, early=True, registers=240, loader_registers=24)
+    return Plan(Shape(128, 64, 3, in_turn=keys < LONG), wide)
 
 
 def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
@@ -63,8 +67,8 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
     `grad` is the gradient of the result `out`.
     """
     batch, heads, _, queries, keys, depth = call.sizes
-    is_large = depth >= hopper.MEASURED and batch * heads * queries * keys >= hopper.LEAST_PAIRS
-    if not is_large:
+    is_measured = depth == NARROW or depth >= hopper.MEASURED
+    if not is_measured or batch * heads * queries * keys < hopper.LEAST_PAIRS:
         return False
     return was_measured(call.q.device, "attention_hopper") and serves(call, grad, out)
 
@@ -82,7 +86,6 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
         "ROWS": shape.rows,
         "KEYS": shape.keys,
         "STAGES": shape.stages,
-        "V_STAGES": shape.v_stages,
         "DEPTH_BLOCK": depth_block(depth, 64),
         "IN_TURN": shape.in_turn,
         "EARLY": shape.early,
@@ -99,17 +102,15 @@ def gradients(
     grad: Tensor,  # (B, H, M, D), of out, with the depth at unit stride
     out: Tensor,  # the result of `attend`
     lse: Tensor,  # likewise, contiguous
-    *,
-    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, like `tiles.gradients`."""
-    plan = plan or plan_for(call.sizes[5])
+    plan = plan_for(call.sizes[5], call.sizes[4])
     with on_device(call.q):
-        grad_q, stats = query_gradient(call, grad, out, lse, plan.query_gradient)
-        return grad_q, *key_gradients(call, grad, stats, plan.key_gradient)
+        grad_q, stats = _query_gradient(call, grad, out, lse, plan.query_gradient)
+        return grad_q, *_key_gradients(call, grad, stats, plan.key_gradient)
 
 
-def query_gradient(
+def _query_gradient(
     call: Call, grad: Tensor, out: Tensor, lse: Tensor, shape: Shape
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of q, and two numbers for each query, which the other kernel reads."""
@@ -135,8 +136,8 @@ def query_gradient(
     return grad_q, stats
 
 
-def key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return the gradients of k and v; `stats` are the second result of `query_gradient`."""
+def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return the gradients of k and v; `stats` are the second result of `_query_gradient`."""
     from .._triton.gluon import tiles_of_heads
     from . import hopper_gradient_kernels as kernels
 
@@ -164,8 +165,8 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _run(kernel: Any, call: Call, shape: Shape, tiles: int, arguments: tuple[Any, ...]) -> None:
-    """Run a kernel whose programs compute the tiles of one sequence in turn; `tiles` counts all
-    heads."""
+    """Run a kernel with one program per processor; `tiles` is the number of tiles in one sequence,
+    over all heads."""
     constants = constants_of(shape, call.sizes[5], key_tiles.flags_of(call.given))
     programs = min(call.sizes[0] * tiles, processors(call.q.device))
     launch(kernel, (programs,), arguments, constants, tuple(constants.items()))
