@@ -142,7 +142,7 @@ class Filtered(RowWalk):
         self.launch(kernel, grid, *arguments, **constants)
 
     def ints(self, *sizes: int) -> Tensor:
-        """Return an uninitialized int32 tensor of these sizes."""
+        """Return an uninitialized int32 tensor of the given sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.int32)
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
@@ -432,8 +432,8 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The loops of an implementation under a filter, with the same functions as an implementation's
-    module."""
+    """The loops over blocks of rows under a gradient filter, with the same functions as the module
+    of an implementation."""
 
     exact: Any  # the engine's module
 
