@@ -192,7 +192,8 @@ class Filtered(RowWalk):
     def _selected(
         self, compact: Selection, rank: Tensor, base: Tensor, values: Tensor | None
     ) -> Selection:
-        """Return the rows in a given order, and write their bases in that order."""
+        """Return the rows in a given order, and write their bases (numbers near their largest
+        logits) in that order."""
         rows, kept = self.extent, compact.kept
         if kept is None:
             kept = compact.target.new_full((1,), rows)

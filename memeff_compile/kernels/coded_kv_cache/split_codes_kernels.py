@@ -701,7 +701,7 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     KINDS: tl.constexpr,  # of which the last are values
 ):
     """Combine partial results, and rotate the part of the result that comes from merged tokens back
-    to the layer's own axes."""
+    by the inverse of the layer's alignment map."""
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)
