@@ -27,9 +27,11 @@ class Stats(NamedTuple):
     """Statistics per row of logits, each in the shape of the targets; all except `top` have
     gradients.
 
-    lse: the log-sum-exp of the logits. entropy: the entropy of the softmax of the logits, in nats.
-    top: the index of the largest logit, int64; the first one if several are equal. log_probs: the
-    log-probability of the target; 0 if the target is ignored.
+    Attributes:
+        lse: the log-sum-exp of the logits.
+        entropy: the entropy of the softmax of the logits, in nats.
+        top: the index of the largest logit, int64; the first one if several are equal.
+        log_probs: the log-probability of the target; 0 if the target is ignored.
     """
 
     lse: Tensor

@@ -151,7 +151,7 @@ class Record:
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record with the locations of a second, otherwise equal record added."""
+        """Return the record with the locations of a second, otherwise equal record added."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
@@ -418,7 +418,7 @@ class GraphReport:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether the report of this graph has no entries."""
+        """Return whether the report of a graph has no entries."""
         return not (self.records or self._uses())
 
     def _uses(self) -> list[LogitsUse | Replays]:
@@ -446,13 +446,13 @@ class GraphReport:
         return f"{heading}\n{text}" if text else heading
 
     def as_it_is(self) -> GraphReport:
-        """Return a copy of this report that later calls of the graph do not change."""
+        """Return a copy of the report that later calls of the graph do not change."""
         logits = None if self.logits is None else self.logits.copy()
         replays = None if self.replays is None else replace(self.replays)
         return replace(self, logits=logits, replays=replays)
 
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
-        """Return this report with the result of `memeff.verify` from the graph's first run.
+        """Return the report with the result of `memeff.verify` from the graph's first run.
 
         If ``undo`` is set, the original graph runs from now on, and the report counts no change of
         this graph.

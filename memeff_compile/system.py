@@ -41,7 +41,7 @@ class PassFacts:
 
 @dataclass(frozen=True)
 class SystemPass:
-    """A pass of a system, and the pass of the core after which it runs."""
+    """A pass that a system (such as KV caches) adds, and the core pass after which it runs."""
 
     facts: PassFacts
     source: str  # "module:class"
@@ -85,8 +85,8 @@ class Hooks:
         make."""
 
     def wants(self, request: Request) -> bool:
-        """Return whether the arguments of `memeff_compile.compile` ask this system to change the
-        model."""
+        """Return whether the arguments of `memeff_compile.compile` ask the system (such as KV
+        caches) to change the model."""
         return False
 
     def check(self, request: Request) -> None:
@@ -97,8 +97,8 @@ class Hooks:
         return request.options
 
     def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
-        """Compile the model in place with these arguments; return whether the system compiled
-        it."""
+        """Compile the model in place with the given arguments; return whether the system (such as
+        KV caches) compiled it."""
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
@@ -109,7 +109,8 @@ class Hooks:
         """Add guards to a graph for inputs that cannot require a gradient."""
 
     def forget(self) -> None:
-        """Free all memory that the system keeps between calls; `reset()` calls this."""
+        """Free all memory that the system (such as KV caches) keeps between calls;
+        `memeff_compile.reset()` calls this method."""
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,8 @@ def weights(rows: list[Row]) -> list[str]:
         time = timed.get(tuple(row.get(key) for key in keys))
         cells += [f"{row['perplexity']:.4f}", f"{100 * (row['against_dense'] - 1):+.3f} %"]
         body.append([*cells, "-" if time is None else f"{time['ms']['median']:.1f}"])
-    head = ["linears", "bits", "linears, MiB", "model, MiB", "perplexity", "change", "forward, ms"]
+    head = ["format of the linear weights", "bits per weight", "memory of the linears, MiB"]
+    head += ["memory of the model, MiB", "perplexity", "its change", "forward pass, ms"]
     shown = lines(head, body)
     blocks = [row for row in found if row.get("codec") == "tier" and "block" in row]
     sizes = sorted({row["block"] for row in blocks})
@@ -186,7 +187,7 @@ def weights(rows: list[Row]) -> list[str]:
         ]
         for kept in sorted({row["mantissa"] for row in blocks})
     ]
-    shown += lines(["bits kept: perplexity, bits a weight", *map(str, sizes)], body)
+    shown += lines(["mantissa bits; cells: perplexity, bits per weight", *map(str, sizes)], body)
     return [*shown, *errors(rows)]
 
 

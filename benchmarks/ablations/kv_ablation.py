@@ -405,7 +405,11 @@ def table(given: argparse.Namespace) -> int:
         tuple(row[k] for k in ("bits", "scheme", "recent", "keep_first")): row for row in found
     }
     exact = next(row for setting, row in latest.items() if setting[0] == 16)
-    print("| recent | first | scheme | bits | ppl, python | | ppl, other | | same token | keys |")
+    print("| latest tokens that stay exact | first tokens that stay exact | scheme | bits ", end="")
+    print(
+        "| perplexity on Python code | its change | perplexity on other text | its change ", end=""
+    )
+    print("| positions with the same likeliest token | pass keys retrieved |")
     print("|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|")
     for row in latest.values():
         cells = [str(row[k]) for k in ("recent", "keep_first", "scheme", "bits")]

@@ -497,20 +497,23 @@ def tables(given: argparse.Namespace) -> int:
     curves = finished_by_variant(given.out)
     for title, (base, names) in TABLES.items():
         print(f"\n{title} (loss against {base!r})\n")
-        heads = " | ".join(f"{a}, {b}" for a in ("perplexity", "right tokens") for b in TEXTS)
+        heads = "perplexity on Python code | perplexity on other text"
+        heads += " | next tokens predicted rightly, Python code | the same, other text"
         print(f"| run | {heads} | difference of loss to `{base}` | seeds |")
         print("|---|---:|---:|---:|---:|---:|---:|")
         for name in names:
             print(f"| {name} | {' | '.join(shown(curves, name, base))} |")
     print("\nTable 2: zeros\n")
     parts = ["qkv", "out", "up", "gate", "down", "overall"]
-    print(f"| run | {' | '.join(parts)} |\n|---|{'---:|' * len(parts)}")
+    print(f"| run; cells: zeros among the inputs of | {' | '.join(parts)} |")
+    print(f"|---|{'---:|' * len(parts)}")
     for name in ("b1.58", "b1.58 relu2", "a4.8 fp4", "a4.8"):
         if name in curves:
             cells = [f"{mean(final(curves, name, 'zeros', p)):.1%}" for p in parts]
             print(f"| {name} | {' | '.join(cells)} |")
     print("\nThe switch: validation loss before, at once after, and at the end\n")
-    print("| run | before | after | end |\n|---|---:|---:|---:|")
+    print("| run | loss before the switch of stages | loss directly after the switch ", end="")
+    print("| loss 40 steps after the switch |\n|---|---:|---:|---:|")
     for name in curves:
         found = [at_switch(lines) for lines in curves[name] if VARIANTS[name].stages]
         if found:

@@ -30,7 +30,8 @@ MOST_THREADS = 4
 
 
 class Likeness(NamedTuple):
-    """The properties of a tensor on which the compilation of an op's kernels depends."""
+    """The properties of a tensor on which the compilation of an op's kernels depends, such as dtype
+    and sizes."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]
@@ -39,7 +40,8 @@ class Likeness(NamedTuple):
     needs_grad: bool
 
     def new(self) -> torch.Tensor:
-        """Return a tensor with these properties; under a fake tensor mode it has no memory."""
+        """Return a tensor that has the properties stored in this `Likeness`; under a fake tensor
+        mode it has no memory."""
         empty = torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=self.device)
         return empty.requires_grad_(self.needs_grad)
 

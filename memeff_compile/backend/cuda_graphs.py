@@ -224,9 +224,9 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return how to compute the numbers (not tensors) that a step returns, and the number
-        arguments used only for them. A new value of such an argument needs no new recording,
-        because no tensor depends on it.
+        """Return how to compute the Python numbers that a step returns, and the arguments that are
+        used only to compute them. A new value of such an argument needs no new recording, because
+        no tensor depends on it.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}

@@ -143,8 +143,8 @@ class Recorder:
         return tuple(part % 16 == 0 for part in parts if isinstance(part, int))
 
     def _pays(self) -> bool:
-        """Return whether earlier recordings were replayed so often that a new recording is
-        worthwhile."""
+        """Return whether earlier recordings of the step were replayed so often that a new recording
+        is worthwhile."""
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
     def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
@@ -199,7 +199,7 @@ class Recorder:
 
 
 def _place(tensor: Any) -> Hashable:
-    """Return a value that changes when a tensor's memory moves.
+    """Return a value that changes when a tensor's memory moves to another address.
 
     A tensor subclass that contains several tensors may count its moves itself, as `memory_number`.
     """
@@ -248,8 +248,8 @@ class _Buffers:
             self._filled.append((place, _unexpanded(made), _unexpanded(made) is not made))
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
-        """Copy new arguments into the buffers, and return the argument list with these buffers in
-        it.
+        """Copy the new arguments of a call into the static buffers, and return the argument list
+        with the buffers in their place.
         """
         inputs = list(args)
         with torch.no_grad():
@@ -314,12 +314,13 @@ class _Outputs:
             self._cloned.append(number)
 
     def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return the results; if a result is an argument, return the caller's object."""
+        """Return the results of a call; if a result is one of the call's arguments, return the
+        caller's object."""
         pairs = zip(found, self._places, strict=True)
         return self._type(each if place is None else args[place] for each, place in pairs)
 
     def cloned(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return clones of the results, which the next replay does not overwrite."""
+        """Return clones of a call's results, which the next replay does not overwrite."""
         copies = list(found)
         for number in self._cloned:
             copies[number] = found[number].clone()
@@ -346,7 +347,8 @@ class _Recording:
         return self.outputs.cloned(self._counted(args), args)
 
     def _counted(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the results, with the numbers computed for this call."""
+        """Return the results of a call, with the Python numbers among them computed for this
+        call."""
         counts = self.roles.counts
         if counts is None:
             return self.found
@@ -376,7 +378,7 @@ class CudaEngine:
         return not torch.cuda.is_current_stream_capturing() and not compat.is_traced()
 
     def stream(self) -> int:
-        """Return the number of the current stream."""
+        """Return the number of the current CUDA stream."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def random_state(self) -> bytes:
@@ -384,7 +386,7 @@ class CudaEngine:
         return torch.cuda.get_rng_state(self._device).numpy().tobytes()
 
     def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:
-        """Record on a separate stream, in the memory pool of the current stream."""
+        """Record the step on a separate CUDA stream, in the memory pool of the current stream."""
         with compat.capturing_alone(), _collecting_nothing(), torch.cuda.device(self._device):
             pool = self._pools.setdefault(self.stream(), _Pool())
             handle, graph = pool.opened()

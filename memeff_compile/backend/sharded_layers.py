@@ -43,7 +43,7 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
-    """After the graph with these gathered weights was captured, return a remark for the report
+    """After the graph that takes the gathered weights was captured, return a remark for the report
     about layers that no graph contains.
 
     Layers of one class share a graph, so if one layer of the class is in a graph, all layers of the

@@ -1,5 +1,5 @@
-"""Take one captured graph through all steps of the backend (this is called a trip), and wrap the
-compiled result.
+"""Take one captured graph through all steps of the backend, and wrap the compiled result; the class
+`Trip` holds the state of one graph on this way.
 
 The backend analyses the graph twice: before the passes and after them. Each wrapper function takes
 the compiled callable and the `Trip` object. A wrapper returns a callable with the same arguments,
@@ -40,7 +40,7 @@ Compiled: TypeAlias = Callable[..., Any]
 
 @dataclass
 class Trip:
-    """One graph on its way through the backend."""
+    """The state of one graph on its way through the backend."""
 
     gm: GraphModule  # the graph, which the passes edit in place
     example_inputs: Sequence[Any]  # the tensors and sizes it was captured with
@@ -147,7 +147,8 @@ class Trip:
         return last_product.said(found)
 
     def _hand_over(self, info: GraphInfo) -> None:
-        """Record the meaning of masks that this graph partition computes, for later partitions."""
+        """Record the formulas of the masks that this graph partition computes, so that later
+        partitions can read the masks' meaning."""
         try:
             hand_over(info)
         except Exception:  # later partitions find no records
@@ -172,7 +173,8 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let systems add guards for graph inputs that cannot require a gradient."""
+        """Let systems (such as KV caches) add guards for graph inputs
+        that cannot require a gradient."""
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
         for hooks in system.hooks():
@@ -244,7 +246,8 @@ def put_back(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def accept_pieces(compiled: Compiled, trip: Trip) -> Compiled:
-    """Accept deferred logits of another graph partition as inputs."""
+    """Accept deferred logits that another graph partition returned as inputs of the compiled
+    callable."""
     return accept(compiled, trip.pieces) if trip.pieces else compiled
 
 

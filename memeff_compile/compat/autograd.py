@@ -210,8 +210,8 @@ def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> None:
-    """Call a function after these results' autograd nodes have computed their gradients, before
-    autograd passes the gradients on.
+    """Call a function after the autograd nodes of the given results have computed their gradients,
+    before autograd passes the gradients on.
     """
     for result in results:
         made_by = result.grad_fn if isinstance(result, torch.Tensor) else None

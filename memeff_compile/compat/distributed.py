@@ -92,8 +92,8 @@ class FsdpShard:
     _param: Any
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether FSDP2 still uses this parameter, because another one may have replaced it
-        in its module."""
+        """Return whether FSDP2 still uses a parameter; another parameter may have replaced it in
+        its module."""
         return self._param.sharded_param is parameter
 
     @property

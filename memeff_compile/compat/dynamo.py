@@ -97,7 +97,7 @@ def compiled_module() -> torch.nn.Module | None:
 
 
 def _calling_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Return the modules whose forward led to this call, innermost first."""
+    """Return the modules whose `forward` is running around the current call, innermost first."""
     from torch._dynamo import eval_frame
 
     wrappers = (eval_frame.OptimizedModule, torch.nn.parallel.DistributedDataParallel)

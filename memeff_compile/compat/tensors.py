@@ -283,7 +283,8 @@ SOLE_OWNER = (2, 1, 2, 2)
 
 
 def is_sole_owner(held: list[torch.Tensor]) -> bool:
-    """Return whether this one-element list has the only reference to the tensor and its memory.
+    """Return whether a one-element list has the only reference to its tensor and to the tensor's
+    memory.
 
     Views, detached tensors, NumPy arrays and saved tensors count as other references. While Dynamo
     traces, the references are unknown, so the function returns False.

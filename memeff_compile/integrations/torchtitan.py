@@ -75,8 +75,8 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 
     def _prepare(self, pred: Tensor, labels: Tensor) -> None:
-        """Add a method that computes the loss to the projection module; FSDP2 gathers the
-        projection's weight for this method."""
+        """Add a method that computes the loss to the projection module; when code calls the method,
+        FSDP2 gathers the projection's weight."""
         head = self.lm_head
         self._is_prepared, self._left = True, _unserved(head, pred, labels)
         if self._left is not None:
@@ -91,7 +91,7 @@ def _loss_of(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def _unserved(head: Any, *tensors: Tensor) -> str | None:
-    """Return the reason why torchtitan must compute this projection and its loss itself, or
+    """Return the reason why torchtitan must compute a given projection and its loss itself, or
     None."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"the output projection is a {type(head).__name__}, and no plain linear layer"

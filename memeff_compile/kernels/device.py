@@ -114,7 +114,8 @@ def starts_early(device: torch.device) -> bool:
 
 
 def was_measured(device: torch.device, op: str) -> bool:
-    """Return whether an op's speed was measured on this kind of GPU; without a GPU, return True."""
+    """Return whether an op's speed was measured on a device's kind of GPU; without a GPU, return
+    True."""
     planned = _planned.get()
     if planned is not None:
         return op in planned.gpu.measured
@@ -162,7 +163,8 @@ def _has_gpu() -> bool:
 
 
 def speed_note(device: torch.device) -> str:
-    """Return a remark on the speed measured on a device, or "" if no such GPU is present."""
+    """Return a remark on the speed measured on a device, or "" if that kind of GPU is not
+    present."""
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return ""
     name = torch.cuda.get_device_name(_index(device))

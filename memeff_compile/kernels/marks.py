@@ -34,13 +34,13 @@ class Mark:
 
 
 def is_updated_in_backward(parameter: Tensor | None) -> bool:
-    """Return whether an active `optim_in_backward` updates this parameter."""
+    """Return whether an active `optim_in_backward` updates a parameter."""
     mark = getattr(parameter, "updated_in_backward", None)
     return isinstance(mark, Mark) and mark.owner == id(parameter)
 
 
 def announce(parameters: Sequence[Tensor]) -> None:
-    """Announce that all gradients of these parameters exist, and that the parameters' hooks are
+    """Announce that all gradients of the given parameters exist, and that the parameters' hooks are
     about to run."""
     told: dict[Announce, list[Tensor]] = {}
     for parameter in parameters:

@@ -49,8 +49,8 @@ class Folded(NamedTuple):
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Return the steps that compute logits as arguments of the op, or a sentence that says why this
-    is not possible."""
+    """Return the steps that compute logits as arguments of the op, or a sentence that says why the
+    op has no such arguments."""
     names = [name for name, _ in recipe.steps]
     end = names.index("log_softmax") if "log_softmax" in names else len(names)
     factor = _product(recipe.steps[end + 1 :])
@@ -89,7 +89,8 @@ def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Some rows of logits in factored form; none of its tensors has an autograd graph."""
+    """Some rows of logits in factored form (hidden states and output projection); none of the
+    tensors has an autograd graph."""
 
     hidden: Tensor  # (..., hidden), one per row
     weight: Tensor  # as a `LogitsRecipe` takes them
@@ -102,7 +103,7 @@ class Head:
 
     @property
     def folded(self) -> Folded:
-        """Return the steps that compute these logits as arguments of the op."""
+        """Return the steps that compute the rows of logits, in the form of the op's arguments."""
         folded = fold_recipe(self.recipe)
         assert isinstance(folded, Folded), folded
         return folded
@@ -119,7 +120,7 @@ class Head:
         return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
 
     def refusal(self, target: Tensor | None, column_weight: Tensor | None) -> str | None:
-        """Return the reason why the op does not support these rows, or None."""
+        """Return the reason why the op does not support these rows of logits, or None."""
         return op_folder.supports(
             self.hidden,
             self._weight.t() if self.recipe.transposed else self._weight,
@@ -163,7 +164,7 @@ class Head:
         return op_folder.makes_gradients_in_forward(*asked, workspace=self.settings.workspace)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-        """Return the hidden states, weight, bias and scale whose product is these rows of logits.
+        """Return the hidden states, weight, bias and scale whose product is the rows of logits.
 
         Return None if the logits have a softcap, or if the rows are not logits.
         """
@@ -173,7 +174,7 @@ class Head:
         return *self._operands(), folded.scale
 
     def logits(self, recipe: LogitsRecipe) -> Tensor:
-        """Compute the result that `recipe` gives for these rows.
+        """Compute the result that `recipe` gives for the rows of logits.
 
         `recipe` is the recipe of these logits, or only its first steps.
         """
@@ -227,7 +228,8 @@ class Ready:
     is_last: bool  # no later backward pass reads them
 
     def take(self, factor: float, needed: Sequence[bool]) -> list[Tensor] | None:
-        """Return the stored gradients, multiplied by the gradient of the loss and by `factor`.
+        """Return the gradients that the loss stored, multiplied by the gradient of the loss and by
+        `factor`.
 
         Return None if an earlier call has already taken these gradients.
         """
@@ -281,7 +283,7 @@ class FusedRows:
 
     @property
     def recomputed(self) -> FusedRows:
-        """Return this gradient without the gradients that the loss computed in its forward pass."""
+        """Return the gradient without the parts that the loss computed in its forward pass."""
         if self.ready is None:
             return self
         _, lse, *_ = self.head.statistics(with_lse=True, with_logit_sum=False)
@@ -295,11 +297,11 @@ class FusedRows:
         return any(each is not None and compat.is_batched(each) for each in given)
 
     def scaled(self, factor: float) -> FusedRows:
-        """Return this gradient multiplied by a number."""
+        """Return the gradient multiplied by a number."""
         return replace(self, outer=self.outer * factor)
 
     def reshaped(self, rows: Sequence[int]) -> FusedRows:
-        """Return this gradient with its rows in another shape."""
+        """Return the gradient with its rows in another shape."""
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
         held = {name: getattr(self, name) for name in _OF_ROWS}
@@ -371,22 +373,23 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply this gradient by the probabilities; it must be the gradient of a sum over the
+        """Multiply the gradient by the probabilities; it must be the gradient of a sum over the
         classes."""
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
-        """Multiply this gradient by the log-probabilities; the result is a gradient of the
+        """Multiply the gradient by the log-probabilities; the result is a gradient of the
         probabilities."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:
-        """Return the gradient of the log-probabilities, if this is the gradient of the
+        """Return the gradient of the log-probabilities, given that `self` is the gradient of the
         probabilities."""
         return replace(self, is_log=True, is_exp=False)
 
     def before_log_softmax(self) -> FusedRows:
-        """Return the gradient of the logits, if this is the gradient of the log-probabilities."""
+        """Return the gradient of the logits, given that `self` is the gradient of the
+        log-probabilities."""
         lse = None
         if self.total is not None:
             weight = self.column_weight

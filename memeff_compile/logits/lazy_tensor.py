@@ -76,7 +76,8 @@ class LazyTensor(torch.Tensor):
         return self._device
 
     def refuse_memory(self) -> NoReturn:
-        """Raise an error if code assigns this tensor to the `.data` of a plain tensor."""
+        """Raise an error if code assigns the tensor, which has no memory, to the `.data` of a plain
+        tensor."""
         raise UnsupportedInputError(_NO_DATA.format(type(self).__name__))
 
     def _values(self) -> Tensor:

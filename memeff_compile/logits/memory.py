@@ -38,10 +38,10 @@ class Part(Protocol):
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view from which this view was created, and the function that computes this
-        view's values from that view's values.
+        """Return the view from which the present view was created, and a function that computes the
+        values of the present view from those of the earlier one.
 
-        Return None if this view consists of whole rows.
+        Return None if the present view consists of whole rows.
         """
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -330,8 +330,8 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the data that this object has, for other values that the same output projection
-        computed.
+        """Return the data that a backward pass needs, for other values that the same output
+        projection computed.
 
         The other values use the same saved tensors, which autograd frees after a backward pass
         through either.
@@ -409,8 +409,8 @@ def _written_by(view: Any) -> Any:
 
 
 class Declined(Exception):
-    """The exception for a call that PyTorch must run itself; it contains the reason for the report,
-    or ""."""
+    """The exception that a handler raises for a call that PyTorch must run itself; it contains the
+    reason for the report, or ""."""
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
@@ -544,7 +544,7 @@ def _class_loss(
 
 
 def _makes_gradients(view: View) -> bool:
-    """Return whether a loss of these logits computes its gradients in its forward pass.
+    """Return whether a loss of deferred logits computes its gradients in its forward pass.
 
     Gradients from the forward pass are as large as the hidden states and the weight together. So
     the forward pass computes them only for a loss of more than half of the rows, and only if no

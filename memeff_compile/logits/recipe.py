@@ -148,11 +148,11 @@ class LogitsRecipe:
         return weight[:, start:stop] if self.transposed else weight[start:stop]
 
     def cast(self, dtype: torch.dtype) -> LogitsRecipe:
-        """Return this recipe followed by a cast to `dtype`."""
+        """Return the recipe, extended by a cast to `dtype`."""
         return self if dtype == self.dtype else self.then("to", dtype)
 
     def then(self, name: str, value: object = None) -> LogitsRecipe:
-        """Return this recipe followed by one more step."""
+        """Return the recipe, extended by one more step."""
         return replace(self, steps=(*self.steps, (name, value)))
 
     def logits(
@@ -309,7 +309,7 @@ class DeferredOutput:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Return the indices of all graph outputs that are these logits or views of them."""
+        """Return the indices of all graph outputs that are the logits or views of them."""
         return tuple(view.output for view in self.views) or (self.output,)
 
     def put(self, logits: Tensor, results: list[Any]) -> None:
@@ -352,7 +352,7 @@ def _with_sizes(arg: object, results: Sequence[Any]) -> object:
 
 
 def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
-    """Return the index of the first graph output that is a size for these views, or None."""
+    """Return the index of the first graph output that is a size for the given views, or None."""
     calls = [view.calls for entry in plan for view in entry.views]
     sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]
     return min(sizes, default=None)

@@ -43,7 +43,7 @@ class RowStep(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The gradient of some rows, and the steps that select these rows among all rows.
+    """The gradient of some rows, and the steps by which the rows were selected among all rows.
 
     The steps are stored in reverse order.
     """
@@ -62,13 +62,13 @@ class Piece(NamedTuple):
         return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
 
     def select(self, tensor: Tensor) -> Tensor:
-        """Return the rows of `tensor` for which this object has a gradient."""
+        """Return the rows of `tensor` for which this gradient has entries."""
         for step in reversed(self.steps):
             tensor = step.select(tensor)
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with all rows: the rows of `tensor` where this object has a gradient, and
+        """Return a tensor with all rows: the rows of `tensor` where this gradient has entries, and
         zeros elsewhere."""
         for step in self.steps:
             tensor = step.scatter(tensor)
@@ -106,7 +106,7 @@ class RowGradient(LazyTensor):
         return RowGradient(rows.shape, (Piece(rows, ()),), rows)
 
     def dense(self) -> Tensor:
-        """Return this gradient as a plain tensor."""
+        """Return the gradient as a plain tensor."""
         if self._dense is None:
             total = _sum(self.pieces, self)
             if self.order is not None and self.pieces:
@@ -136,13 +136,13 @@ class RowGradient(LazyTensor):
     def with_rows(
         self, function: Callable[[Any], Tensor | FusedRows], dtype: torch.dtype | None = None
     ) -> RowGradient:
-        """Return this gradient with `function` applied to the rows of each summand."""
+        """Return the gradient with `function` applied to the rows of each summand."""
         pieces = tuple(Piece(function(piece.rows), piece.steps) for piece in self.pieces)
         like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
         return RowGradient(self.shape, pieces, like, self.order)
 
     def permuted(self, order: Sequence[int]) -> RowGradient:
-        """Return this gradient with its dimensions in another order."""
+        """Return the gradient with its dimensions in another order."""
         last = self.dim() - 1
         before = self.order or tuple(range(last + 1))
         total = tuple(before[dim] for dim in order)

@@ -151,7 +151,8 @@ class LogitsSource:
             )
 
     def change(self) -> str | None:
-        """Return which tensor has changed since this source was created, or None."""
+        """Return which of the source's tensors has changed since the source was created, or
+        None."""
         change = self._visible_change()
         if change is not None or self._sample is None:
             return change
@@ -234,7 +235,7 @@ def _watch_optimizers() -> None:
 
 @compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark each source whose output projection this optimizer has just updated as changed."""
+    """Mark each source as changed whose output projection the optimizer has just updated."""
     waiting = [source for source in list(_live) if source.stepped_by is None]
     if not waiting:
         return

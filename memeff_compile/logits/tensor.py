@@ -113,7 +113,8 @@ class DeferredLogits(LazyTensor):
         return self.whole(Memory(memory.source, recipe, rows, shape, origin), self.dims)
 
     def as_plain(self) -> Tensor:
-        """Return an ordinary tensor that is a view of this tensor, for autograd and for writes."""
+        """Return an ordinary tensor that is a view of the deferred tensor, for autograd and for
+        writes."""
         self._memory()
         return self.to_read()
 
@@ -121,8 +122,8 @@ class DeferredLogits(LazyTensor):
         return self.as_plain().as_subclass(cls)
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that autograd treats as a view of this tensor, for reading
-        only.
+        """Return an ordinary tensor that autograd treats as a view of the deferred tensor, for
+        reading only.
 
         Only this view is not a `DeferredLogits`; `implicit` requests it.
         """
@@ -142,7 +143,8 @@ class DeferredLogits(LazyTensor):
             return self.to_read()
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `function` to the hidden states of this tensor's rows, and return the result.
+        """Apply `function` to the hidden states of the deferred tensor's rows, and return the
+        result.
 
         `function` gets the rows in their order in memory. The dimensions of the result have the
         order of this tensor.
@@ -156,7 +158,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def head(self) -> Head:
-        """Return the rows of this tensor and their output projection, as the argument of a loss
+        """Return the deferred tensor's rows and their output projection, as the argument of a loss
         outside the graph."""
         source = self.memory.source
         assert source.loss is not None
@@ -165,7 +167,8 @@ class DeferredLogits(LazyTensor):
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the position of this tensor in its `Memory`, as arguments of `as_strided`."""
+        """Return the position of the deferred tensor in its `Memory`, as arguments of
+        `as_strided`."""
         return self.dims, self.strides, self.offset
 
     @property
@@ -185,8 +188,8 @@ class DeferredLogits(LazyTensor):
 
     @property
     def materialisations(self) -> int:
-        """Return how often logits were computed, for this tensor and for all tensors derived from
-        it."""
+        """Return how often logits were computed, for the deferred tensor and for all tensors
+        derived from it."""
         return self.memory.source.materialisations
 
     @compat.untraced
@@ -209,7 +212,7 @@ class DeferredLogits(LazyTensor):
             return None
 
     def _geometry(self) -> Tensor:
-        """Return a meta tensor that has the same position in its memory as this tensor."""
+        """Return a meta tensor that has the same position in its memory as the deferred tensor."""
         memory = torch.empty(self.memory.shape, dtype=self.memory.recipe.dtype, device="meta")
         return memory.as_strided(*self.place)
 

@@ -26,7 +26,7 @@ _asking: list[bool] = []
 
 @contextmanager
 def all_ranks_ask() -> Iterator[None]:
-    """Allow reads of a split projection's logits in this context, because every rank requests
+    """Inside this context, allow reads of a split projection's logits, because every rank requests
     them."""
     _asking.append(True)
     try:

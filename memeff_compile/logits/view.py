@@ -24,7 +24,7 @@ class View(Part, Protocol):
 
     @property
     def head(self) -> Head:
-        """Return the rows of this tensor and their output projection, as the argument of a loss
+        """Return the rows of the logits and their output projection, as the argument of a loss
         outside the graph."""
 
     @property
@@ -40,8 +40,8 @@ class View(Part, Protocol):
         """Return the device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
-        """Return a tensor in new memory, whose values come from a recipe or from a function of this
-        tensor's values."""
+        """Return a tensor in new memory, whose values come from a recipe or from a function of the
+        present values."""
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that autograd treats as a view of this tensor."""
+        """Return an ordinary tensor that autograd treats as a view of the deferred logits."""

@@ -38,7 +38,8 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """An attention call that reads a dense view, the view, and the nodes between both."""
+    """An attention call that reads decoded keys and values (a dense view of a low-bit cache), the
+    view, and the nodes between both."""
 
     view: Node
 
@@ -51,8 +52,8 @@ class CompressKVCache(cached.CachedPass):
     name = "compress_kv_cache"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield every attention call that reads a dense view, and every dense view that no
-        attention reads."""
+        """Yield every attention call that reads a dense view (decoded keys and values), and every
+        dense view that no attention reads."""
         for keeper in _keepers(info):
             if not keeper.has_codes:
                 hint = "do not ask for few bits here: windows bound the tokens that a layer keeps"
@@ -132,7 +133,7 @@ class CompressKVCache(cached.CachedPass):
 
 
 def _keepers(info: GraphInfo) -> list[op_folder.Keeper]:
-    """Return the low-bit caches whose exact layers are all read by this graph."""
+    """Return the low-bit caches whose exact layers are all read by the graph."""
     if info.parent is not None:
         return []
     return op_folder.keepers_of(map(compat.example_input, info.placeholders))
@@ -160,8 +161,8 @@ def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Return the dense view that a node's value comes from, if any, and the nodes that repeat its
-    heads."""
+    """Return the dense view (decoded keys and values) from which a node's value comes, if any, and
+    the nodes that repeat its heads."""
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
         if not isinstance(node, Node):

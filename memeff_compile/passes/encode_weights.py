@@ -42,7 +42,7 @@ from .graph.graph_info import GraphInfo, kind_among, node_name
 
 @dataclass(frozen=True)
 class Coded:
-    """A linear with a compressed weight, or another node that reads such a weight."""
+    """A linear with a compressed weight, or another node that reads a compressed weight."""
 
     node: Node
     weight: Node
@@ -54,7 +54,7 @@ class Coded:
 class Several:
     """Linears that have the same input, in graph order.
 
-    `split` is the reason why other linears with the same input are not included.
+    `split` is the reason why further linears with the same input are not included.
     """
 
     sites: tuple[Coded, ...]
@@ -94,8 +94,8 @@ class EncodeWeights(GraphPass):
         return found
 
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
-        """Return the reason why a linear cannot join other linears with the same input, or an empty
-        string."""
+        """Return the reason why a linear cannot join the other linears with the same input, or an
+        empty string."""
         first = group[0]
         codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
         needed = [_whole(n) for n in (site.x, site.weight, site.bias) if n is not None]

@@ -164,7 +164,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 
 def _turned_from(node: Node) -> Node | None:
-    """Return the node from which this node was made by swapping batch and length, or None."""
+    """Return the node from which a given node was made by swapping batch and length, or None."""
     if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]

@@ -104,7 +104,7 @@ class FuseDivergence(GraphPass):
         return group.refusal and replace(group.refusal, node=match.node)
 
     def _skipped_match(self, info: GraphInfo, match: Divergence) -> Decline | None:
-        """Return a decline if `memeff.skip` names a module of this divergence."""
+        """Return a decline if `memeff.skip` names a module that contains the divergence."""
         path = next(filter(None, (self.skipped(info, node) for node in self.places(match))), "")
         said = f"memeff.skip names {path}, which has another divergence of these logits"
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None
@@ -200,7 +200,8 @@ def _refusal(
 
 
 def _lending_depth(info: GraphInfo, match: Divergence | Classes) -> int:
-    """Return the hidden size of a weight whose gradient the op computes in its forward pass."""
+    """Return the hidden size of the weight whose gradient the op computes in its forward pass, or 0
+    if it computes none there."""
     weight = info.value(_head(match.student).weight)
     is_total = isinstance(match, Divergence) and _is_total(info, match)
     size = compat.known_size(info.value(_head(match.student).hidden).shape[-1])
@@ -318,8 +319,8 @@ def _row_tensors(match: Divergence | Classes) -> list[Node]:
 
 
 def _is_of_a_loss(tails: TailReader, user: Node) -> bool:
-    """Return whether a node that reads logits is a loss with class indices, or the softmax of such
-    a loss."""
+    """Return whether a node that reads logits is a loss with class indices, or is the softmax in a
+    loss with class indices."""
     if any(isinstance(answer, Tail) for answer in tails.tails(user)):
         return True
     is_log = isinstance(tails.softmax.log_probs(user), Soft)

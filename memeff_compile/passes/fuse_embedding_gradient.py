@@ -15,8 +15,8 @@ previous lookup returned. Autograd adds the gradients of other uses of the table
 
 If a large 16-bit table has no fused output projection in the same graph, its lookup becomes
 memeff::embedding, whose backward pass writes the 16-bit gradient without the fp32 buffer. The
-lookup of such an fp32 table is not rewritten, because the buffer to which Inductor scatters is
-already the gradient.
+lookup of an fp32 table without a fused output projection is not rewritten, because the buffer to
+which Inductor scatters is already the gradient.
 
 If DTensor splits a table over ranks, each rank looks up rows in its own shard, with `over_ranks`.
 Without the pass, DTensor builds the gradient of all rows on every rank, in the table's dtype, if
@@ -259,7 +259,8 @@ def _unread(node: Node) -> Decline:
 
 
 def _sources(weight: Node) -> list[Node]:
-    """Return a weight and this rank's shard of it, by which split output projections multiply."""
+    """Return a weight, and this rank's shards of it; fused output projections may multiply by any
+    of them."""
     parts = (user for user in weight.users if user.target is part_of_rank)
     return [weight, *(part for part in parts if all(summed is None for summed in part.args[1:]))]
 
@@ -301,7 +302,7 @@ def _is_made_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _is_large(info: GraphInfo, weight: Node) -> bool:
-    """Return whether the buffer that this pass avoids is large enough.
+    """Return whether the buffer that the pass avoids is large enough to be worth a rewrite.
 
     That buffer is the fp32 copy to which Inductor scatters for a 16-bit table, or the gradient of
     all rows for a table that is split over ranks.
@@ -322,7 +323,7 @@ def _is_compiled(info: GraphInfo) -> bool:
 
 
 def _sizes(weight: torch.Tensor) -> dict[str, int]:
-    """Return the sizes of the gradient buffer that exists without this pass; they are the same on
+    """Return the sizes of the gradient buffer that exists without the pass; they are the same on
     every rank."""
     rows, columns = map(compat.size_hint, weight.shape)
     return {"V": rows, "D": -(-columns // op_folder.parts_of(weight)[1])}
@@ -358,8 +359,8 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """Return whether the reader of rows that are partial sums adds them up over ranks before using
-    them.
+    """Return whether the node that reads rows which are partial sums adds the rows up over ranks
+    before it uses them.
 
     If it does, every rank has the complete result.
     """

@@ -61,7 +61,7 @@ class FuseGatedLinear(GraphPass):
         return super().enabled(info) and info.called_by is not None and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
-        """Yield every linear of a gated product whose gate and up are computed in this checkpoint
+        """Yield every linear of a gated product whose gate and up are computed in the checkpoint
         body."""
         for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
@@ -137,7 +137,7 @@ _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
-    """Return whether an op in this checkpoint body computed a value that the checkpoint does not
+    """Return whether an op in the checkpoint body computed a value that the checkpoint does not
     save."""
     while (call := call_of(node, *_VIEWS)) is not None:
         node = call.args["self"]

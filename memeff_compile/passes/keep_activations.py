@@ -81,8 +81,8 @@ _MOVED = 3e12
 
 @dataclass(frozen=True)
 class Product:
-    """A result that a checkpoint could save, its bytes, and an estimate of the seconds that this
-    would save."""
+    """A result that a checkpoint could save, the bytes of the result, and an estimate of the
+    seconds that saving it would save."""
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
@@ -99,7 +99,7 @@ class KeepActivations(GraphPass):
     name = "keep_activations"
 
     def find(self, info: GraphInfo) -> Iterable[Products | Decline]:
-        """Yield the chosen results of this checkpoint body."""
+        """Yield the results of the checkpoint body that were chosen to be saved."""
         if info.called_by is None or not info.region.grad:
             return
         every = [_product(info, node) for node in info.visit(info.gm.graph.nodes)]
@@ -162,7 +162,8 @@ class KeepActivations(GraphPass):
 
 
 def _mark(product: Product, node: Node) -> str:
-    """Return which results of a call are saved, as `compat.keep_in_checkpoint` takes it."""
+    """Return which results of a call are saved, in the form that `compat.keep_in_checkpoint`
+    takes."""
     call = read_one(node)
     if product.kind == "attention" or call is None:
         return "attention"
@@ -297,8 +298,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the first ops after a node that do more than move data, or the node's own op if it
-    does more."""
+    """Return the first ops after a node that do more than move data; return the node's own op if
+    that op does more."""
     found: list[Any] = []
     ways, seen = [node], {node}
     while ways:

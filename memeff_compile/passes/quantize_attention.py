@@ -58,7 +58,7 @@ WIDEST = 128  # wider heads were measured to be slower than PyTorch's kernels
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of an attention call in the graph."""
+    """The arguments of an attention call, as the graph passes them."""
 
     operands: tuple[Node, Node, Node]  # q, k and v
     tables: tuple[Any, Any, Any] = (None, None, None)  # key_mask, query_ids, key_ids: None or nodes

@@ -251,7 +251,8 @@ def _shown(info: GraphInfo, site: Site) -> str:
 
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
-    """Return the conditions on query and key in an attention call, and its mask, if it has one."""
+    """Return the conditions under which the queries of an attention call see keys, and the call's
+    mask, if it has one."""
     if site.mask is None:
         return Form(causal=0 if site.causal else None), None
     shape = (*site.query.value.shape[:-1], site.key.value.shape[-2])

@@ -70,7 +70,7 @@ class Visible:
 
 @dataclass
 class Site(cached.CachedSite):
-    """An attention call over caches that this graph wrote to, with its caches and mask."""
+    """An attention call over caches to which the graph wrote, with its caches and mask."""
 
     storages: frozenset[int]
     caches: tuple[Cache, ...] = ()
@@ -99,7 +99,7 @@ class RewriteKVUpdate(cached.CachedPass):
                 yield Site(node, call, storages)
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Read the match again, because an earlier rewrite may have changed it.
+        """Read the match again, because an earlier rewrite may have changed its nodes.
 
         Return why the pass declines the match, or None.
         """
@@ -322,8 +322,8 @@ def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
 
 
 def _unserved(info: GraphInfo, match: Site) -> Decline | None:
-    """Return the property of caches, mask or shapes that the op does not support, or None if it
-    supports all."""
+    """Return the property of caches, mask or shapes that the op does not support, or None if the op
+    supports all of them."""
     args = match.call.args
     if len(match.caches) < 2:
         return Decline(

@@ -238,8 +238,7 @@ def _is_trained(info: GraphInfo, site: Site) -> bool:
 
 
 def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
-    """Return whether the operands of this linear are computed before the first linear of the
-    group."""
+    """Return whether the operands of a linear are computed before the first linear of the group."""
     first, (weight, tokens) = group.sites[0], site.both
     needed = [weight.source, *([site.bias] if site.bias is not None else [])]
     mine, theirs = info.tensor(site.linear), info.tensor(first.linear)
@@ -401,7 +400,7 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
 
 
 def _with_neighbours(info: GraphInfo, x: Node, nodes: list[Node]) -> Calls:
-    """Return the operations next to these calls that the calls' kernel can include.
+    """Return the operations next to the given calls that the calls' kernel can include.
 
     Calls without such operations are left out, because a rewrite would save nothing.
     """

@@ -258,7 +258,7 @@ def _depth_of(text: Any, query_heads: int) -> int:
 
 
 def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the numbers of bits that `KVCache` supports for this model, and a remark."""
+    """Return the numbers of bits that `KVCache` supports for a model, and a remark."""
     notes = []
     coded = tuple(bits for bits in MODES if bits != 16)
     if (shape.layers or shape.pairs) and shape.depth not in (16, 32, 64, 128, 256):

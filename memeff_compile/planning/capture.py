@@ -76,7 +76,7 @@ class Capture:
         return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
-        """Return the lengths among the sizes of `other`, plus the tokens that this model adds to
+        """Return the lengths among the sizes of `other`, plus the tokens that the model adds to
         each sequence.
         """
         told = other.at
@@ -93,7 +93,7 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" if these sizes equal those of `other`, otherwise a sentence that names the
+        """Return "" if the sizes equal those of `other`, otherwise a sentence that names the
         different ones."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))

@@ -48,7 +48,7 @@ class Stack:
         return tuple(i for i in others if i == index or i not in self.kept)
 
     def whole(self) -> Stack:
-        """Return this list with all its blocks captured."""
+        """Return a copy of the list of blocks in which every block is captured."""
         return replace(self, kept=tuple(range(self.depth)))
 
 

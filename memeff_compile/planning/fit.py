@@ -1,4 +1,5 @@
-"""List the settings with which a model trains on one GPU; this needs neither a GPU nor weights.
+"""List the settings with which a model trains on one GPU; the predictions need neither a GPU nor
+weights.
 
     memeff fit examples/configs/llama3.1-8b.json --gpu rtx4090 --length 2048
 
@@ -59,7 +60,7 @@ LINES = {
 
 
 class Kind(NamedTuple):
-    """A setting to list for any model."""
+    """One of the settings that the table lists for every model."""
 
     name: str
     captured: str  # "as is", "checkpointing", "keeping attention", "adapters"
@@ -153,8 +154,8 @@ class Fit(VerbReport):
 
     @property
     def first(self) -> Row | None:
-        """Return the first row with memeff that fits into memory; this row changes training the
-        least."""
+        """Return the first row of the table with memeff that fits into memory; among the rows that
+        fit, it changes training the least."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property

@@ -49,7 +49,7 @@ class Block:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Return the blocks that this block represents."""
+        """Return the blocks that the captured block represents."""
         return self.stack.alike(self.place)
 
 
@@ -379,7 +379,7 @@ class _Replay:
 
     def _gradients(self, line: Timeline, number: int) -> dict[Node, _Part]:
         """Return the buffers of the backward graph that are gradients of parameters, or that become
-        such gradients."""
+        gradients of parameters."""
         found: dict[Node, _Part] = {}
         paths = self.captured.calls[number].parameters
         for output, path in zip(line.outputs(), paths, strict=False):

@@ -37,7 +37,7 @@ class ServingRow:
 
     @property
     def line(self) -> str:
-        """Return the line of user code for this setting, without the name of the package."""
+        """Return the line of user code for the setting, without the name of the package."""
         options = [] if self.codec == "dense" else [f'weights="{self.codec}"']
         options += [] if self.mode.bits == 16 else [f"kv_cache={self.mode.bits}"]
         return f"compile({', '.join(['model', *options])})"

@@ -89,7 +89,7 @@ class Moment:
 
     @property
     def total(self) -> sympy.Expr:
-        """Return the sum of the bytes of all tensors at this moment."""
+        """Return the sum of the bytes of all tensors that exist at the moment."""
         return sum(self.parts.values(), sympy.Integer(0))
 
 

@@ -1,10 +1,10 @@
-"""Track the values of tensors without memory, if these values are known and can affect a model's
+"""Track the values of tensors without memory, where the values are known and can affect a model's
 control flow.
 
 For example, a vision-language model reads the sizes of its images from a tensor, splits tensors by
 these sizes, and computes positions from the images' positions. Results that depend only on inputs
-with known values are computed from these values. For results that depend on parameters, only the
-sizes are known.
+with known values are computed from the known values. For results that depend on parameters, only
+the sizes are known.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_BYTES = 1 << 26
 class Values:
     """The known values of some fake tensors.
 
-    A known scalar is stored as a real number, not as a fake tensor.
+    A known value without axes is stored as a real number, not as a fake tensor.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,8 @@ class Values:
         run: Callable[[], Any],
         mode: Any,  # of the fake tensors
     ) -> Any:
-        """Run an operation on fake tensors, and also on their values if all of these are known."""
+        """Run an operation on fake tensors, and also on their values if the values of all of them
+        are known."""
         self.are_read = self.are_read or compat.reads_values(op)
         if compat.is_item(op) and (number := self.of(args[0])) is not None:
             with compat.on_real_tensors():

@@ -77,7 +77,8 @@ class _Verifier:
         self.attempts = 0
 
     def callable_for(self, args: Sequence[Any]) -> Compiled:
-        """Return the callable for this call; in the first call, compare the graphs first."""
+        """Return the callable for the current call; in the first call, compare the rewritten graph
+        with the original one before."""
         if self.chosen is not None:
             return self.chosen
         with self.lock:
@@ -156,7 +157,7 @@ class _Verifier:
 
 
 def _to_whom(names: set[str]) -> str:
-    """Return as text whom the user should ask about a wrong rewrite of these passes."""
+    """Return as text whom the user should ask about a wrong rewrite of the given passes."""
     ours, theirs = names & set(PASS_NAMES), " and ".join(sorted(names - set(PASS_NAMES)))
     if not theirs:
         return "Please report it with the reproducer."
@@ -170,7 +171,7 @@ def _to_whom(names: set[str]) -> str:
 
 @contextlib.contextmanager
 def _uncounted(use: LogitsUse | None) -> Iterator[None]:
-    """In this context, do not count computations of a graph's logits."""
+    """Inside this context, do not count computations of a graph's logits."""
     before = None if use is None else use.copy()
     try:
         yield
@@ -180,7 +181,7 @@ def _uncounted(use: LogitsUse | None) -> Iterator[None]:
 
 
 def _is_rehearsal(args: Sequence[Any]) -> bool:
-    """Return whether this is not a real call, because its tensors are fake or a CUDA graph is being
-    recorded."""
+    """Return whether a call is not a real one, because its tensors are fake or a CUDA graph is
+    being recorded."""
     is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return is_captured or any(compat.is_fake(arg) for arg in args)

@@ -187,7 +187,8 @@ class _Norms:
         return [torch.where(fair, part, zero).abs().square().sum().double() for part in parts]
 
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
-        """Return the gap that follows from these norms, relative to `scale`."""
+        """Return the gap (relative difference) that follows from the given norms, relative to
+        `scale`."""
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale
         return Gap(what, self.error / scale, allowed / scale, own)

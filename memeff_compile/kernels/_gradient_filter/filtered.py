@@ -142,7 +142,7 @@ class Filtered(RowWalk):
         self.launch(kernel, grid, *arguments, **constants)
 
     def ints(self, *sizes: int) -> Tensor:
-        """Return an uninitialized int32 tensor of these sizes."""
+        """Return an uninitialized int32 tensor of the given sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.int32)
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
@@ -192,7 +192,8 @@ class Filtered(RowWalk):
     def _selected(
         self, compact: Selection, rank: Tensor, base: Tensor, values: Tensor | None
     ) -> Selection:
-        """Return the rows in a given order, and write their bases in that order."""
+        """Return the rows in a given order, and write their bases (numbers near their largest
+        logits) in that order."""
         rows, kept = self.extent, compact.kept
         if kept is None:
             kept = compact.target.new_full((1,), rows)
@@ -432,8 +433,8 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The loops of an implementation under a filter, with the same functions as an implementation's
-    module."""
+    """The loops over blocks of rows under a gradient filter, with the same functions as the module
+    of an implementation."""
 
     exact: Any  # the engine's module
 

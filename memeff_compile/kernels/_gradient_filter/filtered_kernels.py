@@ -144,7 +144,7 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the scores of the levels with the given indices.
+    """Return the thresholds (class scores) of the levels with the given indices.
 
     The last level is higher than all scores, so that level drops every class.
     """
@@ -583,8 +583,8 @@ def _gradient_filter_fill_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the logits of this pass's tiles again, and store their gradients up to one factor per
-    row.
+    """Compute the logits of the tiles of one pass again, and store their gradients up to one factor
+    per row.
 
     The stored gradients are zero for classes that the filter drops in a group, unless WHOLE keeps
     all elements of a tile.

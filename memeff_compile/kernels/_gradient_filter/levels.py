@@ -59,7 +59,8 @@ def filter_level(gradient_filter: str, level: float) -> float:
 
 
 def leaves_out(gradient_filter: str, depth: int) -> bool:
-    """Return whether a filter drops classes for a bf16, contiguous weight of this hidden size."""
+    """Return whether a filter drops classes for a bf16, contiguous weight of the given hidden
+    size."""
     return gradient_filter != "exact" and depth >= LEAST_DEPTH and depth % 8 == 0
 
 

@@ -46,7 +46,8 @@ class Settings(NamedTuple):
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
-        """Return the settings, without the gradient filter if a requested result does not allow it.
+        """Return the settings of a call, without the gradient filter if a requested result does not
+        allow it.
 
         With label smoothing, for example, every class has a gradient, so no class can be dropped.
         """
@@ -119,7 +120,7 @@ class RowResults(NamedTuple):
     def new(
         cls, like: Tensor, shape: Sequence[int], settings: Settings, *, of_zeros: bool = False
     ) -> RowResults:
-        """Allocate the result tensors on the device of an input."""
+        """Allocate the tensors for the results of a call, on the device of an input."""
         new = like.new_zeros if of_zeros else like.new_empty
         asked = zip(settings.wanted, (*4 * [wide(like.dtype)], torch.int64), strict=True)
         return cls(*(new(shape if wanted else (0,), dtype=dtype) for wanted, dtype in asked))
@@ -186,7 +187,7 @@ class ScalarLoss(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype in which the total is summed."""
+        """Return the dtype in which the total loss is summed."""
         return wide(self.hidden.dtype)
 
     @property
@@ -198,7 +199,8 @@ class ScalarLoss(NamedTuple):
         )
 
     def flat(self) -> ScalarLoss:
-        """Return these arguments with all leading dimensions of their tensors flattened into one.
+        """Return a copy of the arguments in which all leading dimensions of the tensors are
+        flattened into one.
 
         In the result, the mask has no entry for operands that are None.
         """

@@ -50,8 +50,8 @@ class Shard(NamedTuple):
         return self.chunk * (self.ranks - 1) >= self.classes
 
     def fault(self, rows: int) -> str | None:
-        """Return the reason why a weight with this many rows is not this shard, or None if it
-        is."""
+        """Return the reason why a weight with the given number of rows is not this rank's shard, or
+        None if it is."""
         if 0 < rows == self.columns:
             return None
         return (

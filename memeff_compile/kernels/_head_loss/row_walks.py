@@ -46,29 +46,30 @@ class RowWalk(Differentiating):
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
 
     def of_rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new tensor with one number per row, set to 0 for ignored rows, which no kernel
-        writes."""
+        """Return a new tensor with one number per row, set to 0 for ignored rows, to which no
+        kernel writes."""
         new = torch.zeros_like if self.is_compact else torch.empty_like
         return new(like, dtype=dtype)
 
     def floats(self, *sizes: int) -> Tensor:
-        """Return an uninitialized fp32 tensor of these sizes."""
+        """Return an uninitialized fp32 tensor of the given sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.float32)
 
     def copy(self, source: Tensor, out: Tensor, order: Tensor | None, **how: Any) -> None:
-        """Copy the rows that are not ignored, optionally in another order and multiplied by a
-        factor."""
+        """Copy the hidden-state rows that are not ignored, optionally in another order and
+        multiplied by a factor."""
         copy_rows(source, out, self.tiling, order, self.selection.kept, launch=self.launch, **how)
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = tiles_of) -> Any:
-        """Return a matrix's descriptor for tiles of a shape; all blocks share this descriptor."""
+        """Return a tensor descriptor, with which the GPU loads tiles of a given shape from a
+        matrix; all blocks share the descriptor."""
         key = id(matrix), rows, columns, describe
         if key not in self.described:
             self.described[key] = describe(matrix, rows, columns)  # holds the matrix
         return self.described[key]
 
     def made(self) -> Gradients:
-        """Return the requested gradients; call this after the last block."""
+        """Return the gradients that the call requested; call this method after the last block."""
         sums = self.bias_sums
         of_bias = None if sums is None else sums.to(self.bias)
         return Gradients(self.grad_hidden, self.grad_weight, of_bias)

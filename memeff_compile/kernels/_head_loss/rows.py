@@ -65,7 +65,7 @@ def copy_rows(
     scale: Tensor | None = None,  # of each row
     launch: Any = run_kernel,
 ) -> None:
-    """Copy rows into `out`, optionally in another order and multiplied by a factor."""
+    """Copy hidden-state rows into `out`, optionally in another order and multiplied by a factor."""
     (height, depth), pad = out.shape, max(shapes.rows, shapes.step)
     rows = rows or height
     launch(
@@ -107,7 +107,7 @@ def row_values(
 
 
 def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
-    """Return a descriptor with which kernels load tiles of this shape from a matrix."""
+    """Return a tensor descriptor, with which kernels load tiles of a given shape from a matrix."""
     return None if matrix is None else described(matrix, (rows, columns))
 
 

@@ -51,7 +51,7 @@ def _head_loss_rows_copy_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Copy rows, optionally in another order and multiplied by a factor.
+    """Copy hidden-state rows, optionally in another order and multiplied by a factor.
 
     Rows after the last one that is not ignored, up to a multiple of PAD, become zero, and so does
     each row that the order does not contain.

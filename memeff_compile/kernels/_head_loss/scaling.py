@@ -1,8 +1,8 @@
 """Multiply gradients that a forward pass computed by the gradient of the loss.
 
-An op that returns a total and the total's gradients computes these gradients once, up to a factor.
-The op's backward pass multiplies the gradients by the gradient of the total: in place if no other
-code can read them, otherwise in a copy.
+An op that returns a total loss and the total's gradients computes these gradients once, up to a
+factor. The op's backward pass multiplies the gradients by the gradient of the total loss: in place
+if no other code can read them, otherwise in a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .shapes import CHUNK, SCALED, SCALING_PROGRAMS
 
 
 def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function, library.Function]:
-    """Return `setup_context` and `backward` for an op that returns a total and its gradients.
+    """Return `setup_context` and `backward` for an op that returns a total loss and its gradients.
 
     Args:
         trained: the positions, among the op's arguments, of the operands that these gradients
@@ -74,7 +74,7 @@ def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function,
 
 
 def asked(ctx: Any, places: Sequence[int]) -> list[bool]:
-    """Return which arguments require a gradient.
+    """Return which arguments of an op require a gradient.
 
     The dispatcher omits trailing arguments that are None.
     """
@@ -96,7 +96,8 @@ def at_arguments(
 def scaled_gradients(
     gradients: Sequence[Tensor], by: Tensor, mask: Sequence[bool], *, in_place: bool
 ) -> list[Tensor]:
-    """Return the gradients of a total multiplied by `by`, for the operands that `mask` selects.
+    """Return the gradients of a total loss multiplied by `by`, for the operands that `mask`
+    selects.
 
     Args:
         gradients: the gradients that the forward pass computed.
@@ -134,7 +135,8 @@ def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
 
 
 def has_kernel(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
-    """Return whether the kernel that scales gradients supports these tensors on their device."""
+    """Return whether the kernel that scales gradients supports the given tensors on their
+    device."""
     return by.dtype == torch.float32 and gradient.is_contiguous() and out.is_contiguous()
 
 

@@ -30,7 +30,7 @@ def spans(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def window(buffer: Tensor, rows: int, width: int) -> Tensor:
-    """Return the start of a flat buffer as a contiguous (rows, width) matrix."""
+    """Return the first elements of a flat buffer as a contiguous (rows, width) matrix."""
     return buffer[: rows * width].view(rows, width)
 
 

@@ -48,7 +48,7 @@ def keys_shown(mask_ptr, key, is_inside):
 
 @triton.jit
 def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
-    """Return the sequence ids at these positions, or the positions themselves if there are no
+    """Return the sequence ids at the given positions, or the positions themselves if there are no
     ids."""
     found = place
     if C.HAS_IDS:

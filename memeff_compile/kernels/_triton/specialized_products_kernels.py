@@ -225,7 +225,7 @@ def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _old_scales(scales, block, column, C: gl.constexpr):
-    """Load the scales of the four slices of a tile, or those of its two slices twice, before they
+    """Load the scales of the four slices of a tile (or twice those of its two slices) before they
     are needed."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
     parts: gl.constexpr = C.BN // SLICE

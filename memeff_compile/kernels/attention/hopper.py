@@ -58,7 +58,8 @@ def shape_for(*, has_tables: bool) -> Shape:
 
 
 def is_faster(call: Call) -> bool:
-    """Return whether a call of `tiles` is of a kind for which this kernel was faster.
+    """Return whether a call of `tiles` is of a kind for which the Gluon kernel of this module was
+    faster.
 
     We did not measure ids and masks of keys with today's tile shape; with another shape, short
     documents were slower.

@@ -52,8 +52,8 @@ def _rounds(tiles):
 
 @gluon.jit
 def _place_of(turn, rows, tiles, width):
-    """Return the tile that a program computes in a round, counted from the first position, and the
-    tile's sequence and head as one index.
+    """Return which tile a program computes in a given round, and the tile's sequence and head as
+    one index.
 
     The first tiles in this order take longest. Every other round runs backwards over the programs,
     so all programs finish at about the same time. Sequences and heads are processed in sections, so

@@ -91,7 +91,8 @@ def supports(
     softcap: float = 0.0,  # 0 for no cap
     empty_rows: str = "zeros",  # one of `EMPTY_ROWS`
 ) -> str | None:
-    """Return a sentence that says why the op does not support these inputs, or None if it does."""
+    """Return a sentence that says why the op does not support the given inputs, or None if it
+    does."""
     tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
     return _unlike(_Call(q, k, v, *tables, ahead, behind, None, softcap, empty_rows))
 
@@ -205,7 +206,8 @@ def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, depth: int = MAX_DEPTH) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for tensors of this kind."""
+    """Return the name of the implementation, a key of `ENGINES`, for tensors of a given device,
+    dtype and head dimension."""
     return "reference" if served(device, dtype, depth) else "tiles"
 
 

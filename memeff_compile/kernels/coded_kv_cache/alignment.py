@@ -224,8 +224,8 @@ def restored(
 
 
 def _only(counted: Tensor, x: Tensor) -> Tensor:
-    """Return x, (B, H, N, D), with zeros in the rows for which `counted` is false, even if these
-    rows contain nan."""
+    """Return x, (B, H, N, D), with zeros in the rows for which `counted` is false, even where x
+    contains nan there."""
     return x.masked_fill(~counted[:, None, :, None], 0.0)
 
 

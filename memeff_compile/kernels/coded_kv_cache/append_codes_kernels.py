@@ -30,7 +30,7 @@ def parts_of(BITS, SHARES):
 
 @triton.constexpr_function
 def bits_of(C, IS_VALUE):
-    """Return the number of bits of a code, for keys or for values."""
+    """Return the number of bits of the codes, for keys or for values."""
     return C.V_BITS if IS_VALUE else C.BITS
 
 

@@ -234,8 +234,8 @@ _TILE = 64
 
 
 def _shares(count: int, programs: int, like: Tensor) -> tuple[int, int]:
-    """Return the number of programs that share the tokens of one head, and the number of tokens for
-    each program."""
+    """Return the number of programs that share the tokens of one head, and the number of tokens
+    that each program processes."""
     wanted = max(1, 4 * processors(like.device) // programs)
     share = -(-max(1, count) // wanted)
     share = max(_LEAST, -(-share // _TILE) * _TILE)
@@ -311,6 +311,6 @@ def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides between sequences and between heads, and the number of rows from one token
-    to the next."""
+    """Return a tensor's strides between sequences and between heads, and the number of rows from
+    one token to the next."""
     return x.stride(0), x.stride(1), x.stride(2) // x.shape[3]

@@ -63,7 +63,7 @@ def _sine(angle):
 
 @triton.jit
 def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr):
-    """Return the cosine between the rows of two layers, and their lengths."""
+    """Return the cosine between the rows of two layers, and the lengths of the rows."""
     column = tl.arange(0, SHARE)
     first = tl.zeros((GROUP,), dtype=tl.float32)
     second = tl.zeros((GROUP,), dtype=tl.float32)

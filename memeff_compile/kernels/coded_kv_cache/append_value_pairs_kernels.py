@@ -2,11 +2,12 @@
 """Kernels that append to two layers that share values: they write windows and encode groups.
 
 Three programs per sequence and key-value head process the new tokens: one the lower layer's keys,
-one the upper layer's, and one the values of both. They read windows that they write themselves, or
-that an earlier launch has written, so they need not wait for each other. Programs read the number
-of tokens in GPU memory; the last program writes the new number.
+one the upper layer's, and one the values of both. The programs read windows that they write
+themselves, or that an earlier launch has written, so they need not wait for each other. Programs
+read the number of tokens in GPU memory; the last program writes the new number.
 
-A separate kernel merges the values of a prompt; its keys are encoded as those of any coded layer.
+A separate kernel merges the values of a prompt; the keys of the prompt are encoded as in any layer
+with codes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def _share_group(
 
 @triton.jit
 def _keep_early(window, kept, coded, first, C: tl.constexpr):
-    """Copy the sequence's first tokens, if the group at `coded` has them, from a window."""
+    """If the group that starts at position `coded` contains the sequence's exact first tokens, copy
+    these tokens from a window."""
     if C.KEPT > 0:
         place = (coded + tl.arange(0, C.GROUP)).to(tl.int32)
         row = place - first
@@ -65,7 +67,8 @@ def _keep_early(window, kept, coded, first, C: tl.constexpr):
 
 @triton.jit
 def _walk_keys(source, room, at, sizes, C: tl.constexpr, WRITES: tl.constexpr):
-    """Write the new keys of one sequence and head, unless they are written; encode full groups.
+    """Write the new keys of one sequence and head unless an earlier launch has written them, and
+    encode full groups.
 
     Return the new numbers of tokens.
     """

@@ -173,11 +173,12 @@ class Layout:
         return channel_group(self.depth, self.scheme)
 
     def groups(self, tokens: int) -> int:
-        """Return how many groups a cache for this number of tokens contains, at least one."""
+        """Return how many groups a cache for a given number of tokens contains, at least one."""
         return max(1, (tokens - self.recent) // self.group)
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor of a cache for this number of tokens, by tensor name."""
+        """Return the shape of every tensor of a cache for a given number of tokens, by tensor
+        name."""
         front, groups = (batch, heads), self.groups(tokens)
         k_codes, v_codes = (
             (*front, groups, self.group * self.depth * min(bits, 8) // 8)

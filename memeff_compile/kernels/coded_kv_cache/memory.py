@@ -69,8 +69,8 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 
 
 def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int = 2) -> int:
-    """Return the bytes of the maps that align two layers: means, and a matrix per head, of keys and
-    of values or, with one kind, only of values."""
+    """Return the bytes of the maps that align two layers: the means, and one matrix per head, of
+    keys and of values; with one kind of rows, only of values."""
     return batch * heads * (kinds * layout.depth * (layout.depth + 2) * itemsize + 4)
 
 

@@ -63,7 +63,7 @@ def supports(
 
 
 def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
-    """Return a sentence that says why no op supports these cache tensors, or None if the ops
+    """Return a sentence that says why no op supports the given cache tensors, or None if the ops
     support them."""
     if bits not in (PLAIN, *BITS):
         return f"bits is {bits}; one of {', '.join(map(str, BITS))} is needed."
@@ -137,7 +137,8 @@ def _unlike_mask(q: Tensor, mask: Tensor | None) -> str | None:
 
 
 def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> str | None:
-    """Return a sentence that says why these inputs cannot be appended, or None if they can."""
+    """Return a sentence that says why the given keys and values cannot be appended to a cache, or
+    None if they can."""
     sentence = supports_pool(pool, bits)
     if sentence is not None:
         return sentence
@@ -205,7 +206,7 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether kernels append to this cache, so that the CPU reads no value and does not wait
+    """Return whether kernels append to a cache, so that the CPU reads no value and does not wait
     for the GPU."""
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0

@@ -103,7 +103,7 @@ def unlike_rows(
     group: int,
 ) -> str | None:
     """Return a sentence that says why new keys and values cannot be appended to a pair of layers,
-    or None if they can: `new` of the upper layer, `lower` of the lower layer."""
+    or None if they can; `new` are those of the upper layer, `lower` those of the lower layer."""
     (k, v), (lower_k, lower_v) = new, lower
     batch, heads, _, depth = window.shape
     for name, rows in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):
@@ -121,7 +121,7 @@ def unlike_rows(
 
 
 def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | None:
-    """Return a sentence that says why these tensors cannot align two layers, or None if they
+    """Return a sentence that says why the given maps cannot align two layers, or None if they
     can."""
     batch, heads, _, depth = window.shape
     shapes = shapes_of_maps(Layout(depth, bits), batch, heads, kinds)

@@ -62,8 +62,8 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
 
 
 def require_in_step(counts: Tensor, due: int) -> None:
-    """Raise RuntimeError if the lower of two merged layers, which has these token counts, does not
-    have `due` tokens."""
+    """Raise RuntimeError if the lower of two merged layers does not have `due` tokens according to
+    its token counts."""
     there = int(counts[LENGTH])
     if there != due:
         raise RuntimeError(
@@ -181,8 +181,8 @@ def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tens
 
 
 def _apart(rows: Sequence[Tensor]) -> Tensor:
-    """Return the larger of two distances, (B, H, n): between the two layers' keys and between their
-    values."""
+    """Return the larger of two distances between the layers, (B, H, n): that between their keys and
+    that between their values."""
     directions = [direction_and_length(x)[0] for x in rows]
     return torch.maximum(
         distance(directions[0], directions[2]), distance(directions[1], directions[3])

@@ -115,12 +115,12 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
 
 
 def is_per_head(k_or_v_scales: Tensor) -> bool:
-    """Return whether these scales have one number per token and head."""
+    """Return whether the given scales have one number per token and head."""
     return k_or_v_scales.shape[-1] == 1
 
 
 def scheme_of(k_or_v_scales: Tensor) -> str:
-    """Return the quantization scheme of a cache that has these scales."""
+    """Return the quantization scheme of a cache, given its scales."""
     return "per_head" if is_per_head(k_or_v_scales) else "kivi"
 
 

@@ -2,8 +2,8 @@
 """The two kernels of the implementation `codes`: one attends to a share of the cache, one combines
 the partial results.
 
-Program i of n processes steps i, i + n, i + 2n and so on, where a step is a few groups of codes.
-After the codes, the program processes tiles of the window and of the exact first tokens in the same
+Program i of n processes steps i, i + n, i + 2n and so on; a step is a few groups of codes. After
+the codes, the program processes tiles of the window and of the exact first tokens in the same
 order. Scores have tokens as rows and query heads as columns, so that keys and values are the left
 operand of their product: the kernel reads this operand as bytes and unpacks it in registers, and
 eight query heads fill a tile. If the query heads fill at most half of a tile, two groups of tokens
@@ -194,7 +194,7 @@ def _pair_of(base, place):
 
 @triton.jit
 def _seen(mask, batch, position, is_seen, mask_count):
-    """Return which positions the attention mask does not hide."""
+    """Return which positions of the cache the attention mask does not hide."""
     mask_ptr, stride_batch, stride_key = mask
     found = tl.load(
         mask_ptr + batch * stride_batch + position.to(tl.int64) * stride_key,
@@ -214,8 +214,8 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """Spread one vector per half of the columns over (tokens, columns); without halves, return one
-    vector as (tokens, 1)."""
+    """For each column of a tile, return the entries of its half's vector, as (tokens, columns);
+    without halves, return the single vector as (tokens, 1)."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:
@@ -701,7 +701,7 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     KINDS: tl.constexpr,  # of which the last are values
 ):
     """Combine partial results, and rotate the part of the result that comes from merged tokens back
-    to the layer's own axes."""
+    by the inverse of the layer's alignment map."""
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)

@@ -51,7 +51,7 @@ class Room:
     least: int = 0  # more than is needed now, in elements
 
     def length(self, needed: int) -> int:
-        """Return how many elements to allocate for a list if `needed` of them are used."""
+        """Return how many elements to allocate for a list of which `needed` elements are used."""
         return needed + max(math.ceil(needed * self.share), self.least)
 
 
@@ -112,7 +112,7 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return how many 16-bit numbers the spill buffer for a weight of this size needs."""
+    """Return how many 16-bit numbers the spill buffer needs for a weight of a given size."""
     return HEADING + padded(count)
 
 
@@ -268,8 +268,8 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes and signs of a weight; with a `step`, write those of the weight after the
-    optimizer step.
+    """Write the codes and signs of a weight; if an optimizer `step` is given, write those of the
+    updated weight.
 
     Return the counts of patches (exponents outside of the window) that `_list_win4` takes. The
     lists of old patches are read only with a `step`.
@@ -431,7 +431,7 @@ def steps(form: Format, gradient: Tensor) -> bool:
 
 
 def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> Tensor | None:
-    """Overwrite a gradient with the updated weight, in the gradient's memory.
+    """Overwrite a gradient with the updated weight, in the memory of the gradient.
 
     The updated weight equals, bit for bit, that of `torch.optim.SGD` on the decoded weight on the
     same GPU. Afterwards the coded tensors contain no weight until `encode_soon` has encoded the new
@@ -457,8 +457,8 @@ def moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
 
 
 def _decoding(codec: str) -> tuple[int, int, _Constants]:
-    """Return how many weights one decoding program handles, its number of warps, and its
-    constants."""
+    """Return how many weights one program of the decoding kernel handles, its number of warps, and
+    its compile-time constants."""
     patches = ("PATCHES", shapes.PATCHES)
     if codec == "win4":
         words = shapes.WIN4_DECODE_WORDS
@@ -501,7 +501,8 @@ def fuses(
     *,
     trains: bool = False,  # a gradient is needed: products then have the dense layer's bits
 ) -> bool:
-    """Return whether the kernel of a product with this many tokens decodes the weight itself."""
+    """Return whether the kernel of a product with a given number of tokens decodes the weight
+    itself."""
     if trains or form.family != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:
@@ -590,7 +591,7 @@ def _row_tile(rows: int, processors: int, form: Format) -> shapes.RowTile:
 
 
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
-    """Multiply one token by one weight, or by two or three weights in one launch."""
+    """Multiply one token by one, two or three weights in one launch."""
     x, count, form = several[0].x, len(several), several[0].form
     outs = [x.new_empty((1, each.shape[0])) for each in several]
     found = [_multiplied(*each) for each in zip(several, outs, tiles, strict=True)]
@@ -662,7 +663,7 @@ _TOKEN_KERNELS = ("_coded_weight_token_win4_kernel", "_coded_weight_token_win4_s
 
 
 def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor]:
-    """Multiply a few tokens by one weight, or by two or three weights in one launch."""
+    """Multiply a few tokens by one, two or three weights in one launch."""
     x, count, form = several[0].x, len(several), several[0].form
     tokens, groups = x.shape[0], x.shape[1] // GROUP
     outs = [x.new_empty((tokens, each.shape[0])) for each in several]

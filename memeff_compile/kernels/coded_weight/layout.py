@@ -61,7 +61,8 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """The description of a win4 weight that kernels for one token take."""
+    """The description of a win4 weight, in the form that the kernels for one token take as an
+    argument."""
 
     # header, codes, starts, places, patterns, signs, norms: its parts; the patterns are values
     header: Any
@@ -197,7 +198,8 @@ PIECE_APART = 128
 
 
 def fits_one_piece(form: Format) -> bool:
-    """Return whether one allocation can contain all tensors that encode a weight with this codec.
+    """Return whether one allocation can contain all tensors that encode a weight with a given
+    codec.
 
     The position of each tensor then follows from the weight's size and the length of the
     allocation. So a compiled graph, or a kernel for several weights, takes one tensor per weight
@@ -220,7 +222,8 @@ def piece_words(count: int, room: int) -> int:
 
 
 def piece_room(count: int, words: int) -> int:
-    """Return how many patches fit into a weight's allocation of this many 32-bit words."""
+    """Return how many patches (weights stored whole) fit into a weight's allocation of a given
+    number of 32-bit words."""
     return words - _piece_lists(count)
 
 

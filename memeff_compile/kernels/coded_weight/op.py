@@ -137,7 +137,7 @@ def encode_soon(
 
 
 def steps(gradient: Tensor, codec: str) -> bool:
-    """Return whether `step` supports a gradient for weights of this codec."""
+    """Return whether `step` supports a gradient for weights of a given codec."""
     return _uses_kernels(gradient) and codecs.steps(parse(codec), gradient)
 
 

@@ -225,8 +225,8 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Overwrite decoded weights with the patches (weights stored whole): the program has stored
-    `WEIGHTS` weights, from index `first` on.
+    """Overwrite decoded weights with the patches (weights stored whole); the program has stored
+    `WEIGHTS` decoded weights, from index `first` on.
 
     `first_patches` has already loaded the first of these patches.
     """

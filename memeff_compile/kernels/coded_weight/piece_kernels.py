@@ -19,7 +19,7 @@ APART: tl.constexpr = tl.constexpr(128)  # `layout.PIECE_APART`
 
 @triton.jit
 def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
-    """Return a tuple that describes the weight on which a program works.
+    """Return a tuple that describes the weight on which a program of the kernel works.
 
     The tuple contains the weight's index, the program's index within the weight, the allocation,
     the values, the number of chunks, the number of chunks of earlier weights, and the space for

@@ -47,7 +47,7 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return how many 16-bit numbers a shared spill buffer for weights of these sizes needs."""
+    """Return how many 16-bit numbers a shared spill buffer needs for weights of the given sizes."""
     return HEADING + sum(map(padded, counts))
 
 

@@ -100,7 +100,8 @@ def _coded_weight_rans_encode_kernel(
     COUNT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Encode as many chunks of weights as the program has warps, from the last step to the first.
+    """Encode as many chunks of weights as the program has warps, one step after another, beginning
+    with the last step.
 
     With COUNT, the kernel only counts the words of the result.
     """

@@ -113,8 +113,8 @@ def unpack_signs(signs: Tensor, bits: int) -> Tensor:
 
 
 def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of patches in each chunk, their positions in the chunk, and their bit
-    patterns."""
+    """Return the number of patches (weights stored whole) in each chunk, their positions in the
+    chunk, and their bit patterns."""
     counts = is_patch.view(-1, CHUNK).sum(1)
     places = is_patch.nonzero().view(-1)
     return counts, (places % CHUNK).to(torch.int16), patterns[places]
@@ -129,7 +129,8 @@ def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, T
 
 
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
-    """Return the flat indices of the patches; the list itself may have spare space after them."""
+    """Return the flat indices of the patches (weights stored whole); the list itself may have spare
+    space after them."""
     counts = starts.diff().long()
     chunks = torch.arange(counts.numel(), device=starts.device).repeat_interleave(counts)
     return chunks * CHUNK + places[: chunks.numel()]
@@ -411,7 +412,7 @@ def with_signs(
 
 
 def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-    """Copy new coded tensors into existing ones; return whether they fitted."""
+    """Copy new coded tensors into the existing ones; return whether they fitted."""
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):

@@ -33,8 +33,8 @@ def side_by_side(
     *,
     whole: bool = False,  # all parts of a weight next to each other, where its codec allows it
 ) -> None:
-    """Move the lists of several compressed weights into shared allocations, with spare memory after
-    each list.
+    """Move the lists of several compressed weights into a few shared allocations, with spare memory
+    after each list.
 
     The function fills a new allocation before it frees the old lists, weight by weight, so one
     extra allocation is needed temporarily. The weights may have different codecs and devices, and

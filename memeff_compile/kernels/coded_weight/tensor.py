@@ -123,7 +123,8 @@ class UnsettledTogether:
         self._lock = threading.RLock()
 
     def takes(self, gradient: Tensor, by: codecs.Step) -> bool:
-        """Return whether a weight with this gradient and optimizer step can be added."""
+        """Return whether a weight with the given gradient and optimizer step can join the weights
+        that are updated together."""
         has_room = len(self.counts) < pieces.MOST_TOGETHER
         return has_room and self._by == by and self._stream == stream_of(gradient)
 
@@ -315,7 +316,7 @@ class CodedWeight(Tensor):
         return sum(part.nbytes for part in self.held)
 
     def refuse_memory(self) -> NoReturn:
-        """Raise an error if code assigns this weight to the `.data` of another tensor."""
+        """Raise an error if code assigns the compressed weight to the `.data` of another tensor."""
         raise CodedWeightError(
             f"a compressed weight of {tuple(self.shape)} was assigned to the .data of another "
             "tensor, and its dense values are nowhere in memory. Assign weight.decode(), which "
@@ -344,7 +345,7 @@ class CodedWeight(Tensor):
                 owner.unsettled.settle()
 
     def _owners(self) -> list[CodedWeight]:
-        """Return this weight, and all weights that share its coded tensors."""
+        """Return the compressed weight itself, and all weights that share its coded tensors."""
         found: list[CodedWeight] = []
         owner: object = self
         while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
@@ -424,8 +425,8 @@ class CodedWeight(Tensor):
 
     @torch.no_grad()
     def encode_anew(self, dense: Tensor) -> None:
-        """Encode a bf16 tensor of this shape into newly allocated tensors, with the spare memory
-        `self.room`."""
+        """Encode a bf16 tensor of the weight's shape into newly allocated tensors, with the spare
+        memory `self.room`."""
         parts = op.encode(dense, self.codec, self.room)
         self.show_all(parts if self.piece is None else [pieces.joined(parts, dense.numel())])
         self.times_anew += 1

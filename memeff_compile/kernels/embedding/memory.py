@@ -25,7 +25,8 @@ def bytes_before(
     # rows of a rank if DTensor splits the table by rows and no tied head gives a gradient
     held: Size | None = None,
 ) -> sympy.Expr:
-    """Return the bytes of the V x D buffers that the embedding's gradient needs without this op.
+    """Return the bytes of the V x D buffers that the embedding's gradient needs without the op
+    `memeff::embedding`.
 
     Inductor scatters the gradient into an fp32 buffer (fp64 for fp64). Inductor then adds this
     buffer to the output projection's gradient, or rounds the buffer into a second one, which is

@@ -50,8 +50,8 @@ def supports(weight: Tensor, ids: Tensor) -> str | None:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for gradients of this device and
-    dtype."""
+    """Return the name of the implementation, a key of `ENGINES`, for gradients of a given device
+    and dtype."""
     return "sorted" if kernels_serve(device, dtype) else "reference"
 
 

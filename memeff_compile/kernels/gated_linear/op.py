@@ -71,7 +71,7 @@ def _shape_problem(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for tensors of this device and
+    """Return the name of the implementation, a key of `ENGINES`, for tensors of a given device and
     dtype."""
     return "in_place" if kernels_serve(device, dtype) else "reference"
 

@@ -80,7 +80,8 @@ def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def supports_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor
 ) -> str | None:
-    """Return a sentence that says why these inputs cannot be appended, or None if they can."""
+    """Return a sentence that says why the given keys and values cannot be appended to a cache, or
+    None if they can."""
     if positions.dtype not in INDICES or positions.dim() != 1:
         return (
             f"positions is {short(positions.dtype)} with {positions.dim()} dimensions; int32 or "
@@ -101,7 +102,7 @@ def supports_append(
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for this device and dtype."""
+    """Return the name of the implementation, a key of `ENGINES`, for a given device and dtype."""
     return "split" if kernels_serve(device, dtype) else "reference"
 
 

@@ -31,7 +31,7 @@ bf16 for blocks of rows), a hidden size that is a multiple of 8, and a contiguou
 
 Expected seconds on an H200, forward plus backward: 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12; for
 a loss that is a single number 3 * 2NDV / 700e12. For a loss that is a single number, the lower
-bounds (at 790e12 operations per second) and the predictions are:
+bounds of the time (at 790e12 operations per second) and the predicted times are:
 
     N, D, V = 8192, 4096, 128256    32.7 and 38 ms
     N, D, V = 8192, 2304, 256000    36.7 and 45 ms
@@ -251,8 +251,8 @@ class BackwardByClasses(Differentiating):
         self._finish_hidden()
 
     def _blocks_inside(self) -> Iterator[Block]:
-        """Use the last rows of the weight's gradient as temporary memory, and compute these rows
-        last.
+        """Use the last rows of the weight's gradient as temporary memory, and compute the values of
+        these rows last.
 
         Each row of the weight's gradient belongs to a class. The classes of the last rows
         contribute to the hidden states' gradient first, while the rows are still temporary memory,
@@ -483,8 +483,8 @@ class BackwardByRows(ByRows):
 
 
 class Total(ByRows, Statistics):
-    """The computation of a loss that is a single number: the logits once, and the gradients from
-    these logits."""
+    """The computation of a loss that is a single number: it computes the logits once, and the
+    gradients from the same logits."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.given, self.ranks = given, given.ranks

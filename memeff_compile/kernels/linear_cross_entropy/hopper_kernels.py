@@ -350,7 +350,7 @@ def _linear_cross_entropy_hopper_class_products_kernel(
     C: tl.constexpr,
     # ADD: add to grad_hidden instead of overwriting it
 ):
-    """Write dC = G^T E for these classes, then add G C to dE, in one launch.
+    """Write dC = G^T E for a block of classes, then add G C to dE, in one launch.
 
     The tiles of the second product use the multiprocessors that the first product's last programs
     leave idle.

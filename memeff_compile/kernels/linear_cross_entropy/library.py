@@ -278,7 +278,7 @@ def _differentiate(
     first: int,
     settings: Settings,
 ) -> None:
-    """Turn a strip of products into the gradients of these products, in the buffer `g`.
+    """Turn a strip of products into the gradients of the products, in the buffer `g`.
 
     `g` has the input dtype and unit stride along columns, and may be `s` itself; `grads` are the
     contiguous fp32 gradients of the per-row results.

@@ -52,7 +52,8 @@ def bytes_before(
     training: bool = True,  # whether gradients follow
     compiled: bool = True,  # Inductor if true, eager otherwise
 ) -> sympy.Expr:
-    """Return the peak bytes of the N x V buffers that the loss needs without this op.
+    """Return the peak bytes of the N x V buffers that the loss needs without the op
+    `memeff::linear_cross_entropy`.
 
     Inductor allocates one logits tensor in the compute dtype, and the backward pass overwrites it
     with the gradient. If the logits are returned to the user, the gradient needs a second tensor.
@@ -78,7 +79,7 @@ def bytes_before(
 
 
 class How(NamedTuple):
-    """The properties of a call, other than N, D and V, on which its bytes depend."""
+    """The properties of a call, other than the sizes N, D and V, on which its bytes depend."""
 
     dtype: torch.dtype  # dtype of hidden and weight
     engine: str  # "hopper", "library" or "reference", as `engine_for` says

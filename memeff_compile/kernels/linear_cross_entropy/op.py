@@ -21,7 +21,8 @@ use. Four more names call these seven ops, so that graphs are easy to read: `_ad
 Each argument of an op costs a few microseconds of CPU time, so the ops for a single process do not
 have the many arguments for ranks.
 
-No op changes its inputs; Inductor treats the ops as opaque, and autocast does not affect them.
+No op of this module changes its inputs; Inductor treats the ops as opaque, and autocast does not
+affect them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def supports(
     filter_level: float = 0.0,  # likewise
     filter_parts: str = "both",  # likewise
 ) -> str | None:
-    """Return the reason why the op does not support these inputs, or None if it does.
+    """Return the reason why the op does not support the given inputs, or None if it does.
 
     The check reads the dtypes, devices, layouts and sizes of real or fake tensors, but never their
     values. The check adds no guard on symbolic sizes, because the op checks them at run time.

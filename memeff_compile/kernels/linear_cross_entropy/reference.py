@@ -257,8 +257,8 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """The loss and gradients by blocks of rows: logits are overwritten with probabilities, and
-    these with gradients."""
+    """The loss and gradients by blocks of rows: a block's logits are overwritten with
+    probabilities, and the probabilities with gradients."""
 
     def __init__(self, given: ScalarLoss) -> None:
         hidden, weight, bias, target = given[:4]
@@ -323,7 +323,8 @@ class Total(Statistics, Differentiating):
             g.div_(self.mass)
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Merge the statistics of all ranks into this block's losses and probabilities."""
+        """Merge the statistics of all ranks into the losses and probabilities of a block of
+        rows."""
         own = self.losses.where(self.has_target, 0)
         rows, owner = block.stop - block.first, ranks.owner[self.here]
         whole, losses = ranks.meet(self.lse.squeeze(1), own.squeeze(1), owner, rows)

@@ -337,7 +337,7 @@ class Room(NamedTuple):
 
     def retreating_width(self, first: int) -> int:
         """Return how many rows of the weight's gradient can be computed while the logits' gradient
-        G of their classes is stored after them, at the end of the same memory.
+        G of the rows' classes is stored after them, at the end of the same memory.
 
         Return 0 if no row fits.
         """

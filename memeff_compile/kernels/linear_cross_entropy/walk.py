@@ -46,7 +46,7 @@ _FILTERED = ".._gradient_filter.filtered"
 
 
 class Call(NamedTuple):
-    """The properties of a call on which the choice of its implementation depends."""
+    """The properties of a call that decide which implementation computes it."""
 
     device: torch.device  # of the hidden states
     dtype: torch.dtype  # likewise
@@ -146,7 +146,7 @@ def engine_for(
 
 
 def engine_of(given: Operands, *, with_top: bool = False) -> Engine:
-    """Return the implementation that computes a call with these flattened operands."""
+    """Return the implementation that computes a call with the given flattened operands."""
     hidden = given.hidden
     name = engine_for(
         *(hidden.device, hidden.dtype, hidden.shape[-1]),

@@ -31,7 +31,7 @@ class Coefficients(NamedTuple):
     share: float = 0.0
 
     def times(self, factor: float) -> Coefficients:
-        """Return the coefficients of a number times the divergence."""
+        """Return the coefficients of the divergence multiplied by a number."""
         return Coefficients(*(factor * each for each in self))._replace(share=self.share)
 
     @property
@@ -45,8 +45,8 @@ class Coefficients(NamedTuple):
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Rewrite the coefficients of the same divergence, so that the mixture m equals neither p
-        nor q."""
+        """Return equivalent coefficients of the same divergence for which the mixture m equals
+        neither p nor q."""
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
             return Coefficients(a1, a2 + a5, a3 + a6, a4)
@@ -115,7 +115,7 @@ class ClassRequest(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The per-row results of a call, and the gradients that the caller requested."""
+    """The per-row results of a divergence call, and the gradients that the caller requested."""
 
     rows: Tensor  # (N,) or (N, k), fp32 or fp64
     hidden: Tensor | None = None  # (N, D)
@@ -126,7 +126,7 @@ class Found(NamedTuple):
 def wanted(
     given: Request | ClassRequest, factors: Tensor | None, mask: Sequence[bool]
 ) -> tuple[bool, ...]:
-    """Return which gradients to compute: none if the rows have no factors."""
+    """Return which gradients to compute: none if the call has no factors for its rows."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)
@@ -188,7 +188,7 @@ def shapes_for(device: torch.device) -> Shapes:
 
 
 def tile_of(given: Request | ClassRequest) -> int:
-    """Return the number of columns of a tile."""
+    """Return the number of columns of a tile of products."""
     biases = (given.bias, getattr(given, "teacher_bias", None))
     return TILE if biases == (None, None) else TILE_WITH_BIAS
 

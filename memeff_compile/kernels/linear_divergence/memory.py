@@ -38,7 +38,8 @@ def bytes_before(
     training: bool = True,
     compiled: bool = True,  # Inductor if true, eager otherwise
 ) -> sympy.Expr:
-    """Return the peak bytes of the N x V buffers that a divergence needs without this op.
+    """Return the peak bytes of the N x V buffers that a divergence needs without the op
+    `memeff::linear_divergence`.
 
     Inductor keeps the logits of student and teacher, and overwrites one of them with the gradient.
     Eager PyTorch also keeps both log-probabilities, the divergence of every class, and in the

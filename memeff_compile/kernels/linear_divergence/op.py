@@ -94,7 +94,7 @@ def supports(
     teacher_scale: float = 1.0,
     workspace: int = 0,  # in bytes, 0 = automatic
 ) -> str | None:
-    """Return the reason why the op does not support these inputs, or None if it does."""
+    """Return the reason why the op does not support the given inputs, or None if it does."""
     given = _Call(
         *(hidden, weight, bias, teacher, teacher_weight, teacher_bias),
         *(coefficients, scale, teacher_scale, workspace),
@@ -171,7 +171,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, teacher: torch.dtype | None = None) -> str:
-    """Return the name of the implementation for a student and a teacher of these dtypes."""
+    """Return the name of the implementation for a student and a teacher of the given dtypes."""
     is_served = kernels_serve(device, dtype) and kernels_serve(device, teacher or dtype)
     return "kept_logits" if is_served else "reference"
 
@@ -351,7 +351,8 @@ def supports_classes(
     scale: float = 1.0,
     workspace: int = 0,
 ) -> str | None:
-    """Return the reason why `linear_divergence_classes` does not support these inputs, or None."""
+    """Return the reason why `linear_divergence_classes` does not support the given inputs, or
+    None."""
     return _classes_fault(_Classes(hidden, weight, bias, index, True, scale, workspace))
 
 

@@ -5,7 +5,8 @@
     E4M3 quantised_attention_by_call   quantised_attention at a level that depends on the number of
     calls
 
-8 bits are enough, because these means are subtracted before numbers are rounded to codes:
+Eight bits are enough, because the op subtracts the following means before it rounds numbers to
+codes:
 
 - the mean of the keys, whose subtraction does not change softmax weights;
 - the mean of the values, which is added to every output afterwards;

@@ -63,7 +63,7 @@ def restart() -> None:
 
 
 def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
-    """Return the level for this call, and increment the counter."""
+    """Return the precision level for the current call, and increment the counter of calls."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return max(levels, key=PRECISION.index)
     with _one_at_a_time:

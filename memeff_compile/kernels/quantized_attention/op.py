@@ -45,8 +45,8 @@ def supports(
     granularity: str = "row",  # one of `GRANULARITIES`
     smooth: str | None = None,  # some of the letters q, k and v, or None
 ) -> str | None:
-    """Return a sentence that says why the op does not support these inputs, or None if it supports
-    them."""
+    """Return a sentence that says why the op does not support the given inputs, or None if it
+    supports them."""
     return _unlike_settings(level, granularity, smooth) or supports_attention(
         q, k, v, key_mask, query_ids, key_ids
     )
@@ -65,7 +65,8 @@ def _unlike_settings(level: str, granularity: str, smooth: str | None) -> str | 
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for tensors of this kind."""
+    """Return the name of the implementation, a key of `ENGINES`, for tensors of a given device,
+    dtype and head dimension."""
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 

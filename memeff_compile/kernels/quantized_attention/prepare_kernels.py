@@ -415,7 +415,7 @@ def _key_at(place):
 
 @triton.jit
 def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
-    """Return the softmax weights of these keys for the queries' mean, up to a factor."""
+    """Return the softmax weights of a block of keys for the queries' mean, up to a factor."""
     direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
     direction *= tl.load(mean_ptr + 2 * DEPTH_BLOCK + 4)
     of_mean = tl.sum(tl.load(mean_ptr + depth) * direction, axis=0)
@@ -425,7 +425,7 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
-    """Write the codes of a block of values, and the weighted sum of these values.
+    """Write the codes of a block of values, and the weighted sum of the block's values.
 
     In the weighted sum, each value usually has the weight 1. If the queries have a large common
     mean, a value's weight is the softmax weight of its key for that mean.
@@ -552,8 +552,8 @@ def _quantized_attention_prepare_total_kernel(
     C: tl.constexpr,
     # TOGETHER: blocks
 ):
-    """Write, for each block, the sum of the values' rounding errors over all blocks up to this
-    one."""
+    """Write, for each block of values, the sum of the rounding errors over all blocks up to and
+    including it."""
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -261,7 +261,8 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
 
 
 def _by_block(rest: Tensor) -> Tensor:
-    """Return the running sums over blocks of keys, (B, G, blocks + 1, D); the first sum is zero."""
+    """Return the running sums of values over blocks of keys, (B, G, blocks + 1, D); the first sum
+    is zero."""
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
     sums = rest.unflatten(2, (-1, BLOCK)).sum(3).cumsum(2)
@@ -330,7 +331,7 @@ def _largest(x: Tensor, groups: Tensor) -> Tensor:
 
 
 def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
-    """Return absolute values by which one can divide: at least `least`, and nan if `total` is not
+    """Return absolute values that are safe divisors: at least `least`, and nan if `total` is not
     finite."""
     return size.clamp_min(least) + total * 0.0
 

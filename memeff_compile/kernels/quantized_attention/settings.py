@@ -74,14 +74,14 @@ class Settings:
 
     @property
     def aligns(self) -> bool:
-        """Return whether keys are rounded so that errors along the mean query cancel; the paper
-        does not do this."""
+        """Return whether keys are rounded so that errors along the mean query cancel;
+        SageAttention2 does not do this."""
         return self.granularity == "row" and "q" not in self.smooth
 
     @property
     def evens(self) -> bool:
         """Return whether queries and keys are scaled to the same energy (sum of squares) in each
-        channel; the paper does not do this."""
+        channel; SageAttention2 does not do this."""
         return self.granularity == "row"
 
     @property
@@ -190,8 +190,8 @@ def settings_for(
 
 
 def sampled_queries(queries: int) -> tuple[int, int, int]:
-    """Return the stride between the sampled blocks of `QUERY_ROWS` queries, the number of these
-    blocks, and the number of their queries."""
+    """Return the stride between the sampled blocks of `QUERY_ROWS` queries, the number of sampled
+    blocks, and the number of queries in them."""
     blocks = -(-queries // QUERY_ROWS)
     stride = max(1, -(-blocks // MOST_SAMPLES))
     samples = -(-blocks // stride)

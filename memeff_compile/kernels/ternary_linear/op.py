@@ -153,7 +153,7 @@ def _unlike_packed(packed: Tensor, scale: Tensor, like: Tensor) -> str | None:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for this device and dtype."""
+    """Return the name of the implementation, a key of `ENGINES`, for a given device and dtype."""
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 

@@ -51,7 +51,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:
-    """Return Triton's name for the dtype in which a quantiser computes."""
+    """Return Triton's name of the dtype in which a quantiser computes."""
     import triton.language as tl
 
     names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -327,7 +327,7 @@ def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
 
 @triton.jit
 def _factor(scale, weight_scale, C: tl.constexpr):
-    """Return the factor that scales an integer product to the linear's output."""
+    """Return the factor that turns an integer product into the linear's output."""
     by_token = scale
     by_weight = weight_scale.to(tl.float32)
     if not C.IS_STEP:

@@ -288,7 +288,7 @@ def score(found: Tensor, wanted: Tensor) -> float:
 @contextmanager
 def _watched(model: nn.Module, levels: Sequence[str], found: _Found) -> Iterator[None]:
     """While a model runs on one input, compare each attention call at each level with the exact
-    result, and add the scores to ``found``."""
+    result, and add the scores to the dictionary ``found``."""
     paths, inside = [""], [0]  # of the modules that run, and how often each has called attention
     calls: Counter[str] = Counter()  # that were scored, by site
 

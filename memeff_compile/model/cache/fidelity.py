@@ -80,8 +80,8 @@ class FidelityReport(VerbReport):
     )
 
     def advice(self) -> str:
-        """Return advice on whether to use this cache or another one; "" if this cache does not
-        merge layers."""
+        """Return advice on whether to use the measured cache or another one; return "" if the
+        measured cache does not merge layers."""
         if not self.codes:
             return ""
         kl, ratio = self.logits["kl"], self.memory["ratio"]
@@ -330,7 +330,8 @@ def _others(bits: int) -> list[_Other]:
 
 
 def _without(codes: Mapping[str, Any]) -> str:
-    """Describe another cache, with which the measured cache is compared, for the report."""
+    """Return the report's description of another cache, with which the measured cache is
+    compared."""
     kl, ratio = codes["kl"], codes["ratio"]
     of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""
     merged = "with values alone merged" if codes.get("values_merged") else "without merging"
@@ -353,13 +354,13 @@ class _Gathered:
         self.products: dict[int, Tensor] = {}
 
     def other(self, which: _Other, exact: _Run, found: _Run, size: int) -> None:
-        """Record the answers with another cache, and its bytes."""
+        """Record the model's predictions with another cache, and the bytes of that cache."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", which)
         self.others[which] += size
 
     def alone(self, at: int, exact: _Run, found: _Run) -> None:
-        """Record the predictions with a cache that merges only one pair of layers."""
+        """Record the model's predictions with a cache that merges only one pair of layers."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "alone", at)
 

@@ -536,8 +536,8 @@ class _Hook:
         return compiled is not None and compiled[1].get("memeff.preset") == "off"
 
     def undo(self) -> None:  # of this use alone
-        """Make the model create the same caches as before this setting, unless an earlier setting
-        has also been undone."""
+        """Undo the setting: make the model create the same caches as before, unless an earlier
+        setting has also been undone."""
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)

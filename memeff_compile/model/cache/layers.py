@@ -156,7 +156,7 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that have one element per sequence, once these tensors exist."""
+        """Yield the tensors that have one element per sequence, once they are allocated."""
         if self.is_initialized:
             for name in self.held:
                 yield (self, name), getattr(self, name)
@@ -176,7 +176,7 @@ class InPlace(CacheLayerMixin):
 
     @abstractmethod
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens; `keeps` has already allowed this."""
+        """Remove the last tokens, after `keeps` has returned that the layer can remove them."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; as in transformers, a negative argument is minus their number."""
@@ -299,7 +299,7 @@ class WindowLayer(AsTheyCome):
 
     @property
     def here(self) -> int:
-        """Return the number of tokens that this layer still contains."""
+        """Return the number of tokens that the layer still contains."""
         return min(self.filled - _NONE, self.max_cache_len)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -417,8 +417,8 @@ _NONE = 2
 
 
 def room_of(window: int) -> int:
-    """Return how many tokens fit into a layer with a window of this size: a sixteenth more than the
-    window, at least 16 more."""
+    """Return how many tokens fit into a layer with a sliding window of a given size: a sixteenth
+    more than the window, at least 16 more."""
     return window + max(16, window // 16)
 
 
@@ -558,8 +558,8 @@ class Starts:
         self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
-        """Start again with other sequences, in the existing tensors; if this method raises an
-        error, it has changed no tensor.
+        """Start again with other sequences, in the existing tensors; if the method raises an error,
+        it has changed no tensor.
 
         `held` contains the batch sizes of the layers' tensors.
         """
@@ -571,8 +571,8 @@ class Starts:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
     def allocate(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
-        """Allocate the positions for layers of this shape and length, unless they are already
-        allocated."""
+        """Allocate the position tensors for layers of a given shape and length, unless they are
+        already allocated."""
         if self._shape == shape:
             return
         if self._shape:

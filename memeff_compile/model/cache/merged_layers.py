@@ -44,7 +44,7 @@ class Pair:
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the shared tensors, once these exist, and the maps that align the layers."""
+        """Yield the shared tensors, once they are allocated, and the maps that align the layers."""
         if self.shape is not None:
             for name in (*op_folder.SHARED, *(op_folder.MAPS if self.is_aligned else ())):
                 yield (self, name), getattr(self, name)

@@ -142,12 +142,12 @@ class MiniCache:
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """Return the rotations and slots that the report contains for a pair of layers, if it
-        does."""
+        """Return the rotations, and the assignment of heads (slots), that the `fidelity_report`
+        contains for a pair of layers, or None."""
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many unmerged rows a cache of this length can contain, by default 328 for
+        """Return how many unmerged rows a cache of a given length can contain, by default 328 for
         32768."""
         return math.ceil(self.retained * tokens)
 

@@ -24,7 +24,8 @@ _MARK = "_may_run_ahead"
 
 
 def let_run_ahead(cache: object) -> None:
-    """Let generate() check one step late whether it has finished, while it fills this cache."""
+    """Let generate() check one step late whether it has finished, as long as it fills the given
+    cache."""
     from transformers.generation import utils  # slow to import; who generates has it
 
     check: Any = getattr(utils, "DeferredStopCheck", None)

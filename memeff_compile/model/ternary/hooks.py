@@ -1,4 +1,5 @@
-"""Let the core make a model's linears ternary before compilation, and undo this."""
+"""Let the core of this package make a model's linears ternary before compilation, and undo the
+change."""
 
 from __future__ import annotations
 
@@ -58,8 +59,7 @@ class TernaryHooks(Hooks):
 
 
 def _module(request: Request) -> Any:  # noqa: ANN401
-    """Return the model of a request, if it is a module; `ternarize_` raises an error for any other
-    object."""
+    """Return the model of a request; `ternarize_` raises an error if the model is not a module."""
     return request.model
 
 

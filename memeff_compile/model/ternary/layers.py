@@ -31,7 +31,7 @@ def require_kind(kind: str) -> str:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of the result that a dense linear would return for this input."""
+    """Return the dtype of the result that a dense linear would return for a given input."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -62,8 +62,8 @@ class SquaredReLU(nn.Module):
 
     @property
     def was(self) -> nn.Module | None:
-        """Return the activation function that this one replaced; it is not registered as a child,
-        because it must not be part of the model."""
+        """Return the activation function that the squared ReLU replaced; it is not registered as a
+        child, because it must not be part of the model."""
         return self._was[0]
 
     def forward(self, input: Tensor) -> Tensor:

@@ -324,7 +324,8 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
 
 
 def _role_of(path: str) -> str:
-    """Return the role of a projection in a block, from its name, or "" if the name is unknown."""
+    """Return the role of a projection in its block, found by its name, or "" if the name is
+    unknown."""
     parts = path.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
     return next((_ROLE_OF[end] for end in ends if end in _ROLE_OF), "")

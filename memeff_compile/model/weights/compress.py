@@ -76,7 +76,7 @@ class CompressedWeight:
 
     @property
     def _about(self) -> str:
-        """Return the report's text about this weight, without the weight's name and bits."""
+        """Return the report's text about a weight, without the weight's name and bits."""
         if not self.codec:
             return f"{list(self.shape)}: {self.reason}"
         how = ", rounded for inputs" if self.for_inputs else ""
@@ -110,7 +110,7 @@ class CompressionReport(VerbReport):
 
     @property
     def compressed_before(self) -> tuple[CompressedWeight, ...]:
-        """Return the weights that were already compressed before this call and were not changed."""
+        """Return the weights that were already compressed before the call and were not changed."""
         return tuple(each for each in self.weights if each.before)
 
     @property
@@ -223,19 +223,21 @@ def compress_(
     kernel of the matrix product decodes the weight itself, and sums in another order than a dense
     product. Call this function before you create an optimizer and before you compile the model.
 
-    model: any module, possibly wrapped by PEFT, on the device where it will run.
-        model: any module, also under PEFT; on the device where it will run.
+    Args:
+        model: any module, possibly wrapped by PEFT, on the device where it will run.
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest); "win4:k3" is
-            "win4" with `mantissa=3`. mantissa: the number of mantissa bits to keep, of 7. The modes
-        0, 1 and 3 are lossy, for inference: such weights no longer require gradients. block: the
-        number of weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512. skip:
-        names of modules that stay dense, with everything inside them; a name matches the last
-        components of a path, and `*` and `?` match as in file names. min_size: a weight with fewer
-        elements stays dense. layers: the classes whose weights are compressed: "Linear", "Conv1D"
-        (of GPT-2) and "Embedding".
-            Conv1D and Embedding decode the whole weight in each call. If the output projection
-            shares its weight with the embedding, name both "Linear" and "Embedding", and set
-            `skip=()`.
+            "win4" with `mantissa=3`.
+        mantissa: the number of mantissa bits to keep, of 7. The modes 0, 1 and 3 are lossy, for
+            inference: weights in a lossy mode no longer require gradients.
+        block: the number of weights that share a normaliser in the lossy modes: 32, 64, 128, 256
+            or 512.
+        skip: names of modules that stay dense, with everything inside them; a name matches the
+            last components of a path, and `*` and `?` match as in file names.
+        min_size: a weight with fewer elements stays dense.
+        layers: the classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and
+            "Embedding". Conv1D and Embedding decode the whole weight in each call. If the output
+            projection shares its weight with the embedding, name both "Linear" and "Embedding",
+            and set `skip=()`.
         inputs: for the lossy modes, the model's arguments: for each run a mapping of keyword
             arguments, a tuple or list of arguments, or a single argument. A single mapping or
             tensor is one run. With `inputs`, weights are rounded so that products with such inputs
@@ -488,7 +490,7 @@ class _Rounding:
         self.grams: dict[str, Tensor] = {}
 
     def of(self, place: _Place) -> Tensor | None:
-        """Return a weight rounded for its inputs, or None if such rounding is not possible.
+        """Return a weight rounded for its inputs, or None if it cannot be rounded in this way.
 
         Call this method for the weights in their order in the model.
         """
@@ -618,7 +620,7 @@ def _layer(module: nn.Module, attribute: str) -> str:
 
 
 def require_layer(module: nn.Module, attribute: str, shape: Sequence[int]) -> None:
-    """Raise CodedWeightError if a module cannot use a compressed weight of this shape."""
+    """Raise CodedWeightError if a module cannot use a compressed weight of a given shape."""
     if not _layer(module, attribute):
         raise CodedWeightError(
             f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
@@ -776,8 +778,8 @@ PARTS = frozenset(part for each in CODECS for part in (*parse(each).parts, "norm
 
 
 def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
-    """Return a compressed weight that consists of these coded tensors and can replace a module's
-    weight."""
+    """Return a compressed weight that consists of the given coded tensors and can replace a
+    module's weight."""
     every = [name for name in (*CODECS, *WIDER) if dtype_of(parse(name)) == own.dtype]
     forms = [own.codec] if isinstance(own, CodedWeight) else every
     codec = next((each for each in forms if set(parse(each).parts) == set(found)), None)

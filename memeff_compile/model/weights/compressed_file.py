@@ -387,7 +387,7 @@ def name_in_folder(
     name: str,
     saved: Mapping[str, str],
 ) -> str | None:
-    """Return the name that a weight of this model has in the folder, or None.
+    """Return the name that a weight of the model has in the folder, or None.
 
     A base model can be loaded from the folder of a model with an output projection, and vice versa.
     """

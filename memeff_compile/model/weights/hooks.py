@@ -15,8 +15,8 @@ from memeff_compile.system import Graph, Hooks, Request, Undone
 
 
 class WeightHooks(Hooks):
-    """The hooks that compress a model before compilation, and guard each compressed weight by one
-    number."""
+    """The hooks that compress a model before compilation, and replace the guards on each compressed
+    weight by one guard on an integer."""
 
     def refuse(self, options: Options) -> None:
         if options.weights not in ("exact", "off"):

@@ -94,7 +94,8 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a region of `count` elements in the ring, after waiting until one is free."""
+        """Return a region of `count` elements in the ring of spill buffers, after waiting until one
+        is free."""
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
                 self._settle_oldest()
@@ -117,10 +118,11 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Announce that the gradients of all these parameters exist, and that their hooks will run
-        one after another.
+        """Announce that the gradients of all the given parameters exist, and that their hooks will
+        run one after another.
 
-        The queue then collects those parameters that one kernel launch can update together.
+        The queue of new values then collects those parameters that one kernel launch can update
+        together.
         """
         with self.lock, compat.without_torch_function():
             self._encode()
@@ -270,7 +272,7 @@ class _Update:
 
     def _store(self, coded: CodedWeight, held: list[Tensor], by: Step | None = None) -> None:
         """Encode the new value of a weight; with plain SGD, the updated weight is already in the
-        gradient's memory, the only tensor in the list.
+        gradient's memory.
 
         If memory runs out, the weight keeps its previous value.
         """
@@ -594,7 +596,7 @@ def optim_in_backward(
 
 
 def _with_settings(factory: Factory | type[Optimizer], settings: dict[str, Any]) -> Factory:
-    """Return a function that creates the optimizer of one parameter with these settings."""
+    """Return a function that creates the optimizer of one parameter with the given settings."""
     if isinstance(factory, type) and issubclass(factory, Optimizer):
         kind: Any = factory
         return lambda parameter: cast("Optimizer", kind([parameter], **settings))

@@ -147,7 +147,7 @@ class MemeffQuantizer(HfQuantizer):
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype; raise CodedWeightError if dense tensors of this dtype would not match
+        """Return the dtype; raise CodedWeightError if dense tensors of that dtype would not match
         the codes."""
         given, saved = str(dtype).removeprefix("torch."), self.quantization_config.dtype
         if self.pre_quantized and saved is not None and given != saved:

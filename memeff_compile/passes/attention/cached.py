@@ -18,7 +18,7 @@ MAX_CHAIN = 8  # how many steps a search goes from the operands of attention to 
 
 @dataclass
 class CachedSite:
-    """An attention call over a cache, and the nodes that only this call needs."""
+    """An attention call over a cache, and the nodes that are used only by this call."""
 
     node: Node
     call: Call
@@ -36,7 +36,7 @@ class CachedPass(GraphPass):
 
 
 def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
-    """Yield every call of scaled_dot_product_attention."""
+    """Yield every call of scaled_dot_product_attention in the graph."""
     for node in info.visit(info.gm.graph.nodes):
         call = read_one(node) if "scaled_dot_product" in node_name(node) else None
         if call is not None and call.op is aten.scaled_dot_product_attention.default:
@@ -56,7 +56,7 @@ def advice(*, is_one_row: bool) -> dict[str, Any]:
 def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) -> Decline | None:
     """Return the reason why the ops do not support a call over a cache, or None.
 
-    ``without_causal`` is the remedy named in the message for a call with `is_causal`.
+    ``without_causal`` is the remedy that the message names for a call with `is_causal`.
     """
     node, args, value = match.node, match.call.args, info.tensor(match.node)
     if value is None or value.requires_grad:

@@ -41,7 +41,8 @@ class Axis:
 class Read:
     """The value that a node of the graph has at an index, left unresolved in formulas.
 
-    ``moment`` distinguishes reads of memory that changes in between.
+    Two reads of one tensor with different ``moment`` may have different values, because the graph
+    writes to its memory in between.
     """
 
     node: Node
@@ -99,12 +100,13 @@ class Linear:
         return not self.terms
 
     def lowest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the smallest value over a tensor of this shape, or None if it depends on a
-        read."""
+        """Return the smallest value that the described tensor has over a given shape, or None if
+        the value depends on a tensor that is read."""
         return self._bound(shape, lambda times: times < 0)
 
     def highest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the largest value over a tensor of this shape, or None if it depends on a read."""
+        """Return the largest value that the described tensor has over a given shape, or None if the
+        value depends on a tensor that is read."""
         return self._bound(shape, lambda times: times > 0)
 
     def _bound(self, shape: Sequence[Size], reaches_end: Callable[[int], bool]) -> Size | None:

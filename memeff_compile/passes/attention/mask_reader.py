@@ -47,8 +47,8 @@ class Value:
         return result
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
-        """Return a tensor whose entries are this tensor's entries at `index`; by default the shape
-        is the same."""
+        """Return a tensor whose entries are the present tensor's entries at `index`; by default the
+        shape is the same."""
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
 
@@ -202,7 +202,8 @@ def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
 
 
 def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
-    """Return whether a scalar is of the kind of this dtype: integer, boolean or floating-point."""
+    """Return whether a Python number is of the kind of a given dtype: integer, boolean or
+    floating-point."""
     if isinstance(scalar, (Linear, Magnitude)):
         return dtype in _INTEGERS
     if isinstance(scalar, Cases):
@@ -741,8 +742,8 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
 
 
 def reader_of(info: GraphInfo) -> MaskReader:
-    """Return the reader of this graph; there is only one, so that a mask shared by layers is read
-    once."""
+    """Return the mask reader of a graph; there is only one per graph, so that a mask shared by
+    layers is read once."""
     reader: MaskReader | None = info.notes.get("mask_reader")
     if reader is None:
         parent = None if info.parent is None else reader_of(info.parent)
@@ -751,7 +752,7 @@ def reader_of(info: GraphInfo) -> MaskReader:
 
 
 def handed_over(node: Node) -> Value | None:
-    """Return the value of an input that an earlier graph partition computed, if that partition
+    """Return the formula of an input that an earlier graph partition computed, if that partition
     recorded it.
     """
     notes = compat.notes_between_pieces()
@@ -760,9 +761,10 @@ def handed_over(node: Node) -> Value | None:
 
 
 def hand_over(info: GraphInfo) -> None:
-    """Record, for later partitions, the formulas of tensors that this partition returns.
+    """Record, for later graph partitions, the formulas of the tensors that the present partition
+    returns.
 
-    Records of memory that this partition may write to are dropped; if recording fails, all records
+    Records of memory that the partition may write to are dropped; if recording fails, all records
     are dropped.
     """
     notes = compat.notes_between_pieces()

@@ -168,8 +168,7 @@ class _Writer:
         return found if is_truth else self.editor.cast(found, torch.int64)
 
     def _selected(self, node: Node, at: Sequence[Linear]) -> tuple[Node, list[Linear]]:
-        """Insert a selection along each axis whose index is a number; the selection removes this
-        axis."""
+        """For each axis whose index is a number, insert a selection, which removes the axis."""
         left: list[Linear] = []
         for place in reversed(range(len(at))):
             constant = at[place].constant
@@ -181,7 +180,7 @@ class _Writer:
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
         """Return the tensor itself if its axes are already those of the table, in the same order;
-        otherwise None."""
+        otherwise return None."""
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))

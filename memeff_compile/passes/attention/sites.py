@@ -452,7 +452,8 @@ def _follow_scores(
 
 
 def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
-    """Return the in-place writes to scores that precede the scores' reader, the last one first.
+    """Return the in-place writes to the scores before the node that reads them, the last write
+    first.
 
     If another node reads the scores in between, return a Decline.
     """

@@ -63,7 +63,7 @@ class Said:
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
     """Return the op's arguments that replace a mask, or the reason why there are none.
 
-    A reason that is about the mask is a string; if some query may attend to no key, the result is a
+    A reason that is about the mask is a string; if some query may attend to no key, the reason is a
     Decline.
     """
     if not form.is_sayable:
@@ -120,8 +120,8 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs of ids that must be equal for a query and a key; a table for only queries is
-    compared with 1."""
+    """Return the pairs of ids that must be equal for a query to see a key; a table for only queries
+    is compared with 1."""
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
         found.append((both(*form.queries), Linear(1)))
@@ -159,8 +159,8 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op does not support this attention or is slow for it, or an empty
-    string."""
+    """Return the reason why the op does not support an attention call, or is slow for it, or an
+    empty string."""
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
         return "memeff::attention needs four axes, heads of one size, and one batch"
@@ -196,8 +196,8 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
 
 
 def why_not_read(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op cannot read the mask of this attention at run time, or an empty
-    string."""
+    """Return the reason why the op cannot read the mask of an attention call at run time, or an
+    empty string."""
     if site.between or site.mask is None:
         return "memeff::attention reads masks for calls of scaled_dot_product_attention alone"
     mask = info.value(site.mask)
@@ -211,8 +211,8 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_added(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op cannot add the mask of this attention at run time, or an empty
-    string.
+    """Return the reason why the op cannot add the mask of an attention call at run time, or an
+    empty string.
 
     A bias that the graph computes and adds (ALiBi, T5) usually hides no key, so no tile could be
     skipped.
@@ -223,7 +223,8 @@ def why_not_added(info: GraphInfo, site: Site) -> str:
 
 
 def _input_behind(info: GraphInfo, node: Any) -> Node | None:
-    """Return the graph input of which a node is a view, or None if the graph computes the node."""
+    """Return the graph input of which a node is a view, or None if the graph itself computes the
+    node."""
     while isinstance(node, Node) and (node := _levels_of(info, node)[-1][1]).op != "placeholder":
         info = next(level for level in info.outward() if node.graph is level.gm.graph)
         call = read_one(node)
@@ -253,7 +254,7 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
 
 
 def handed_in(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether this graph partition reads a mask that an earlier partition computed."""
+    """Return whether the graph partition reads a mask that an earlier partition computed."""
     source = _input_behind(info, mask)
     return source is not None and handed_over(source) is not None
 
@@ -381,7 +382,7 @@ def _told(name: str, table: Table | None) -> str:
 
 
 def _inputs(table: Table, node: Node) -> set[str]:
-    """Return the names of the graph inputs from which a node is computed."""
+    """Return the names of the graph inputs from which a given node is computed."""
     found: set[str] = set()
     level = table.level
     seen: set[Node] = set()

@@ -66,8 +66,8 @@ def why_not_fused(info: GraphInfo, site: Site) -> str:
 
 
 def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: Any) -> str:
-    """Return the reason why no fused kernel supports these head sizes on the result's device, or
-    ""."""
+    """Return the reason why no fused kernel supports the given head sizes on the result's device,
+    or ""."""
     if info.checkpoints_for_nothing:
         return "PyTorch compiles no fused kernel into a checkpoint whose graph has no gradient"
     device = where_it_runs(result.device).type

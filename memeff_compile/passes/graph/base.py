@@ -35,7 +35,8 @@ class Decline:
     action: Action = "declined"  # or "note", for a node that need not be a match of the pass
 
     def counted(self, node: Node) -> Decline:
-        """Return the answer together with the number of equal matches, which become one record."""
+        """Return the answer together with the number of equal matches, because equal matches become
+        one record."""
         return replace(self, node=node, sites=1)
 
 
@@ -99,7 +100,7 @@ class GraphPass(ABC):
     when: Literal["before", "after"] = "after"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether the options turn this pass on for this graph."""
+        """Return whether the options turn the pass on for a graph."""
         return not info.options.switched_off(self.name)
 
     @abstractmethod
@@ -139,7 +140,7 @@ class GraphPass(ABC):
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:
-        """Return whether the nodes that this rewrite inserts wait for other ranks.
+        """Return whether the nodes that the rewrite inserts wait for other ranks.
 
         An error in such a rewrite must end the run, because if one rank skipped the rewrite, the
         others would wait forever.
@@ -151,7 +152,7 @@ class GraphPass(ABC):
         return ()
 
     def identity(self) -> str:
-        """Return a key that identifies this pass, including its version, in on-disk caches.
+        """Return a key that identifies the pass, including its version, in on-disk caches.
 
         The key contains the source code of the pass's classes and its attributes. Override this
         method if a rewrite also depends on something else, such as a global variable. If a pass has

@@ -31,8 +31,8 @@ aten = torch.ops.aten
 
 
 def named(words: str) -> frozenset[Any]:
-    """Return the ATen ops with these names: one overload for a name like ``add.Tensor``, all for a
-    name like ``add``."""
+    """Return the ATen ops with the given names: one overload for a name like ``add.Tensor``, all
+    overloads for a name like ``add``."""
     return frozenset(operator.attrgetter(name)(aten) for name in words.split())
 
 
@@ -121,8 +121,8 @@ def call_of(node: Any, *ops: OpOverload) -> Call | None:
 
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
-    """Follow calls of these ops back along their first operands, and append the visited nodes to
-    ``way``."""
+    """Follow calls of the given ops back along their first operands, and append the visited nodes
+    to ``way``."""
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
             way.append(node)
@@ -655,7 +655,8 @@ def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) 
 
 
 def trace(node: Node) -> Reading | None:
-    """Return the ATen calls of ``node``, found by running this node on fake operands, or None.
+    """Return the ATen calls that ``node`` makes, found by running the node on fake operands, or
+    None.
 
     Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in the table;
     the tests compare the table with it.

@@ -41,7 +41,7 @@ class Editor:
 
     @property
     def graph(self) -> Graph:
-        """Return the graph that this editor changes."""
+        """Return the graph that the editor changes."""
         return self.info.gm.graph
 
     @contextlib.contextmanager
@@ -132,8 +132,7 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return the node with this key if this match or an earlier one built it; otherwise build
-        it."""
+        """Return the node stored under a key if an earlier rewrite built it; otherwise build it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
             self._undo.append(partial(self.info.shared.pop, key))
@@ -141,7 +140,7 @@ class Editor:
         return found
 
     def around(self) -> Editor:
-        """Return the editor of the graph that contains this checkpoint body.
+        """Return the editor of the graph that contains the checkpoint body.
 
         The edits of both editors are committed or undone together.
         """
@@ -151,7 +150,7 @@ class Editor:
         return self._outer
 
     def bring_in(self, node: Node) -> Node:
-        """Return a node of the graph around this body as an input of the body; the input is added
+        """Return a node of the surrounding graph as an input of the checkpoint body; add the input
         if necessary.
         """
         if node.graph is self.graph:
@@ -223,7 +222,7 @@ class Editor:
         self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:
-        """Make the checkpoint that runs this body save the results of some calls."""
+        """Make the checkpoint that runs the body save the results of some calls."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
@@ -246,7 +245,7 @@ class Editor:
         self.info.refresh()
 
     def rollback(self) -> None:
-        """Undo every edit of this match."""
+        """Undo every edit of the current match."""
         while self._undo:
             self._undo.pop()()
         self.info.refresh()

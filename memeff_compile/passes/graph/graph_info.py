@@ -150,7 +150,7 @@ class GraphInfo:
 
     @property
     def is_called_once(self) -> bool:
-        """Return whether exactly one call runs this checkpoint body."""
+        """Return whether exactly one call runs the checkpoint body."""
         if self.parent is None or self.called_by is None:
             return False
         body: Any = self.called_by.args[0]
@@ -180,21 +180,21 @@ class GraphInfo:
         return self.region.grad and any(v is not None and v.requires_grad for v in values)
 
     def outward(self) -> Iterator[GraphInfo]:
-        """Yield this graph and the graphs around it, from the innermost to the outermost."""
+        """Yield the graph itself and the graphs around it, from the innermost to the outermost."""
         yield self
         if self.parent is not None:
             yield from self.parent.outward()
 
     def inward(self) -> Iterator[GraphInfo]:
-        """Yield this graph and the graphs of activation checkpoints inside it, from the outermost
-        to the innermost."""
+        """Yield the graph itself and the graphs of activation checkpoints inside it, from the
+        outermost to the innermost."""
         yield self
         for body in self.bodies():
             yield from body.inward()
 
     @property
     def has_checkpoint_policy(self) -> bool:
-        """Return whether a checkpoint around this graph has a ``context_fn``.
+        """Return whether a checkpoint around the graph has a ``context_fn``.
 
         A ``context_fn`` chooses which tensors are saved.
         """
@@ -264,7 +264,7 @@ class GraphInfo:
 
     @cached_property
     def writes(self) -> list[Write]:
-        """Return every in-place write of this graph, in order."""
+        """Return every in-place write of the graph, in order."""
         writes = (Write(node, place, written_by(node)) for node, place in self.positions.items())
         return [write for write in writes if write.targets]
 
@@ -317,7 +317,7 @@ class GraphInfo:
         return self._is_user_memory(left) and self._is_user_memory(right)
 
     def may_be_written(self, node: Node) -> bool:
-        """Return whether any node of this graph may write to the memory of ``node``."""
+        """Return whether any node of the graph may write to the memory of ``node``."""
         value = self.tensor(node)
         if value is None or not self.writes:
             return False

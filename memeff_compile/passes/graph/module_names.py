@@ -58,7 +58,7 @@ class ModuleNames:
 
     def everything(self) -> set[str]:
         """Return the names of all modules of the running model, including modules that are not in
-        this graph.
+        the graph.
         """
         tables = map(self._table, self._roots(""))
         return {name for table in tables for names in table.values() for name in names}

@@ -254,7 +254,8 @@ def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) ->
 
 
 def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:
-    """Call a method of a pass that returns report text; if it raises an error, return a default."""
+    """Call a method of a pass that returns text for the report; if the method raises an error,
+    return a default."""
     try:
         return answer()
     except Exception:

@@ -39,7 +39,7 @@ class Classes:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Return the output projections whose logits are read."""
+        """Return the output projections whose logits the gather reads."""
         return (self.student,)
 
 
@@ -79,8 +79,8 @@ def read_classes(
 
 
 def _comes_from(info: GraphInfo, index: Node, head: Node) -> bool:
-    """Return whether the classes are chosen from these logits themselves, as a router chooses
-    experts."""
+    """Return whether the class indices of a loss are computed from its own logits, as a router
+    chooses experts."""
     seen, queue, first = set[Node](), [index], info.positions[head]
     while queue:
         node = queue.pop()

@@ -684,7 +684,7 @@ def _multiplier(call: Any, node: Any) -> float | None:
 
 
 def kl_arguments(node: Node) -> dict[str, Any] | None:
-    """Return the arguments of F.kl_div by name, or None if they cannot be read."""
+    """Return the arguments of an F.kl_div call by name, or None if they cannot be read."""
     names = ("input", "target", "size_average", "reduce", "reduction", "log_target")
     defaults = {"size_average": None, "reduce": None, "reduction": "mean", "log_target": False}
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}

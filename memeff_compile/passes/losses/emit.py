@@ -364,7 +364,8 @@ class GroupEmitter:
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
-        """Return this rank's shard of an operand that is split over ranks."""
+        """Return the node of this rank's shard of an operand if the projection is split over ranks,
+        otherwise the operand itself."""
         if self.split is None:
             return node
         return shards.here(self.editor, self.head, node, summed)

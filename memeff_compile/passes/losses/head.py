@@ -165,8 +165,8 @@ class Chain:
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether every row of this chain is also a row of another chain of the same
-        projection."""
+        """Return whether every row of the chain of operations is also a row of another chain of the
+        same projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
@@ -353,7 +353,7 @@ class HeadReader:
         return None
 
     def product(self, node: Node) -> Head | None:
-        """Return the output projection whose product is this node, or None."""
+        """Return the output projection whose product is a given node, or None."""
         head = self._head(node)
         return head if isinstance(head, Head) else None
 
@@ -750,7 +750,7 @@ class HeadReader:
 
 
 def is_wide(classes: int, width: int) -> bool:
-    """Return whether a linear layer of these sizes is an output projection rather than an inner
+    """Return whether a linear layer of the given sizes is an output projection rather than an inner
     layer."""
     return classes >= SMALLEST_VOCABULARY and classes > _HEAD_WIDTH * width
 
@@ -848,7 +848,7 @@ def _known_integer(value: Any) -> int | None:
 
 
 def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
-    """Return whether the last dimension of a tensor is known to have this size."""
+    """Return whether the last dimension of a tensor is known to have a given size."""
     if value is None or width is None or value.dim() < 1:
         return False
     return compat.statically_true(value.shape[-1] == width)

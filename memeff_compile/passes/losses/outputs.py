@@ -94,7 +94,7 @@ def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
 
 
 def is_deferrable(info: GraphInfo, match: Returned) -> bool:
-    """Return whether `defer_logits` will defer these logits."""
+    """Return whether the pass `defer_logits` will defer the given logits."""
     is_on = not info.options.switched_off(NAME)
     return is_on and is_unused(info, match) and check_returned(info, match) is None
 
@@ -135,7 +135,7 @@ def _why_no_loss(info: GraphInfo, match: Returned) -> str:
 
 
 def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
-    """Return the reason why the op would not support a loss of these logits, or ""."""
+    """Return the reason why the op would not support a loss of the given logits, or ""."""
     head = chains[0].head
     hidden, weight = info.value(head.hidden), info.value(head.weight)
     vectors = [s.value for chain in chains for s in chain.steps if s.kind == "bias"]
@@ -162,7 +162,7 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
 
 
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
-    """Return the reason why these outputs cannot be deferred or removed, or None.
+    """Return the reason why the outputs of a match cannot be deferred or removed, or None.
 
     ``way_out`` is the remedy that the report names if no loss in the graph reads the logits.
     """
@@ -299,7 +299,7 @@ class _Layout:
 
 
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
-    """Return how deferred logits can have the memory layout of these outputs, or the reason why
+    """Return how deferred logits can have the memory layout of the given outputs, or the reason why
     they cannot."""
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)

@@ -94,7 +94,7 @@ def _is_by_classes(logits: Any) -> bool:
 
 
 def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
-    """Return how an output projection is split over ranks, or the reason why this split is not
+    """Return how an output projection is split over ranks, or the reason why its split is not
     supported.
 
     If the projection is not split, return None."""

@@ -63,7 +63,7 @@ class Peak:
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether adding this maximum cancels the subtraction of another maximum, also in
+        """Return whether adding one maximum cancels the subtraction of another maximum, also in
         gradients."""
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
@@ -267,7 +267,7 @@ class SoftmaxReader:
         return found if isinstance(found, Soft) else None
 
     def _over(self, logits: Node, dim: Any, through: tuple[Node, ...]) -> Soft | Decline | None:
-        """Read a softmax of ``logits``; these may themselves be log-probabilities."""
+        """Read a softmax of ``logits``, which may themselves be log-probabilities."""
         peak = self.peak_taken_off(logits)
         if peak is not None and peak.is_over(dim):
             logits, through = peak.logits, (*peak.through, logits, *through)

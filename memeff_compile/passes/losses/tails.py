@@ -62,7 +62,8 @@ class Tail:
 
     @property
     def name(self) -> str:
-        """Return the name for reports of this kind of loss, or of another result of the logits."""
+        """Return the name that reports use for a loss of this kind, or for another result of the
+        logits."""
         if self.node is self.chain.head.node:
             return "linear_cross_entropy"
         if self.kind in ENTROPIES:
@@ -737,8 +738,8 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Return the results of the logits (tails), losses first, without those that are only
-    intermediate results of others.
+    """Return the results of the logits, losses first, without those that are only intermediate
+    results of others.
 
     For example, the logsumexp of log-probabilities is such an intermediate result.
     """

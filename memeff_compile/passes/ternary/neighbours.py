@@ -213,7 +213,7 @@ _COMPUTED = "add mul embedding linear ternary_linear kv_cache_attention"
 
 
 def is_computed(node: Node) -> bool:
-    """Return whether it is known that a kernel of this graph computes the value."""
+    """Return whether it is known that a kernel of the graph computes the value."""
     for _ in range(16):
         if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
             return False
