@@ -222,7 +222,7 @@ NOTES = (
     "exact: the same numbers as that optimizer on dense weights. lossy: the optimizer keeps its",
     "state in 8 bits. adapters: the weights stay as they are, and small matrices are trained.",
     "An optimizer in the backward clips each gradient by its own norm, not all by a common one.",
-    "A twentieth of the memory is left free. Predicted, not measured: docs/use/what-fits.md.",
+    "A tenth of the memory is left free. Predicted, not measured: docs/use/what-fits.md.",
 )
 
 

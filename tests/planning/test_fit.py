@@ -112,7 +112,7 @@ def test_where_none_fits_the_nearest_is_named_with_what_is_missing() -> None:
     small = Fit("Small", 10, Sizes(1, 2048), 2 << 30, None, 16, rows)
     text = " ".join(str(small).split())
     assert (
-        "None fits at length 2048. The nearest is row 2, which lacks 1.10 GiB: it takes 3.00 GiB of 1.90 GiB."
+        "None fits at length 2048. The nearest is row 2, which lacks 1.20 GiB: it takes 3.00 GiB of 1.80 GiB."
         in text
     )
     assert "One sequence of 512 tokens fits with it." in text
