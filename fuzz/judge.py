@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -190,8 +191,9 @@ def internal_errors() -> str:
 def _is_rounding(
     program: Program, eager: World, found: Sequence[Any], expected: Sequence[Any]
 ) -> bool:
-    """Whether ours is at most twice as far from float64 as eager, last bits shaken or not, and
-    with a log-softmax that subtracts one rounded number, as every fused loss has it.
+    """Whether ours is at most twice as far from float64 as eager, last bits shaken or not, also of
+    what a cache rounds to codes, and with a log-softmax that subtracts one rounded number, as
+    every fused loss has it.
     """
     if program.precision == torch.float64:
         return False
@@ -204,6 +206,8 @@ def _is_rounding(
     # Whatever a program of 16 bits has rounded to them could as well be its neighbour.
     dtypes = (*WIDE, torch.bfloat16, torch.float16)
     shaken = [seen for seen in _shaken(program, eager, dtypes) if seen is not None]
+    if "KVCache" in program.imports:
+        shaken += [seen for seen in _shaken(program, eager, dtypes, _into_caches) if seen is not None]
     theirs = [_wide(seen) for seen in (expected, *shaken, *_by_one_number(program, eager))]
     if {len(values) for values in (ours, *theirs)} != {len(truth)}:
         return False
@@ -219,14 +223,39 @@ def _is_rounding(
     return True
 
 
+Shake = Callable[[Any], None]
+
+
 def _shaken(
-    program: Program, eager: World, dtypes: Sequence[torch.dtype] = WIDE
+    program: Program,
+    eager: World,
+    dtypes: Sequence[torch.dtype] = WIDE,
+    also: Callable[[Shake], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Sequence[Any] | None]:
-    """What eager returns with other last bits in all that has a name; None where it raises."""
+    """What eager returns with other last bits in all that has a name, and in what `also` gives to
+    the shake; None where it raises.
+    """
     shaken = program.with_shakes()
     for seed in range(_SHAKES):
-        names = {**eager.enter(), "shake": shaker(seed, dtypes)}
-        yield names["seen"] if run(shaken.body, names) is None else None
+        shake = shaker(seed, dtypes)
+        names = {**eager.enter(), "shake": shake}
+        with also(shake):
+            fault = run(shaken.body, names)
+        yield names["seen"] if fault is None else None
+
+
+def _into_caches(shake: Shake) -> AbstractContextManager[object]:
+    """Shake what eager writes to a `KVCache`: of a number between two codes the last bit decides
+    which of them is stored, and the logits then differ by what one code's step is in them.
+    """
+    plain = memeff_compile.KVCache.update
+
+    def update(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        new = [keys.clone(), values.clone()]
+        shake(new)
+        return plain(self, *new, *args, **kwargs)
+
+    return mock.patch.object(memeff_compile.KVCache, "update", update)
 
 
 def _by_one_number(program: Program, eager: World) -> Iterator[Sequence[Any]]:

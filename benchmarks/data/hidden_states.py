@@ -47,9 +47,8 @@ def sequences(tokenizer: Any, found: Iterator[str], length: int) -> Iterator[Ten
 @torch.no_grad()
 def states(model: Any, rows: list[Tensor]) -> dict[str, Tensor]:
     """Return hidden (N, D) and weight (V, D) in bf16, and target (N,)."""
-    body, device = model.get_decoder(), model.device
-    hidden = [body(input_ids=row[None, :-1].to(device)).last_hidden_state[0] for row in rows]
-    weight = model.get_output_embeddings().weight
+    body, weight = model.get_decoder(), model.get_output_embeddings().weight
+    hidden = [body(input_ids=row[None, :-1].to(weight.device)).last_hidden_state[0] for row in rows]
     return {
         "hidden": torch.cat(hidden).bfloat16().cpu(),
         "weight": weight.detach().bfloat16().contiguous().cpu(),

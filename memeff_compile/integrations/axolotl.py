@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import create_model
-
 from ..errors import OptionError
 from .hosts import host
 
 host("axolotl")
 
 from axolotl.integrations.base import BasePlugin  # noqa: E402
+from pydantic import create_model  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn

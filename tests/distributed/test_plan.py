@@ -37,7 +37,7 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def planned(found: Any, sharding: str, batch: int = 2) -> Mapping[str, int]:
+def planned(found: Any, sharding: str, batch: int = 1) -> Mapping[str, int]:
     """Return the bytes of each part of a step's largest moment on one of two GPUs, or two of each
     rank of a model that is cut.
     """
@@ -174,4 +174,6 @@ def test_a_plan_of_a_model_that_is_cut_has_the_bytes_of_a_process(
 def test_a_plan_has_the_bytes_of_steps_on_two_processes(two_processes: TwoProcesses) -> None:
     given = torch.zeros(2, LENGTH, dtype=torch.long)
     found = memeff_compile.explain(llama(), input_ids=given, labels=given, device="cpu")
+    # With one sequence the largest moment is the end of the backward pass, whatever PyTorch keeps.
+    # With two, the last block's backward pass needs as much, and most blocks have no gradients yet.
     two_processes.run(partial(steps, *(planned(found, how) for how in ("fsdp", "none"))))

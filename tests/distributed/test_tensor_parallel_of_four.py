@@ -252,7 +252,7 @@ def a_rank_without_rows() -> None:
 def a_plan_of_a_model_that_is_cut_and_sharded() -> None:
     model, given = cut(llama(), square()["classes"]), {"input_ids": ids(), "labels": ids()}
     found = memeff_compile.explain(model, **given, device="cpu")
-    a_step_under_fsdp2(planned(found, "fsdp", 1), model, square()["data"])
+    a_step_under_fsdp2(planned(found, "fsdp"), model, square()["data"])
     with pytest.raises(ExplainError, match="sharded by FSDP2 already"):
         memeff_compile.explain(model, **given, device="cpu")
 

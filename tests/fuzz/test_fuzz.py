@@ -21,6 +21,7 @@ import torch
 import fuzz.__main__ as watching
 import fuzz.worker as working
 import memeff_compile
+from fuzz import caches
 from fuzz.__main__ import main
 from fuzz.judge import Verdict, compare, judge
 from fuzz.program import Fault, Program
@@ -239,6 +240,29 @@ def test_a_distance_is_rounding_as_far_as_the_last_bits_of_what_is_named_reach()
     ):
         program = Program((f"x = {made}",), ("a = x + 0", f"seen.append({seen})"))
         assert judge(program).kind == kind, seen
+
+
+def test_a_cache_may_store_the_next_code_only_of_a_number_between_two_codes() -> None:
+    """The codes of these values are 0 to 255, one apart."""
+    pytest.importorskip("transformers")
+    sizes = "hidden_size=32, num_hidden_layers=1, num_attention_heads=1, head_dim=32"
+    setup = (
+        f"c = transformers.LlamaConfig({sizes})",
+        "x = torch.zeros(1, 1, 100, 32, dtype=torch.float32); x[..., 0] = 255; x[..., 1] = {}",
+    )
+    body = (
+        "k = KVCache(c, 192, 8, recent=16, group=64, keep_first=0)",
+        "k.update(torch.zeros_like(x), x + {} * ours * (x == {}), 0)",
+        "seen.append(k.update(x[:, :, :1], x[:, :, :1], 0)[1][:, :, :64])",
+    )
+    for value, nudge, kind in (
+        (82.5, -1e-5, "same"),
+        (82.5, 3.0, "difference"),
+        (82.25, 0.5, "difference"),
+        (82.25, -1e-5, "same"),
+    ):
+        lines = (setup[0], setup[1].format(value)), (body[0], body[1].format(nudge, value), body[2])
+        assert judge(Program(*lines, caches.IMPORTS)).kind == kind, (value, nudge)
 
 
 def test_a_logarithm_of_a_sum_may_be_one_rounded_number() -> None:
