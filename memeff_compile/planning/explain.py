@@ -35,9 +35,9 @@ from .setting import BITS_PER_WEIGHT, Footprint, Setting, read_memory
 from .sizes import Scale, Sizes, Told, points_around
 
 LEFT_FREE = 0.10
-"""The share of the memory that the largest batch leaves free, for gaps between allocated blocks, the
-CUDA context, and plans that are too low. With 0.05, the largest batches of two of three models ran
-out of memory in the first step on an H200 (`nvidia-h200/largest-batch.jsonl`)."""
+"""The share of the memory that the largest batch leaves free, for gaps between allocated blocks,
+the CUDA context, and plans that are too low. With 0.05, the largest batches of two of three models
+ran out of memory in the first step on an H200 (`nvidia-h200/largest-batch.jsonl`)."""
 
 LEFT_OUT = 0.03
 """The largest share of the peak that may be allocated outside graphs, which a plan does not

@@ -23,7 +23,7 @@ class Gpu(NamedTuple):
     kind: str = "narrow"
     shared: int = 99 << 10  # bytes of shared memory that a program may take
     # ops whose speed was measured here; "grouped_heads" are PyTorch's own kernels, and
-    # "attention_hopper" is the forward kernel of attention for Hopper
+    # "attention_hopper" are the Gluon kernels of attention for Hopper
     measured: frozenset[str] = frozenset()
 
     @property

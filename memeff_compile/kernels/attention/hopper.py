@@ -3,8 +3,7 @@
 The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel
 supports bounds on positions, sequence ids and masks of keys. `is_faster` returns whether a call
 uses this kernel: only calls of the measured kind do. As in the implementation `tiles`, no sum
-depends on the order in which programs run. For the backward pass, this implementation calls
-`tiles`, because two backward kernels in Gluon took longer.
+depends on the order in which programs run. The backward pass is in `hopper_gradients`.
 
 The lower bound of the time equals that of `tiles`: 4 D operations for each visible pair of a query
 and a key, at 790 TFLOP/s. On an H200, causal attention of 4 sequences, 32 heads, 4096 tokens and a

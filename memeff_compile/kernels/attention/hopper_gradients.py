@@ -26,6 +26,9 @@ from .call import Call
 
 NARROW = 64
 """The head dimension below `hopper.MEASURED` for which the kernels were measured to be faster."""
+LEAST_TILES = 256
+"""The least number of tiles of keys, over all key heads, of a measured call; with fewer, some
+processors would compute less than others."""
 LONG = 16384
 """The least number of keys for which starting products in turn was measured to be slower."""
 
@@ -66,9 +69,11 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
 
     `grad` is the gradient of the result `out`.
     """
-    batch, heads, _, queries, keys, depth = call.sizes
+    batch, heads, groups, queries, keys, depth = call.sizes
+    is_large = batch * heads * queries * keys >= hopper.LEAST_PAIRS
+    tiles = batch * groups * tiles_of(keys, plan_for(depth, keys).key_gradient.keys)
     is_measured = depth == NARROW or depth >= hopper.MEASURED
-    if not is_measured or batch * heads * queries * keys < hopper.LEAST_PAIRS:
+    if not (is_measured and is_large and tiles >= LEAST_TILES):
         return False
     return was_measured(call.q.device, "attention_hopper") and serves(call, grad, out)
 
@@ -115,7 +120,7 @@ def _query_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of q, and two numbers for each query, which the other kernel reads."""
     from .._triton.gluon import tiles_of_heads
-    from . import hopper_gradient_kernels as kernels
+    from . import hopper_gradients_kernels as kernels
 
     batch, heads, groups, queries, keys, depth = call.sizes
     q, block, repeat = call.q, depth_block(depth, 64), heads // groups
@@ -132,14 +137,14 @@ def _query_gradient(
         *key_tiles.positions_of(call.given),
         *(batch * heads, heads, repeat, queries, keys, tiles, padded, batch * heads),
     )
-    _run(kernels._attention_hopper_query_gradient_kernel, call, shape, tiles * heads, arguments)
+    _run(kernels._attention_hopper_gradients_query_kernel, call, shape, tiles * heads, arguments)
     return grad_q, stats
 
 
 def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """Return the gradients of k and v; `stats` are the second result of `_query_gradient`."""
     from .._triton.gluon import tiles_of_heads
-    from . import hopper_gradient_kernels as kernels
+    from . import hopper_gradients_kernels as kernels
 
     batch, heads, groups, queries, keys, depth = call.sizes
     q, block, repeat = call.q, depth_block(depth, 64), heads // groups
@@ -154,7 +159,7 @@ def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tup
         *key_tiles.positions_of(call.given),
         *(batch * groups, groups, repeat, queries, keys, tiles, stats.shape[3], batch * groups),
     )
-    _run(kernels._attention_hopper_key_gradient_kernel, call, shape, tiles * groups, arguments)
+    _run(kernels._attention_hopper_gradients_key_kernel, call, shape, tiles * groups, arguments)
     return grad_k, grad_v
 
 

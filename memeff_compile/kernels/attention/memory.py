@@ -36,5 +36,5 @@ def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
 
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     """Return the bytes that the backward pass allocates in addition to the gradients: two fp32
-    numbers per query."""
+    numbers per query. On Hopper, large calls allocate them for a multiple of 128 queries."""
     return 8 * sympy.sympify(batch) * heads * queries

@@ -90,14 +90,14 @@ BACKWARD_SPILLS = 64
 
 
 def _compile_backward(step: str, depth: int, dtype: str, flags: dict[str, bool]) -> Any:
-    from memeff_compile.kernels.attention import hopper_gradient_kernels as kernels
+    from memeff_compile.kernels.attention import hopper_gradients_kernels as kernels
 
     plan, wide = hopper_gradients.plan_for(depth, 4096), depth_block(depth, 64)
     if step == "query":
-        kernel, shape = kernels._attention_hopper_query_gradient_kernel, plan.query_gradient
+        kernel, shape = kernels._attention_hopper_gradients_query_kernel, plan.query_gradient
         visited, length = ("k_desc", "v_desc"), shape.keys
     else:
-        kernel, shape = kernels._attention_hopper_key_gradient_kernel, plan.key_gradient
+        kernel, shape = kernels._attention_hopper_gradients_key_kernel, plan.key_gradient
         visited, length = ("q_desc", "grad_desc"), shape.rows
 
     def type_of(argument: str) -> str:

@@ -296,7 +296,7 @@ def _query_gradient_second(memory, bars, outs, bounds_ptr, work, scales, C: gl.c
 
 
 @gluon.jit(do_not_specialize=VARYING)
-def _attention_hopper_query_gradient_kernel(
+def _attention_hopper_gradients_query_kernel(
     q_desc,  # (B, H, M, D), block 1 x 1 x OWN x DEPTH_BLOCK
     grad_desc,  # likewise, the gradient of out
     out_desc,  # likewise
@@ -558,7 +558,7 @@ def _key_gradient_second(memory, bars, outs, bounds_ptr, work, scales, C: gl.con
 
 
 @gluon.jit(do_not_specialize=VARYING)
-def _attention_hopper_key_gradient_kernel(
+def _attention_hopper_gradients_key_kernel(
     k_desc,  # (B, G, N, D), block 1 x 1 x OWN x DEPTH_BLOCK
     v_desc,  # likewise
     q_desc,  # (B, H, M, D), block 1 x 1 x ROWS x DEPTH_BLOCK
