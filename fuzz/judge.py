@@ -207,7 +207,9 @@ def _is_rounding(
     dtypes = (*WIDE, torch.bfloat16, torch.float16)
     shaken = [seen for seen in _shaken(program, eager, dtypes) if seen is not None]
     if "KVCache" in program.imports:
-        shaken += [seen for seen in _shaken(program, eager, dtypes, _into_caches) if seen is not None]
+        shaken += [
+            seen for seen in _shaken(program, eager, dtypes, _into_caches) if seen is not None
+        ]
     theirs = [_wide(seen) for seen in (expected, *shaken, *_by_one_number(program, eager))]
     if {len(values) for values in (ours, *theirs)} != {len(truth)}:
         return False
