@@ -205,12 +205,11 @@ def _is_rounding(
     truth, ours = _wide(names["seen"]), _wide(found)
     # Whatever a program of 16 bits has rounded to them could as well be its neighbour.
     dtypes = (*WIDE, torch.bfloat16, torch.float16)
-    shaken = [seen for seen in _shaken(program, eager, dtypes) if seen is not None]
+    shaken = [*_shaken(program, eager, dtypes)]
     if "KVCache" in program.imports:
-        shaken += [
-            seen for seen in _shaken(program, eager, dtypes, _into_caches) if seen is not None
-        ]
-    theirs = [_wide(seen) for seen in (expected, *shaken, *_by_one_number(program, eager))]
+        shaken += _shaken(program, eager, dtypes, _into_caches)
+    all_of_theirs = (expected, *shaken, *_by_one_number(program, eager))
+    theirs = [_wide(seen) for seen in all_of_theirs if seen is not None]
     if {len(values) for values in (ours, *theirs)} != {len(truth)}:
         return False
     least = torch.finfo(program.precision).eps
@@ -253,9 +252,9 @@ def _into_caches(shake: Shake) -> AbstractContextManager[object]:
     plain = memeff_compile.KVCache.update
 
     def update(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        new = [keys.clone(), values.clone()]
-        shake(new)
-        return plain(self, *new, *args, **kwargs)
+        keys, values = keys.clone(), values.clone()
+        shake([keys, values])
+        return plain(self, keys, values, *args, **kwargs)
 
     return mock.patch.object(memeff_compile.KVCache, "update", update)
 

@@ -18,7 +18,12 @@ Theirs: TypeAlias = Any
 
 
 class Join(ConversionOps):
-    """A transformers conversion that assembles a compressed weight from its coded tensors."""
+    """A transformers conversion that assembles a compressed weight from its coded tensors.
+
+    transformers catches an error that a conversion raises, prints it in its own report, and raises
+    one that says nothing of it. The quantizer therefore gets our errors, and raises the first one
+    after loading.
+    """
 
     def __init__(self, hf_quantizer: Theirs) -> None:
         self.hf_quantizer = hf_quantizer
@@ -41,6 +46,17 @@ class Join(ConversionOps):
         full_layer_name: str = "",
         **_: object,
     ) -> dict[str, Any]:
+        try:
+            coded = self._joined(input_dict, model, full_layer_name)
+        except CodedWeightError as error:
+            self.hf_quantizer.errors.append(error)
+            return {full_layer_name: _placeholder(model.get_parameter(full_layer_name), "cpu")}
+        self.hf_quantizer.loaded[full_layer_name] = coded
+        return {full_layer_name: _placeholder(coded, coded.device)}
+
+    def _joined(
+        self, input_dict: dict[str, Any], model: Theirs, full_layer_name: str
+    ) -> CodedWeight:
         said = self.hf_quantizer.quantization_config.weights
         saved_as = name_in_folder(model, full_layer_name, said)
         codec, crc32 = said[saved_as].split() if saved_as is not None else ("", "")
@@ -61,8 +77,7 @@ class Join(ConversionOps):
                 f"{full_layer_name} does not match its checksum; the checkpoint is damaged. Copy "
                 "or save it again."
             )
-        coded = self.hf_quantizer.loaded[full_layer_name] = CodedWeight(parts, codec, shape)
-        return {full_layer_name: _stand_in(coded)}
+        return CodedWeight(parts, codec, shape)
 
 
 class Encode(ConversionOps):
@@ -95,15 +110,15 @@ class Encode(ConversionOps):
             own.report.append(about)
             if coded is not None:
                 own.loaded[name] = coded
-                made[name] = _stand_in(coded)
+                made[name] = _placeholder(coded, coded.device)
         return made
 
 
-def _stand_in(coded: CodedWeight) -> Tensor:
+def _placeholder(weight: Tensor, device: torch.device | str) -> Tensor:
     """Return a placeholder for a compressed weight; the placeholder's memory is a single number.
 
     accelerate reads the addresses of parameters when it distributes a model over several devices,
     and a compressed weight has no usable address.
     """
-    number = torch.full((), torch.nan, dtype=coded.dtype, device=coded.device)
-    return torch.nn.Parameter(number.expand(coded.shape), requires_grad=False)
+    number = torch.full((), torch.nan, dtype=weight.dtype, device=device)
+    return torch.nn.Parameter(number.expand(weight.shape), requires_grad=False)

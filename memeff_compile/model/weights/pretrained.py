@@ -139,6 +139,7 @@ class MemeffQuantizer(HfQuantizer):
         super().__init__(quantization_config, **settings)
         self.chosen: set[str] = set()  # weights to encode when they are read
         self.loaded: dict[str, CodedWeight] = {}  # until the model is on its devices
+        self.errors: list[CodedWeightError] = []  # of weights that could not be loaded
         self.report: list[CompressedWeight] = []
         self.conversions: Any = None  # the model's own, which a folder of codes does not need
 
@@ -225,6 +226,8 @@ class MemeffQuantizer(HfQuantizer):
         )
         from memeff_compile.model.weights.compressed_file import loaded_changes, warn_of_buffers
 
+        if self.errors:
+            raise self.errors[0]
         for path, module in model.named_modules():
             if getattr(module, "_hf_hook", None) is not None and _offloads(module._hf_hook):
                 _refuse_offloading(path)
