@@ -344,7 +344,7 @@ def table(given: argparse.Namespace) -> int:
     for place in dict.fromkeys((*(row[key] for key in by), family(row)) for row in found):
         here = [row for row in found if (*(row[key] for key in by), family(row)) == place]
         columns = {
-            name: [r for r in here if r["text"] == name] for name in lossy_modes.by_text(here)
+            name: [r for r in here if r["text"] == name] for name, _ in lossy_modes.by_text(here)
         }
         print("\n{}, {}, sequences of {}, {}\n".format(*place))
         heads = [f"{lossy_modes.heading(*each)} (se){BESIDE}" for each in columns.items()]

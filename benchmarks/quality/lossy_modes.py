@@ -328,10 +328,13 @@ def table(given: argparse.Namespace) -> int:
     by = ("model", "length", "dtype")
     for place in dict.fromkeys(tuple(row[key] for key in by) for row in found):
         here = rows.latest(
-            [row for row in found if tuple(row[key] for key in by) == place], "text", "mode"
+            [row for row in found if tuple(row[key] for key in by) == place],
+            "text",
+            "asked",
+            "mode",
         )
-        columns = {name: [r for r in here if r["text"] == name] for name in by_text(here)}
-        heads = [heading(name, column) for name, column in columns.items()]
+        columns = {each: [r for r in here if is_of(r, *each)] for each in by_text(here)}
+        heads = [heading(column[0]["text"], column) for column in columns.values()]
         print("\n{}, sequences of {}, {}\n".format(*place))
         print(f"| mode | {' | '.join(heads)} | relative error: last layer; worst attention |")
         print("|---" * (len(heads) + 2) + "|")
@@ -343,10 +346,17 @@ def table(given: argparse.Namespace) -> int:
     return 0
 
 
-def by_text(found: list[dict[str, Any]]) -> list[str]:
-    """Return the names of texts in the order of first appearance, pass keys last."""
-    names = list(dict.fromkeys(row["text"] for row in found))
-    return sorted(names, key=lambda name: name == "keys")
+def is_of(row: dict[str, Any], text: str, asked: int) -> bool:
+    """Return whether a row belongs to the column of a text and of a number of pass keys."""
+    return row["text"] == text and row.get("asked", asked) == asked
+
+
+def by_text(found: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Return texts and numbers of pass keys in the order of first appearance, keys last."""
+    names = dict.fromkeys((row["text"], row.get("asked", 0)) for row in found)
+    several = sum(name == "keys" for name, _ in names) > 1
+    kept = [each for each in names if each != ("keys", 0) or not several]
+    return sorted(kept, key=lambda each: each[0] == "keys")
 
 
 def heading(name: str, column: list[dict[str, Any]]) -> str:

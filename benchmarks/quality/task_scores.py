@@ -257,7 +257,10 @@ Scores = dict[str, dict[str, Change]]
 
 
 def scores(found: list[dict[str, Any]]) -> Scores:
-    """Return the scores of one model, over all seeds that both it and the exact model have."""
+    """Return the scores of one model, over all seeds that both it and the exact model have.
+
+    If a seed's prompts have changed, the rows of the newest prompts count.
+    """
     latest = rows.latest(
         [row for row in found if "answers" in row], "task", "seed", "mode", "digest"
     )
@@ -265,13 +268,15 @@ def scores(found: list[dict[str, Any]]) -> Scores:
     made: Scores = {}
     for mode in dict.fromkeys(key[0] for key in answers):
         for task in dict.fromkeys(key[1] for key in answers):
-            pairs: list[tuple[int, int]] = []
+            by_seed: dict[int, list[tuple[int, int]]] = {}
             for (own, named, *drawn), given in answers.items():
                 exact = answers.get((_base(own, answers), named, *drawn))
                 if (own, named) == (mode, task) and exact is not None:
-                    pairs += zip(map(int, exact), map(int, given), strict=True)
-            if pairs:
-                made.setdefault(mode, {})[task] = _change(pairs, mode == EXACT.name)
+                    pairs = zip(map(int, exact), map(int, given), strict=True)
+                    by_seed[drawn[0]] = list(pairs)
+            all_pairs = [pair for pairs in by_seed.values() for pair in pairs]
+            if all_pairs:
+                made.setdefault(mode, {})[task] = _change(all_pairs, mode == EXACT.name)
     return made
 
 
@@ -398,9 +403,8 @@ def table(given: argparse.Namespace) -> int:
         timed = [row for row in here if row["what"] == "task times"]
         made = scores(asked)
         over = solved(asked, made)
-        counts = [
-            len(row["answers"]) for row in asked if "answers" in row and row["mode"] == "exact"
-        ]
+        known = [row for row in asked if "answers" in row and row["mode"] == EXACT.name]
+        counts = [len(row["answers"]) for row in rows.latest(known, "task", "seed")]
         print(f"\n{name[0]}, {name[1]}, {sum(counts):,} items\n")
         print(f"| mode | bytes | {' | '.join(over)} | mean |")
         print("|---" * (len(over) + 3) + "|")
