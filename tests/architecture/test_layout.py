@@ -180,3 +180,11 @@ def test_passes_are_named_in_the_order_in_which_they_run() -> None:
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_functions_outside_device_code_are_under_150_lines(module: Path) -> None:
     assert module_in(module).long == []
+
+
+@pytest.mark.parametrize("ending", ["gpu", "interpreter"])
+def test_a_file_named_by_a_marker_gives_it_to_all_its_tests(ending: str) -> None:
+    found = sorted((ROOT / "tests").rglob(f"test_*_{ending}.py"))
+    assert len(found) > 15
+    mark = re.compile(rf"^pytestmark = \[?pytest\.mark\.{ending}\b", re.MULTILINE)
+    assert [str(file) for file in found if not mark.search(file.read_text())] == []
