@@ -1806,7 +1806,7 @@ def test_one_number_stands_for_what_is_guarded_of_an_input() -> None:
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
         seen.append(inputs[0].shape)
         (node,) = (n for n in gm.graph.nodes if n.op == "placeholder")
-        compat.guard_by_attribute(node, "number")
+        compat.guard_by_attribute([node], "number")
         return gm.forward
 
     torch._dynamo.reset()
@@ -1823,6 +1823,26 @@ def test_one_number_stands_for_what_is_guarded_of_an_input() -> None:
     other.number = 3
     step(other)
     assert len(seen) == 3
+
+
+@probes("guard_by_attribute")
+def test_each_of_several_inputs_is_guarded_by_its_number() -> None:
+    seen = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        seen.append(len(inputs))
+        compat.guard_by_attribute([n for n in gm.graph.nodes if n.op == "placeholder"], "number")
+        return gm.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(lambda x, y: x + y, backend=backend, dynamic=False)
+    x: Any = torch.ones(2)
+    y: Any = torch.ones(2)
+    for numbers, graphs in (((1, 1), 1), ((1, 1), 1), ((1, 2), 2), ((2, 2), 3)):
+        for given, number in zip((x, y), numbers, strict=True):
+            given.number = number
+        assert step(x, y).tolist() == [2, 2]
+        assert len(seen) == graphs
 
 
 @probes("room_for_graphs")

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -290,31 +290,33 @@ def remove_buffer(gm: GraphModule, name: str) -> None:
     sources.pop(name, None)
 
 
-def guard_by_attribute(node: Node, name: str) -> None:
-    """Replace all guards on an input by one guard on an integer attribute of the input.
+def guard_by_attribute(nodes: Iterable[Node], name: str) -> None:
+    """Replace all guards on some inputs by one guard on an integer attribute of each input.
 
     For a tensor subclass, Dynamo would guard each inner tensor, and each of these guards calls
-    Python code.
+    Python code. All inputs are given at once, because the graph of a deep model has thousands of
+    guards, and each pass over them takes time.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
 
-    context, graph_arg = TracingContext.try_get(), node.meta.get("grapharg")
-    source = getattr(graph_arg, "source", None)
-    if context is None or source is None:
+    context = TracingContext.try_get()
+    found = (getattr(node.meta.get("grapharg"), "source", None) for node in nodes)
+    sources = [source for source in found if source is not None]
+    if context is None or not sources:
         return
-    guards = context.guards_context.dynamo_guards
-    guard = AttrSource(source, name).make_guard(GuardBuilder.EQUALS_MATCH)
-    guards.remove_guards_with_source(source)  # before torch 2.13 it finds nothing in a module
-    guards.inner = type(guards.inner)(g for g in guards.inner if not _is_part(g, source))
-    guards.add(guard)
+    guards, whole = context.guards_context.dynamo_guards, set(sources)
+    guards.inner = type(guards.inner)(g for g in guards.inner if not _is_part(g, whole))
+    guards.remove_guards_with_source(sources[0])  # none is left; torch builds its index again
+    for source in sources:
+        guards.add(AttrSource(source, name).make_guard(GuardBuilder.EQUALS_MATCH))
 
 
-def _is_part(guard: Any, whole: Any) -> bool:
+def _is_part(guard: Any, whole: Collection[Any]) -> bool:
     source = guard.originating_source
-    while source != whole and hasattr(source, "base"):
+    while source not in whole and hasattr(source, "base"):
         source = source.base
-    return bool(source == whole)
+    return source in whole
 
 
 def feeds_resumed_code(gm: GraphModule) -> bool:

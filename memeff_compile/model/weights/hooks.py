@@ -41,7 +41,10 @@ class WeightHooks(Hooks):
         return dense_again(model)
 
     def guard(self, graph: Graph) -> None:
-        for node in graph.placeholders:
-            is_coded = isinstance(compat.example_input(node), CodedWeight)
-            if is_coded and not graph.may_be_written(node):
-                compat.guard_by_attribute(node, "number")
+        coded = [
+            node
+            for node in graph.placeholders
+            if isinstance(compat.example_input(node), CodedWeight)
+            and not graph.may_be_written(node)
+        ]
+        compat.guard_by_attribute(coded, "number")
