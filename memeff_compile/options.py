@@ -601,8 +601,8 @@ class Options:
         "off auto on",
         "Compiles each distinct layer of a model once: the graph is cut between layers, and equal "
         "layers share one compiled function (docs/use/start.md). First calls take a fraction of "
-        "the time. `auto` does so if layers are large enough that steps are as fast, `on` for all "
-        "models of four equal layers or more.",
+        "the time. `auto` does so if layers are so large that a step takes no longer than without "
+        "sharing; `on` does so in all models with at least four equal layers.",
     )
     mode: str | None = _option(
         None,

@@ -1,5 +1,5 @@
-"""The implementation `triton` for win4 weights that each have one allocation: it updates several
-weights in one launch."""
+"""The optimizer step on compressed weights (codec `win4`), for several weights in one launch; each
+weight's codes and lists lie in one allocation."""
 
 from __future__ import annotations
 

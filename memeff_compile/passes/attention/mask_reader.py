@@ -255,7 +255,7 @@ class _Operands:
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:
-        """Return an argument as a value; a Python number is a tensor without axes."""
+        """Return an argument as a `Value`; a Python number becomes one without axes."""
         return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
