@@ -507,6 +507,9 @@ def held_bytes(tensor: Tensor) -> int:
     """Return how many bytes a tensor is held in, where it is made of others too."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return tensor.nbytes
+    if not hasattr(tensor, "__tensor_flatten__"):  # bitsandbytes: codes, with scales apart
+        scales = getattr(getattr(tensor, "quant_state", None), "absmax", None)
+        return tensor.nbytes + (0 if scales is None else scales.nbytes)
     names = tensor.__tensor_flatten__()[0]
     return sum(held_bytes(getattr(tensor, name)) for name in names)
 

@@ -303,7 +303,7 @@ def measure(given: argparse.Namespace) -> int:
     subject = subject_of(given)
     bench, environment = Bench(subject, given), rows.environment()
     first, *others = PARTS[given.part]
-    bench.modes = [first, *(d for d in others if any(part in d.name for part in given.designs))]
+    bench.modes = [first, *dict.fromkeys(d for part in given.designs for d in named(part, others))]
     for name in given.texts:
         ids = texts.rows_of(subject.tokenizer, name, given.length, given.sequences)
         bench.text = name
@@ -314,6 +314,12 @@ def measure(given: argparse.Namespace) -> int:
             rows.append(given.out, found | environment)
             print(f"{subject.facts['dtype']}, {name}: {design.name}: {cell(found)}", flush=True)
     return 0
+
+
+def named(part: str, designs: list[Design]) -> list[Design]:
+    """Return the designs whose names end with a text, or else contain it."""
+    ending = [design for design in designs if design.name.endswith(part)]
+    return ending or [design for design in designs if part in design.name]
 
 
 def cell(row: dict[str, Any]) -> str:
@@ -363,7 +369,7 @@ def main() -> int:
     """Run from the command line."""
     parser = parser_of(__doc__, texts=["prose", "source"], prompt=512, sequences=24)
     parser.add_argument("--part", choices=PARTS, default="weights")
-    parser.add_argument("--designs", nargs="+", default=[""], help="parts of names after the first")
+    parser.add_argument("--designs", nargs="+", default=[""], help="ends or parts of names")
     parser.add_argument("--piece", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
     parser.set_defaults(modes=[])

@@ -77,10 +77,10 @@ def serves(call: Call) -> bool:
     if not (is_plain and call.q.is_cuda and gpu(call.q.device).is_hopper):
         return False
     is_size = NARROWEST <= depth <= WIDEST and depth % 8 == 0 and min(call.sizes) > 0
-    return is_size and compat.has_gluon() and all(map(_loads, (call.q, call.k, call.v)))
+    return is_size and compat.has_gluon() and all(map(is_loadable, (call.q, call.k, call.v)))
 
 
-def _loads(tensor: Tensor) -> bool:
+def is_loadable(tensor: Tensor) -> bool:
     """Return whether the GPU can load tiles of a tensor through a descriptor."""
     is_even = all(
         size == 1 or (stride > 0 and stride % 8 == 0)

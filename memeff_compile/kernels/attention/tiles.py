@@ -24,7 +24,7 @@ from .._triton.conditions import Conditions
 from .._triton.key_tiles import depth_block, rows_of, tiles_of
 from .._triton.launch import launch
 from ..device import gpu, on_device
-from . import hopper
+from . import hopper, hopper_gradients
 from .call import Call
 from .mask_tiles import Dense, dense_of, none_of
 from .shapes import KERNELS, Shape, shape_for
@@ -194,8 +194,10 @@ def gradients(
     call = _call(q, k, v, given)
     q, k, v = call.q, call.k, call.v
     batch, heads, groups, queries, keys, depth = call.sizes
-    plan = plan or call.plan()
     grad, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
+    if plan is None and hopper_gradients.is_faster(call, grad, out):
+        return hopper_gradients.gradients(call, grad, out, lse)
+    plan = plan or call.plan()
     grad_q = q.new_empty((batch, queries, heads, depth))
     grad_k = k.new_empty((batch, keys, groups, depth))
     grad_v = torch.empty_like(grad_k)

@@ -39,7 +39,7 @@ from .layout import (
     sampled,
     tier_header,
 )
-from .reference import STREAM_TAIL, as_patterns, move, rans_table
+from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, with_signs
 
 
 @dataclass(frozen=True)
@@ -209,13 +209,22 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
 
 
 def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
-    """Return the tensors that encode a nonempty bf16 weight, in the order of a lossless
-    `form.parts`.
+    """Return the tensors that encode a nonempty bf16 weight, in the order of `form.parts`.
 
-    If these tensors have spare memory, `encode_soon` can encode later values of the weight into
-    them.
+    If these tensors have spare memory, `encode_soon` can encode later values of a lossless weight
+    into them.
     """
-    patterns = as_patterns(weight)
+    whole = as_patterns(weight)
+    if form.is_lossless:
+        return _encode(whole, form, room)
+    patterns, norms = normalise(whole, form)
+    *parts, _ = _encode(patterns, form, room)  # without the fields of all mantissa bits
+    return [*with_signs(parts, form, whole, patterns), norms]
+
+
+def _encode(patterns: Tensor, form: Format, room: Room) -> list[Tensor]:
+    """Return the tensors that encode bit patterns without loss, whatever mantissa bits the format
+    keeps."""
     if form.codec == "win4":
         counts, header = histogram(patterns, sampled(patterns.numel())), _empty(patterns, 1)
         # The window is chosen without waiting for the GPU.
@@ -224,7 +233,7 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     found = histogram(patterns).tolist()
     if form.codec == "rans":
         return _encode_rans(patterns, found, room)
-    header = torch.tensor(tier_header(found), dtype=torch.int32, device=weight.device)
+    header = torch.tensor(tier_header(found), dtype=torch.int32, device=patterns.device)
     return _encode_tier(patterns, header, room)
 
 
@@ -570,7 +579,7 @@ def setting_of(
     if tokens == 1 and shapes.fits_halves(form.block, columns, form.mantissa):
         return shapes.halves_tile(rows, columns, form.mantissa, count)
     if tokens <= shapes.MAX_FUSED_TOKENS:
-        return shapes.matrix_tile(tokens, rows, columns, count)
+        return shapes.matrix_tile(tokens, rows, columns, count, is_lossless=form.is_lossless)
     is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
     return shapes.wide_tile(tokens, rows, columns, count) if is_wide else None
 
@@ -668,6 +677,7 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
         "CHUNKS": shapes.chunks_touched(setting.rows, x.shape[1]),
         "WARPS": setting.warps,
         "HAS_ALL": is_even and tokens % setting.tokens == 0,
+        "GROUPS": groups if setting.is_early else 0,
         "PATCHES": setting.patches,
         "FIELD": form.mantissa + 1,
         "BLOCK": form.block,

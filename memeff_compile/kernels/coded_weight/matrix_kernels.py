@@ -175,6 +175,42 @@ def some_patches(each, end, places_ptr, values_ptr):
 
 
 @gluon.jit
+def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
+    """Return the row of each loaded patch inside the tile, and its column; no patch has row -1."""
+    own = own_patches(mma, C)
+    plain: gl.constexpr = own.type.layout.parent
+    chunk, chunks, inside, _, end = found
+    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
+    ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+    each = start + own
+    passed = gl.sum((each[:, :, None] >= ends[None, None, :]).to(gl.int32), 2)
+    flat = passed * CHUNK + loaded[0] - inside
+    row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
+    column = gl.where((row < 0) | (row >= C.ROWS), 0, flat % row_length)
+    return row, column
+
+
+@gluon.jit
+def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.constexpr):
+    """Load the numbers of x by which patches are multiplied."""
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    column = gl.convert_layout(column, gl.SliceLayout(2, right))
+    at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
+    return gl.load(at, mask=(token < tokens_count)[None, None, :], other=0.0)
+
+
+@gluon.jit
+def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
+    """Add the products of patches with their columns of x."""
+    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
+    its_row = gl.convert_layout(its_row, gl.SliceLayout(1, left))
+    values = gl.convert_layout(weight, gl.SliceLayout(1, left))
+    a = gl.where(its_row[:, None, :] == row[None, :, None], values[:, None, :], 0)
+    return mma_v2(a.to(gl.bfloat16, bitcast=True), x, acc)
+
+
+@gluon.jit
 def patched(
     acc,
     x_ptr,
@@ -185,37 +221,21 @@ def patched(
     tokens_count,
     row_length,
     C: gl.constexpr,
+    ROUNDS: gl.constexpr = 0,  # that are added already
 ):
     """Add the products of x with the patches of some rows; the warps of a program share the
     work."""
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    own = own_patches(mma, C)
-    plain: gl.constexpr = own.type.layout.parent
-    chunk, chunks, inside, patch, end = found
-    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
-    ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
-    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
+    patch, end = found[3], found[4]
     place, weight = loaded
-    for start in range(patch, end, C.WARPS * C.PATCHES):
-        each = start + own
+    for start in range(patch + ROUNDS * C.WARPS * C.PATCHES, end, C.WARPS * C.PATCHES):
         if start > patch:
+            each = start + own_patches(mma, C)
             place, weight = some_patches(each, end, places_ptr, values_ptr)
-        passed = gl.sum((each[:, :, None] >= ends[None, None, :]).to(gl.int32), 2)
-        flat = passed * CHUNK + place - inside
-        its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
-        column = gl.where(its_row < 0, 0, flat % row_length)
-        column = gl.where(its_row < C.ROWS, column, 0)
-        its_row = gl.convert_layout(its_row, gl.SliceLayout(1, left))
-        values = gl.convert_layout(weight, gl.SliceLayout(1, left))
-        column = gl.convert_layout(column, gl.SliceLayout(2, right))
-        a = gl.where(its_row[:, None, :] == row[None, :, None], values[:, None, :], 0)
-        a = a.to(gl.bfloat16, bitcast=True)
-        at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
-        b = gl.load(at, mask=(token < tokens_count)[None, None, :], other=0.0)
-        acc = mma_v2(a, b, acc)
+        row, column = _places_of((place, weight), start, found, starts_ptr, row_length, mma, C)
+        x = _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma)
+        acc = _add_patches(acc, row, weight, x, C)
     return acc
 
 
@@ -257,6 +277,19 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 
 @gluon.jit
+def _add_half(acc, loaded, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
+    """Add the products of the first or last two pairs of each lane in one group of each warp."""
+    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
+    power, zeros, lane = place
+    codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
+    fields = (_spread(signs, C.FIELD), more)
+    scale = _scale(power, norms_0 if HALF == 0 else norms_2, lane, C) + zeros
+    acc = mma_v2(_operand(_pair(codes, fields, 2 * HALF, C.FIELD), scale, left), x_0, acc)
+    scale = _scale(power, norms_1 if HALF == 0 else norms_3, lane, C) + zeros
+    return mma_v2(_operand(_pair(codes, fields, 2 * HALF + 1, C.FIELD), scale, left), x_1, acc)
+
+
+@gluon.jit
 def _matrix_tile(
     program,
     x_ptr,  # (M, K) bf16
@@ -270,14 +303,18 @@ def _matrix_tile(
     # BLOCK: weights per normaliser, or 0
     # HAS_ALL: TOKENS divides M and WARPS the groups
     # ROWS: 16, or a multiple
+    # GROUPS: `groups`, or 0; then only one group is loaded ahead, and patches are added first
 ):
-    """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns."""
-    rows_count = weight.rows
+    """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns.
+
+    If GROUPS is known, each warp loads two groups before it waits for anything, and adds the
+    patches last.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     first_row = program * C.ROWS
+    rows_count = weight.rows
     first_token = gl.program_id(1) * C.TOKENS
     share = (groups + C.WARPS - 1) // C.WARPS
     warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
@@ -295,9 +332,14 @@ def _matrix_tile(
     signs_at = weight.signs + (row_groups[:, :, None] * (64 if C.FIELD == 8 else 32) + lane)
     at = (codes_at, signs_at, weight.norms, row_groups)
     loaded = load_codes(at, 0, is_row & (begin < groups), TILE[1], C)
+    its_share: gl.constexpr = (C.GROUPS + C.WARPS - 1) // C.WARPS
+    later = loaded
+    if its_share > 1:
+        later = load_codes(at, 1, is_row & (begin + 1 < groups), TILE[1], C)
     power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
     lists = (weight.starts, weight.places, weight.patterns)
-    found = chunks_of(weight.starts, first_row, rows_count, groups * 256, C)
+    length = C.GROUPS * 256 if C.GROUPS > 0 else groups * 256
+    found = chunks_of(weight.starts, first_row, rows_count, length, C)
     first = found[3] + own_patches(mma, C)  # loaded early, so that no one waits for them
     patches = some_patches(first, found[4], weight.places, weight.patterns)
     zeros = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words)
@@ -305,27 +347,40 @@ def _matrix_tile(
     acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
     short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
-    # Patches come first, as the codes of the first group are on their way.
-    acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
-    for group in range(0, share):
-        codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
-        following = gl.minimum(group + 1, share - 1)
-        loaded = load_codes(at, following, is_row & (begin + following < groups), TILE[1], C)
-        here = x_at + group * 256
-        is_in = is_token & (its + group < groups)
-        fields = (_spread(signs, C.FIELD), more)
-        x_0 = _columns(here, is_in, C.HAS_ALL)
-        x_1 = _columns(here + 64, is_in, C.HAS_ALL)
-        scale = _scale(power, norms_0, lane, C) + zeros
-        acc = mma_v2(_operand(_pair(codes, fields, 0, C.FIELD), scale, left), x_0, acc)
-        scale = _scale(power, norms_1, lane, C) + zeros
-        acc = mma_v2(_operand(_pair(codes, fields, 1, C.FIELD), scale, left), x_1, acc)
-        x_2 = _columns(here + 128, is_in, C.HAS_ALL)
-        x_3 = _columns(here + 192, is_in, C.HAS_ALL)
-        scale = _scale(power, norms_2, lane, C) + zeros
-        acc = mma_v2(_operand(_pair(codes, fields, 2, C.FIELD), scale, left), x_2, acc)
-        scale = _scale(power, norms_3, lane, C) + zeros
-        acc = mma_v2(_operand(_pair(codes, fields, 3, C.FIELD), scale, left), x_3, acc)
+    place = (power, zeros, lane)
+    if C.GROUPS > 0:
+        its_row, column = _places_of(patches, found[3], found, weight.starts, length, mma, C)
+        its_x = _columns_of_patches(x_ptr, column, its_token, tokens_count, length, mma)
+        for group in gl.static_range(its_share):
+            here = x_at + group * 256
+            is_in = is_token & (its + group < groups)
+            x_0 = _columns(here, is_in, C.HAS_ALL)
+            x_1 = _columns(here + 64, is_in, C.HAS_ALL)
+            x_2 = _columns(here + 128, is_in, C.HAS_ALL)
+            x_3 = _columns(here + 192, is_in, C.HAS_ALL)
+            acc = _add_half(acc, loaded, x_0, x_1, place, 0, C)
+            acc = _add_half(acc, loaded, x_2, x_3, place, 1, C)
+            loaded = later
+            if group + 2 < its_share:
+                is_read = is_row & (begin + group + 2 < groups)
+                later = load_codes(at, group + 2, is_read, TILE[1], C)
+        acc = _add_patches(acc, its_row, patches[1], its_x, C)
+        acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, length, C, 1)
+    else:
+        # Patches come first, as the codes of the first group are on their way.
+        acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, length, C)
+        for group in range(0, share):
+            now = loaded
+            following = gl.minimum(group + 1, share - 1)
+            loaded = load_codes(at, following, is_row & (begin + following < groups), TILE[1], C)
+            here = x_at + group * 256
+            is_in = is_token & (its + group < groups)
+            x_0 = _columns(here, is_in, C.HAS_ALL)
+            x_1 = _columns(here + 64, is_in, C.HAS_ALL)
+            acc = _add_half(acc, now, x_0, x_1, place, 0, C)
+            x_2 = _columns(here + 128, is_in, C.HAS_ALL)
+            x_3 = _columns(here + 192, is_in, C.HAS_ALL)
+            acc = _add_half(acc, now, x_2, x_3, place, 1, C)
     total = gl.sum(acc, 0)
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
@@ -333,7 +388,7 @@ def _matrix_tile(
     if TILE[0]:
         bias = gl.load(weight.bias + out_row, mask=out_row < rows_count, other=0.0)
         total += bias.to(gl.float32)[:, None]
-    place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
+    place = out_token.to(gl.int64)[None, :] * weight.rows + out_row[:, None]
     is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
     gl.store(weight.out + place, total.to(weight.out.dtype.element_ty), mask=is_out)
 

@@ -102,7 +102,7 @@ def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> 
     if form.dtype != "bf16":
         upper, rest = dtypes.split(weight, form)
         return [*encode(upper, form.codec, room), rest]
-    if form.is_lossless and _uses_kernels(weight):
+    if _uses_kernels(weight):
         return codecs.encode(weight, form, room)
     parts = reference.encode(weight, form)
     return [

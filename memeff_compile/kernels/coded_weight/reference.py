@@ -393,14 +393,21 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
         norms = [blocks]
     every = sampled(patterns.numel()) if form.codec == "win4" else 1
     parts = _ENCODERS[form.codec](patterns, histogram(patterns, every).tolist())
+    return [*with_signs(parts, form, whole, patterns), *norms]
+
+
+def with_signs(
+    parts: Sequence[Tensor], form: Format, whole: Tensor, patterns: Tensor
+) -> list[Tensor]:
+    """Return coded exponents and the sign and mantissa fields of `patterns`; each patch gets its
+    bits in `whole`, which is the weight that is encoded."""
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)
         where = _patched(starts, places)
-        values.copy_(whole[where])
+        values[: where.numel()] = whole[where]
         patterns = patterns.index_fill(0, where, 0)
     fields = (_sign_field(patterns[piece], form.mantissa) for piece in _pieces(patterns.numel()))
-    signs = torch.cat([pack_signs(field, form.mantissa + 1) for field in fields])
-    return [*parts, signs, *norms]
+    return [*parts, torch.cat([pack_signs(field, form.mantissa + 1) for field in fields])]
 
 
 def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:

@@ -42,6 +42,7 @@ class MatrixTile:
     tokens: int
     warps: int  # each has a share of the columns
     patches: int = 32  # patches that a warp multiplies at once
+    is_early: bool = False  # two groups of codes are loaded before anything is awaited
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,14 @@ def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTi
     return tiles[-1]
 
 
-def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
+MOST_EARLY = 16
+"""The most groups of columns (K / 256) of which two are loaded before anything is awaited; in wider
+weights this was slower on an H200."""
+
+
+def matrix_tile(
+    tokens: int, rows: int, columns: int, processors: int, *, is_lossless: bool = False
+) -> MatrixTile:
     """Return the tile for one or a few tokens (M), N rows and K columns that was fastest on an
     H200."""
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2
@@ -130,7 +138,9 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
         warps *= 2
     while warps > 1 and (warps > groups or -(-groups // warps) * warps > 1.2 * groups):
         warps //= 2
-    return MatrixTile(16, 8 if tokens <= 8 else 16, warps)
+    if tokens <= 8 or not is_lossless:
+        return MatrixTile(16, 8 if tokens <= 8 else 16, warps)
+    return MatrixTile(16, 16, warps, patches=16, is_early=groups <= MOST_EARLY)
 
 
 class _Cost(NamedTuple):

@@ -17,8 +17,10 @@ from memeff_compile.kernels.attention import (
     bytes_after,
     engine_for,
     hopper,
+    hopper_gradients,
     tiles,
 )
+from memeff_compile.kernels.attention.call import Call
 from tests.support.dense_attention import Case, compose, dense_with_gradients, draw, largest
 
 pytestmark = pytest.mark.gpu
@@ -115,6 +117,17 @@ def test_the_same_inputs_give_the_same_bits() -> None:
     assert all(all(map(torch.equal, first, ours(case, grad))) for _ in range(5))
 
 
+def _for_hopper(case: Case) -> Call:
+    """Return a call as the kernels in Gluon take it, or skip the test if they do not support it."""
+    unsaid = {"key_mask": None, "query_ids": None, "key_ids": None, "ahead": None, "behind": None}
+    rest = {"scale": case.q.shape[3] ** -0.5, "softcap": 0.0, "mean": False}
+    given = Conditions(**{**unsaid, **case.settings, **rest})
+    call = tiles._call(case.q, case.k, case.v, given)
+    if not hopper.serves(call):
+        pytest.skip("needs compute capability 9.0 and Gluon")
+    return call
+
+
 @pytest.mark.parametrize(
     ("depth", "dtype", "settings"),
     [
@@ -126,17 +139,46 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 )
 def test_the_kernel_for_hopper(depth: int, dtype: torch.dtype, settings: dict[str, int]) -> None:
     case = draw(2, 8, 2, 700, 1000, depth, dtype, **settings).to("cuda")
-    unsaid = {"key_mask": None, "query_ids": None, "key_ids": None, "ahead": None, "behind": None}
-    rest = {"scale": depth**-0.5, "softcap": 0.0, "mean": False}
-    given = Conditions(**{**unsaid, **settings, **rest})
-    call = tiles._call(case.q, case.k, case.v, given)
-    if not hopper.serves(call):
-        pytest.skip("needs compute capability 9.0 and Gluon")
+    call = _for_hopper(case)
     found = hopper.attend(call)
     assert all(map(torch.equal, found, hopper.attend(call)))
     for ours_, wanted in zip(found, dense_with_gradients(case, gradient_like(case)), strict=False):
         budget = BUDGET[dtype] * max(1.0, largest(wanted))
         assert largest(ours_.double() - wanted) <= budget
+
+
+@pytest.mark.parametrize(
+    ("sizes", "depth", "dtype", "settings"),
+    [
+        ((2, 8, 2, 700, 1000), 128, torch.bfloat16, {"ahead": 0}),
+        ((2, 8, 1, 1000, 1000), 128, torch.float16, {"ahead": 0, "behind": 200}),
+        ((1, 8, 8, 129, 127), 96, torch.bfloat16, {}),
+        ((1, 4, 2, 2100, 2100), 128, torch.bfloat16, {"ahead": 0, "behind": 1023}),
+        # Some queries see no key, and no query sees some keys.
+        ((2, 4, 2, 900, 300), 128, torch.bfloat16, {"ahead": -200}),
+        ((2, 4, 2, 300, 900), 128, torch.bfloat16, {"behind": -100}),
+        ((1, 4, 2, 1, 640), 64, torch.float16, {}),
+        ((2, 8, 2, 700, 1000), 64, torch.bfloat16, {"ahead": 300}),
+    ],
+    ids=str,
+)
+def test_the_backward_kernels_for_hopper(
+    sizes: tuple[int, int, int, int, int],
+    depth: int,
+    dtype: torch.dtype,
+    settings: dict[str, int],
+) -> None:
+    case = draw(*sizes, depth, dtype, **settings).to("cuda")
+    call, grad = _for_hopper(case), gradient_like(case)
+    out, lse = hopper.attend(call)
+    assert hopper_gradients.serves(call, grad, out)
+    found = hopper_gradients.gradients(call, grad, out, lse)
+    again = hopper_gradients.gradients(call, grad, out, lse)
+    assert all(map(torch.equal, found, again))
+    wanted = dense_with_gradients(case, grad)[2:]
+    for name, mine, theirs in zip(NAMES[2:], found, wanted, strict=True):
+        budget = BUDGET[dtype] * max(1.0, largest(theirs))
+        assert largest(mine.double() - theirs) <= budget, name
 
 
 def test_more_scores_than_32_bits_count() -> None:

@@ -1,4 +1,4 @@
-"""Attention's kernel in Gluon compiled for a GPU that is not there: shared memory, spills, products."""
+"""Attention's kernels in Gluon, compiled for a GPU that is not there: memory, spills, products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memeff_compile.kernels._triton.key_tiles import depth_block
-from memeff_compile.kernels.attention import hopper
+from memeff_compile.kernels.attention import hopper, hopper_gradients
 from tests.support.offline import (
     HOPPER,
     TABLES_NAMED,
@@ -81,4 +81,52 @@ def test_the_kernel_compiles_within_the_limits(
     # A separate warp loads, and gives its registers to those that multiply.
     assert "setmaxnreg" in ptx
     # Products of a tile stay in flight together.
+    assert len(re.findall("wgmma.mma_async", ptx)) > len(re.findall("wgmma.wait_group", ptx)) * 3
+
+
+BACKWARD_SPILLS = 64
+"""Bytes of stack of the kernel for keys and values: numbers that its innermost loop does not read.
+"""
+
+
+def _compile_backward(step: str, depth: int, dtype: str, flags: dict[str, bool]) -> Any:
+    from memeff_compile.kernels.attention import hopper_gradient_kernels as kernels
+
+    plan, wide = hopper_gradients.plan_for(depth, 4096), depth_block(depth, 64)
+    if step == "query":
+        kernel, shape = kernels._attention_hopper_query_gradient_kernel, plan.query_gradient
+        visited, length = ("k_desc", "v_desc"), shape.keys
+    else:
+        kernel, shape = kernels._attention_hopper_key_gradient_kernel, plan.key_gradient
+        visited, length = ("q_desc", "grad_desc"), shape.rows
+
+    def type_of(argument: str) -> str:
+        if argument.endswith("_desc"):
+            rows = length if argument in visited else hopper.OWN
+            return f"tensordesc<{dtype}[1, 1, {rows}, {wide}],{LAYOUT}>"
+        if argument.endswith("_ptr"):
+            return POINTERS.get(argument, "*fp32")
+        return "fp32" if argument in ("scale", "factor") else "i32"
+
+    constants = hopper_gradients.constants_of(shape, depth, flags)
+    warps = constants.pop("num_warps")
+    return compile_for(HOPPER, kernel, constants, type_of, num_warps=warps)
+
+
+@pytest.mark.parametrize("step", ["query", "key"])
+@pytest.mark.parametrize(
+    ("depth", "dtype", "flags"),
+    [
+        pytest.param(128, "bf16", PLAIN, id="causal-128"),
+        pytest.param(128, "fp16", PLAIN | {"HAS_BEHIND": True}, id="window-128"),
+        pytest.param(64, "bf16", PLAIN, id="causal-64", marks=pytest.mark.slow),
+    ],
+)
+def test_the_backward_kernels_compile_within_the_limits(
+    step: str, depth: int, dtype: str, flags: dict[str, bool]
+) -> None:
+    compiled = _compile_backward(step, depth, dtype, flags)
+    ptx = within_limits(compiled, HOPPER, BACKWARD_SPILLS if step == "key" else 0)
+    assert "cp.async.bulk.tensor" in ptx
+    assert "setmaxnreg" in ptx
     assert len(re.findall("wgmma.mma_async", ptx)) > len(re.findall("wgmma.wait_group", ptx)) * 3

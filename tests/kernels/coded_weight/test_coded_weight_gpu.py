@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,9 +72,40 @@ def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: 
         assert torch.equal(found, dense)
 
 
+@pytest.mark.parametrize("tokens", [9, 16])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 256), (1000, 1536), (1024, 4096), (64, 14336)])
+def test_each_order_of_loads_gives_the_same_products(rows: int, columns: int, tokens: int) -> None:
+    weight = trained(rows, columns).cuda()
+    weight[5] *= 1e-9  # all of it patches, which take several rounds
+    parts = encode(weight, "win4")
+    x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ weight.double().t() + bias.double()
+    usual = float((F.linear(x, weight, bias).double() - exact).abs().max())
+    plain = shapes.matrix_tile(16, rows, columns, 132)
+    for patches, is_early in ((16, True), (32, True), (16, False), (32, False)):
+        tile = replace(plain, patches=patches, is_early=is_early)
+        found = codecs.product(x, parts, bias, weight.shape, setting=tile)
+        assert float((found.double() - exact).abs().max()) <= 1.5 * usual, tile
+
+
 LOSSY = ("win4:k3:b512", "win4:k1:b128", "win4:k0:b32", "win4:k3:b64")
 HALVES = ("win4:k3:b512", "win4:k3:b256", "win4:k1:b512", "win4:k0:b512")
 """Formats of which one token is multiplied in fp16."""
+
+
+@pytest.mark.parametrize("name", [*LOSSY, "tier:k3:b512", "tier:k0:b32", "rans:k1:b256"])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 256), (1000, 1537)])
+def test_both_engines_write_the_same_parts_of_lossy_modes(
+    rows: int, columns: int, name: str
+) -> None:
+    weight = trained(rows, columns)
+    weight.view(-1)[::997] = 300.0
+    weight[1] = 0.0
+    weight[2] *= 1e-38
+    parts, plain = encode(weight.cuda(), name), encode(weight, name)
+    for part, found, expected in zip(parse(name).parts, parts, plain, strict=True):
+        assert torch.equal(found.cpu(), expected), part
 
 
 @pytest.mark.parametrize("name", HALVES)

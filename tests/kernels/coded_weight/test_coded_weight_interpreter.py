@@ -43,6 +43,15 @@ def test_lossy_modes_are_read_as_the_plain_path_reads_them(name: str) -> None:
     assert torch.equal(bits(found), bits(reference.decode(parts, form, weight.shape)))
 
 
+@pytest.mark.parametrize("name", ["win4:k0:b32", "win4:k3:b512", "tier:k1:b64", "rans:k3:b128"])
+def test_both_engines_write_the_same_parts_of_lossy_modes(name: str) -> None:
+    form, weight = parse(name), normal(18, 513)
+    weight.view(-1)[:40] = hostile(1, 40).view(-1).nan_to_num(0.0, 1e30, -1e30)
+    parts, plain = codecs.encode(weight, form), reference.encode(weight, form)
+    for part, found, expected in zip(form.parts, parts, plain, strict=True):
+        assert torch.equal(found, expected), part
+
+
 @pytest.mark.parametrize("codec", ["win4", "tier"])
 def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
     form = parse(codec)

