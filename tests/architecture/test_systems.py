@@ -74,8 +74,9 @@ def run(blocked):
     present = [name for name in sys.modules if any(name.startswith(b) for b in blocked)]
     return [fused, list(PASS_NAMES), sorted(present), said.lines]
 
-# So is what PyTorch's compiler imports and traces when it first compiles anything.
-torch.compile(Model(), backend="eager")(*[torch.arange(24).view(2, 12)] * 2).backward()
+# So is what PyTorch's compiler imports and traces when it first compiles anything. No gradient is computed
+# here: a process whose autograd has started its threads must not fork.
+torch.compile(Model(), backend="eager")(*[torch.arange(24).view(2, 12)] * 2)
 torch._dynamo.reset()
 
 for name, blocked in json.loads(sys.argv[1]).items():
