@@ -127,18 +127,19 @@ def main() -> None:
         rows.write(given.out, train(folder, backend, given.claim, read_memory(given.memory)))
         return
 
-    def run(backend: str, folder: Path) -> None:
-        claim = claims[folder][backend]
+    def run(backend: str, folder: Path, claim: dict[str, Any]) -> None:
         print(folder.name, backend, claim, flush=True)
         again = [sys.executable, __file__, str(folder), "--backend", backend]
         again += ["--memory", given.memory, "--out", str(given.out), "--claim", json.dumps(claim)]
         subprocess.run(again, check=False)
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        explained = pool.map(lambda f: claimed(f, given.memory, given.length), given.folders)
-        claims = dict(zip(given.folders, explained, strict=True))
-        pairs = [(backend, folder) for backend in given.backend for folder in given.folders]
-        list(pool.map(lambda pair: run(*pair), pairs))
+        running = []
+        for folder in given.folders:  # not in threads: Dynamo traces one model at a time
+            claims = claimed(folder, given.memory, given.length)
+            running += [pool.submit(run, each, folder, claims[each]) for each in given.backend]
+        for each in running:
+            each.result()
 
 
 if __name__ == "__main__":
