@@ -175,6 +175,51 @@ def some_patches(each, end, places_ptr, values_ptr):
 
 
 @gluon.jit
+def patched(
+    acc,
+    x_ptr,
+    lists,  # starts, places, values
+    loaded,  # the first patches, as `some_patches` returns them
+    found,  # as `chunks_of` returns it
+    token,  # for the operand of x
+    tokens_count,
+    row_length,
+    C: gl.constexpr,
+):
+    """Add the products of x with the patches of some rows; the warps of a program share the
+    work."""
+    starts_ptr, places_ptr, values_ptr = lists
+    mma: gl.constexpr = acc.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    own = own_patches(mma, C)
+    plain: gl.constexpr = own.type.layout.parent
+    chunk, chunks, inside, patch, end = found
+    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
+    ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
+    place, weight = loaded
+    for start in range(patch, end, C.WARPS * C.PATCHES):
+        each = start + own
+        if start > patch:
+            place, weight = some_patches(each, end, places_ptr, values_ptr)
+        passed = gl.sum((each[:, :, None] >= ends[None, None, :]).to(gl.int32), 2)
+        flat = passed * CHUNK + place - inside
+        its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
+        column = gl.where(its_row < 0, 0, flat % row_length)
+        column = gl.where(its_row < C.ROWS, column, 0)
+        its_row = gl.convert_layout(its_row, gl.SliceLayout(1, left))
+        values = gl.convert_layout(weight, gl.SliceLayout(1, left))
+        column = gl.convert_layout(column, gl.SliceLayout(2, right))
+        a = gl.where(its_row[:, None, :] == row[None, :, None], values[:, None, :], 0)
+        a = a.to(gl.bfloat16, bitcast=True)
+        at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
+        b = gl.load(at, mask=(token < tokens_count)[None, None, :], other=0.0)
+        acc = mma_v2(a, b, acc)
+    return acc
+
+
+@gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
     """Return the row of each loaded patch inside the tile, and its column; no patch has row -1."""
     own = own_patches(mma, C)
@@ -211,7 +256,7 @@ def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
 
 
 @gluon.jit
-def patched(
+def _later_patches(
     acc,
     x_ptr,
     lists,  # starts, places, values
@@ -221,10 +266,12 @@ def patched(
     tokens_count,
     row_length,
     C: gl.constexpr,
-    ROUNDS: gl.constexpr = 0,  # that are added already
+    ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with the patches of some rows; the warps of a program share the
-    work."""
+    """Add the products of x with patches as `patched` does, without the first ROUNDS rounds.
+
+    It multiplies fewer patches at a time, and loads the ends of chunks in each round.
+    """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
     patch, end = found[3], found[4]
@@ -277,12 +324,11 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _add_half(acc, loaded, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
+def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
     """Add the products of the first or last two pairs of each lane in one group of each warp."""
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
     power, zeros, lane = place
-    codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
-    fields = (_spread(signs, C.FIELD), more)
+    codes, _, _, norms_0, norms_1, norms_2, norms_3 = loaded
     scale = _scale(power, norms_0 if HALF == 0 else norms_2, lane, C) + zeros
     acc = mma_v2(_operand(_pair(codes, fields, 2 * HALF, C.FIELD), scale, left), x_0, acc)
     scale = _scale(power, norms_1 if HALF == 0 else norms_3, lane, C) + zeros
@@ -358,29 +404,36 @@ def _matrix_tile(
             x_1 = _columns(here + 64, is_in, C.HAS_ALL)
             x_2 = _columns(here + 128, is_in, C.HAS_ALL)
             x_3 = _columns(here + 192, is_in, C.HAS_ALL)
-            acc = _add_half(acc, loaded, x_0, x_1, place, 0, C)
-            acc = _add_half(acc, loaded, x_2, x_3, place, 1, C)
+            fields = (_spread(loaded[1], C.FIELD), loaded[2])
+            acc = _add_half(acc, loaded, fields, x_0, x_1, place, 0, C)
+            acc = _add_half(acc, loaded, fields, x_2, x_3, place, 1, C)
             loaded = later
             if group + 2 < its_share:
                 is_read = is_row & (begin + group + 2 < groups)
                 later = load_codes(at, group + 2, is_read, TILE[1], C)
         acc = _add_patches(acc, its_row, patches[1], its_x, C)
-        acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, length, C, 1)
+        given = (its_token, tokens_count, length)
+        acc = _later_patches(acc, x_ptr, lists, patches, found, *given, C, 1)
     else:
         # Patches come first, as the codes of the first group are on their way.
-        acc = patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, length, C)
+        given = (its_token, tokens_count, length)
+        if C.PATCHES == 32:
+            acc = patched(acc, x_ptr, lists, patches, found, *given, C)
+        else:
+            acc = _later_patches(acc, x_ptr, lists, patches, found, *given, C, 0)
         for group in range(0, share):
             now = loaded
             following = gl.minimum(group + 1, share - 1)
             loaded = load_codes(at, following, is_row & (begin + following < groups), TILE[1], C)
             here = x_at + group * 256
             is_in = is_token & (its + group < groups)
+            fields = (_spread(now[1], C.FIELD), now[2])
             x_0 = _columns(here, is_in, C.HAS_ALL)
             x_1 = _columns(here + 64, is_in, C.HAS_ALL)
-            acc = _add_half(acc, now, x_0, x_1, place, 0, C)
+            acc = _add_half(acc, now, fields, x_0, x_1, place, 0, C)
             x_2 = _columns(here + 128, is_in, C.HAS_ALL)
             x_3 = _columns(here + 192, is_in, C.HAS_ALL)
-            acc = _add_half(acc, now, x_2, x_3, place, 1, C)
+            acc = _add_half(acc, now, fields, x_2, x_3, place, 1, C)
     total = gl.sum(acc, 0)
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))

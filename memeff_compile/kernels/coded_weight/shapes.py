@@ -125,6 +125,18 @@ def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTi
 MOST_EARLY = 16
 """The most groups of columns (K / 256) of which two are loaded before anything is awaited; in wider
 weights this was slower on an H200."""
+EARLY_WARPS = 8
+"""Warps that a multiprocessor runs at a time if two groups are loaded early, which takes up to 178
+registers; without that it runs 12."""
+LEAST_FULL = 0.6
+"""The least share of the places for programs that must be used, if these run in several rounds."""
+
+
+def _fills_rounds(programs: int, places: int) -> bool:
+    """Return whether programs need one round of the GPU's places, or use most of the places of
+    all rounds."""
+    rounds = -(-programs // places)
+    return rounds == 1 or programs >= LEAST_FULL * rounds * places
 
 
 def matrix_tile(
@@ -140,7 +152,9 @@ def matrix_tile(
         warps //= 2
     if tokens <= 8 or not is_lossless:
         return MatrixTile(16, 8 if tokens <= 8 else 16, warps)
-    return MatrixTile(16, 16, warps, patches=16, is_early=groups <= MOST_EARLY)
+    is_early = groups <= MOST_EARLY
+    is_early = is_early and _fills_rounds(programs, processors * EARLY_WARPS // warps)
+    return MatrixTile(16, 16, warps, patches=16, is_early=is_early)
 
 
 class _Cost(NamedTuple):
