@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from memeff_compile.kernels._triton.key_tiles import depth_block
 from memeff_compile.kernels.attention import hopper, hopper_gradients
@@ -84,9 +85,15 @@ def test_the_kernel_compiles_within_the_limits(
     assert len(re.findall("wgmma.mma_async", ptx)) > len(re.findall("wgmma.wait_group", ptx)) * 3
 
 
-BACKWARD_SPILLS = 64
-"""Bytes of stack of the kernel for keys and values: numbers that its innermost loop does not read.
-"""
+def _spills() -> int:
+    """Return how many bytes of stack the kernel for keys and values may use.
+
+    Up to Triton 3.8 its innermost loop does not read the stack. With Triton 3.9 that loop reads six
+    numbers of each thread there, next to 24 products, and writes none.
+    """
+    import triton
+
+    return 112 if Version(triton.__version__) >= Version("3.9") else 64
 
 
 def _compile_backward(step: str, depth: int, dtype: str, flags: dict[str, bool]) -> Any:
@@ -126,7 +133,7 @@ def test_the_backward_kernels_compile_within_the_limits(
     step: str, depth: int, dtype: str, flags: dict[str, bool]
 ) -> None:
     compiled = _compile_backward(step, depth, dtype, flags)
-    ptx = within_limits(compiled, HOPPER, BACKWARD_SPILLS if step == "key" else 0)
+    ptx = within_limits(compiled, HOPPER, _spills() if step == "key" else 0)
     assert "cp.async.bulk.tensor" in ptx
     assert "setmaxnreg" in ptx
     assert len(re.findall("wgmma.mma_async", ptx)) > len(re.findall("wgmma.wait_group", ptx)) * 3
