@@ -365,7 +365,7 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the transpose of `unbind` and of iteration over a tensor."""
+    """Return the gradient of `unbind`, or of iteration over a tensor: a stack, not yet computed."""
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):

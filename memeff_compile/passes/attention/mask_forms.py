@@ -68,8 +68,8 @@ class Form:
 
     @property
     def is_sayable(self) -> bool:
-        """Return whether the op's arguments can express the mask: bounds, one table of keys, one
-        equality of ids."""
+        """Return whether the op's arguments can express the mask: bounds of positions, at most one
+        table of visible keys, and at most one comparison of ids."""
         return (
             not (self.positions or self.shifted or self.rest)
             and len(self.ids) + bool(self.queries) <= 1
