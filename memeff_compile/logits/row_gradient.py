@@ -253,7 +253,7 @@ def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
 def _index_put(
     zeros: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> RowGradient | None:
-    """Record the transpose of advanced indexing, which autograd computes by adding rows to a tensor
+    """Record the gradient of advanced indexing, which autograd computes by adding rows to a tensor
     of zeros."""
     if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
         return None
@@ -272,7 +272,7 @@ def _index_put(
 def _index_add(
     zeros: Tensor, dim: int, index: Tensor, values: Tensor, *, alpha: float = 1
 ) -> RowGradient | None:
-    """Record the transpose of `index_select`."""
+    """Record the gradient of `index_select`."""
     if alpha != 1:
         return None
     return _index_put(zeros, [*[None] * (dim % zeros.dim()), index.reshape(-1)], values, True)
@@ -353,7 +353,7 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the transpose of `split` and `chunk`."""
+    """Record the gradient of `split` and `chunk`."""
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
         return None
@@ -365,7 +365,7 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Return the gradient of `unbind`, or of iteration over a tensor: a stack, not yet computed."""
+    """Record the gradient of `unbind` and of iteration over a tensor."""
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):
