@@ -1,6 +1,7 @@
 """The backward pass of large calls of `tiles` on Hopper, in Gluon: one warp loads, eight multiply.
 
-The kernels need what the forward kernel of `hopper` needs, and masks that depend only on positions.
+These kernels support the calls that the forward kernel in `hopper` supports, if the mask depends
+only on positions.
 `is_faster` returns whether a call uses these kernels: only calls of the measured kinds do. As in
 the implementation `tiles`, no sum depends on the order in which programs run.
 

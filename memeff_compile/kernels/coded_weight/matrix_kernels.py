@@ -270,7 +270,9 @@ def _later_patches(
 ):
     """Add the products of x with patches as `patched` does, without the first ROUNDS rounds.
 
-    It multiplies fewer patches at a time, and loads the ends of chunks in each round.
+    It multiplies fewer patches at a time, and loads the ends of chunks in each round. The two
+    functions are separate because a common one made products with few mantissa bits slower: it took
+    more registers (docs/measured/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
