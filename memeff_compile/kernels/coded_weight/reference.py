@@ -195,7 +195,7 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 
 def tier_order(flat: Tensor) -> Tensor:
     """Reshape flat values to (chunks, words, 16): each word of codes contains 16 values. A warp's
-    32 words cover 512 values in a row, and each word has two neighbours from each eighth of them."""
+    32 words cover 512 values in a row; each word has two neighbours from each eighth of these."""
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
     return lanes.reshape(-1, _TIER_WORDS, 16)
 
