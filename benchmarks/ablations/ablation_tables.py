@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.rows import latest, read
 
 Row = dict[str, Any]
-MODELS = ("language model", "vision transformer", "diffusion transformer")
+TEXT = "language model"
+MODELS = (TEXT, "vision transformer", "diffusion transformer")
 MEASURES = {
     "language model": "perplexity, change",
     "vision transformer": "accuracy / same answer as the exact model",
@@ -66,7 +67,7 @@ def side_by_side(rows: Iterable[Row]) -> list[str]:
     by_key = {(row["model"], row["seed"], row["variant"]): quality(row) for row in found}
     seeds = {seed for _, seed in places}
     head = [
-        f"{model}{f' {seed}' if len(seeds) > 1 else ''}: {MEASURES[model]}"
+        f"{model}{f' {seed}' if len(seeds) > 1 else ''}: {MEASURES.get(model, MEASURES[TEXT])}"
         for model, seed in places
     ]
     variants = list(dict.fromkeys(row["variant"] for row in found))
@@ -75,7 +76,12 @@ def side_by_side(rows: Iterable[Row]) -> list[str]:
 
 
 def _place(key: tuple[str, int]) -> tuple[int, int]:
-    return MODELS.index(key[0]), key[1]
+    return _order(key[0]), key[1]
+
+
+def _order(model: str) -> int:
+    """Return the place of a model in tables: real models come first."""
+    return MODELS.index(model) if model in MODELS else -1
 
 
 def layer_table(rows: list[Row], table: str) -> list[str]:
@@ -84,7 +90,7 @@ def layer_table(rows: list[Row], table: str) -> list[str]:
     if not found:
         return []
     by_key = {(row["model"], row["variant"]): row for row in found}
-    models = [model for model in MODELS if any(row["model"] == model for row in found)]
+    models = sorted(dict.fromkeys(row["model"] for row in found), key=_order)
     body = []
     for variant in dict.fromkeys(row["variant"] for row in found):
         cells = [variant]

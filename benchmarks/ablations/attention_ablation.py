@@ -1,9 +1,10 @@
-"""SageAttention2's tables for small trained models: the worth of each part of low bits.
+"""SageAttention2's tables for trained models: the worth of each part of low bits.
 
     python benchmarks/models/convergence.py model --to benchmarks/generated/small_model
     python benchmarks/models/small_models.py vit --to benchmarks/generated/small_vit
     python benchmarks/models/small_models.py dit --to benchmarks/generated/small_dit
     python benchmarks/ablations/attention_ablation.py --subject language vision diffusion
+    python benchmarks/ablations/attention_ablation.py --subject real --real FOLDER
 
 Part `tables` computes each attention of a model by one variant. The arithmetic is the op's
 reference, so that it runs anywhere; differences from the op's levels are named.
@@ -44,10 +45,14 @@ from benchmarks.ablations import attention_subjects as subjects
 from benchmarks.ablations.attention_subjects import Subject, attention_is
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.quantized_attention import quantized_attention, reference
-from memeff_compile.kernels.quantized_attention.settings import GRANULARITIES, Settings
+from memeff_compile.kernels.quantized_attention.settings import (
+    GRANULARITIES,
+    Settings,
+    settings_for,
+)
 
-EIGHT = Settings(127, "e4m3", "row", "kv", with_lse=False)
-FOUR = replace(EIGHT, limit=7, smooth="qkv")
+EIGHT = settings_for("8b", with_lse=False)
+FOUR = settings_for("4b", with_lse=False)
 SHARES = (10, 25, 40, 50, 60, 75, 90)
 """Percentages of attentions that the adaptive choice leaves in 4 bits."""
 CALIBRATIONS = 3
@@ -62,7 +67,16 @@ TABLE_1 = {
     "8b scores, keys": replace(EIGHT, values="exact", smooth="k"),
 }
 TABLE_11 = {"8b": EIGHT, "8b+f16": replace(EIGHT, values="f16"), "4b": FOUR}
-TABLES_2_3 = {name: replace(FOUR, values="exact", granularity=name) for name in GRANULARITIES}
+TABLES_2_3 = {
+    name: replace(settings_for("4b", name, with_lse=False), values="exact")
+    for name in GRANULARITIES
+}
+TABLE_1_PAPER = {
+    "4b scores of the paper, nothing taken away": replace(TABLES_2_3["thread"], smooth=""),
+    "4b scores of the paper, keys": replace(TABLES_2_3["thread"], smooth="k"),
+    "4b scores of the paper, queries and keys": replace(TABLES_2_3["thread"], smooth="qk"),
+}
+"""A scale for the numbers of a thread, neither evened channels nor a Hadamard transform."""
 TABLES_4_5 = {name: replace(FOUR, values=name) for name in ("int8", "e5m2", "e4m3", "f16")}
 TABLE_6 = {"values as they are": replace(FOUR, smooth="qk"), "without their mean": FOUR}
 DOOR = ("exact", "8b", "8b+f16", "4b", "table", "table 40 %")
@@ -228,7 +242,7 @@ def summary(found: Sequence[Sequence[float]], count: int) -> dict[str, list[list
 def tables(subject: Subject) -> Iterator[dict[str, Any]]:
     """Yield a row for each line of each table."""
     ends: dict[str, float] = {}
-    for table, variants in (("1", TABLE_1), ("11", TABLE_11)):
+    for table, variants in (("1", TABLE_1 | TABLE_1_PAPER), ("11", TABLE_11)):
         for name, settings in variants.items():
             measures = whole_model(subject, lambda place, s=settings: s)  # type: ignore[misc]
             ends[name] = measures[subject.harm]
@@ -450,6 +464,8 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--part", nargs="+", choices=["tables", "door", "sums"], default=["tables"])
     parser.add_argument("--model", type=Path, default=data / "small_model")
+    parser.add_argument("--real", type=Path, help="folder of a real model, for --subject real")
+    parser.add_argument("--text", default="prose", help="of texts.py, for --subject real")
     parser.add_argument("--vit", type=Path, default=data / "small_vit")
     parser.add_argument("--dit", type=Path, default=data / "small_dit")
     parser.add_argument("--glyphs", type=Path, default=data / "glyphs.npz")
@@ -475,6 +491,13 @@ def _language(given: Any, device: str) -> Subject:
     )
 
 
+def _real(given: Any, device: str) -> Subject:
+    if given.real is None:
+        raise SystemExit("--subject real needs --real FOLDER, the folder of a saved model")
+    size = given.length, given.rows_of_text, given.batch
+    return subjects.real_model(given.real, given.text, *size, device)
+
+
 def _vision(given: Any, device: str) -> subjects.Classifier:
     batch = min(512, given.pictures)
     return subjects.classifier(
@@ -491,6 +514,7 @@ def _diffusion(given: Any, device: str) -> Subject:
 
 LOADERS: dict[str, Callable[[Any, str], Subject]] = {
     "language": _language,
+    "real": _real,
     "vision": _vision,
     "diffusion": _diffusion,
 }
@@ -537,7 +561,7 @@ def rows_of(
         print("part sums needs a GPU: it measures tensor cores", flush=True)
     else:
         yield from sums(subject)
-        if subject.name == "language model":
+        if isinstance(subject, subjects.LanguageModel):
             yield from random_sums(device)
 
 

@@ -1,4 +1,4 @@
-"""The three trained models whose attention is ablated, and the measures of their results.
+"""The trained models whose attention is ablated, and the measures of their results.
 
 A subject knows how to run its model on its inputs and how good the results are. Text, images and
 noise are the same in every call, so that only attention differs.
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.ablations.probabilities import validation_rows
 from benchmarks.models import small_models
+from benchmarks.quality import texts
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, bool, Any], Tensor | None]
 
@@ -102,14 +103,15 @@ class LanguageModel(Subject):
     tokens: Tensor
     others: Tensor
     batch: int
+    text: str = "validation text"
 
     @property
     def inputs(self) -> str:
         """The inputs of the measures."""
-        return f"{len(self.tokens)} x {self.tokens.shape[1]} tokens of validation text"
+        return f"{len(self.tokens)} x {self.tokens.shape[1]} tokens of {self.text}"
 
     def run(self, model: Any, number: int) -> None:
-        """Run on training text."""
+        """Run on another text than the judged one."""
         first = number * self.batch % len(self.others)
         model(input_ids=self.others[first : first + self.batch], use_cache=False)
 
@@ -252,6 +254,30 @@ def language_model(
     layers = model.config.num_hidden_layers
     return LanguageModel(
         "language model", model.to(device).eval(), "loss", layers, tokens, others, batch
+    )
+
+
+def real_model(
+    folder: Path, text: str, length: int, count: int, batch: int, device: str
+) -> LanguageModel:
+    """Load a real model, named after its folder, and a text of texts.py.
+
+    Training text is replaced by the other named text. Attention is causal and has no mask tensor;
+    sequences must be no longer than the windows of the model.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from benchmarks.models.causal_attention import use_causal_attention
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.set_attn_implementation(use_causal_attention())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    other = "source" if text == "prose" else "prose"
+    judged = texts.rows_of(tokenizer, text, length, count).to(device)
+    others = texts.rows_of(tokenizer, other, length, 8 * batch).to(device)
+    layers = model.config.num_hidden_layers
+    return LanguageModel(
+        folder.name, model.to(device).eval(), "loss", layers, judged, others, batch, text
     )
 
 

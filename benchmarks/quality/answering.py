@@ -49,14 +49,19 @@ class Prompts:
         return sum(x.nbytes for pairs in self.known.values() for pair in pairs for x in pair)
 
 
+def calibration_of(subject: Subject, mode: Mode, length: int, count: int) -> dict[str, Any]:
+    """Return the table of levels that a mode's calibration on texts of "source" makes."""
+    ids = texts.rows_of(subject.tokenizer, "source", length, count)
+    inputs = [{"input_ids": row[None].to(subject.device)} for row in ids]
+    given: dict[str, Any] = {"levels": ("8b",)} if mode.share is None else {"share": mode.share}
+    return memeff_compile.calibrate_attention(subject.model.base_model, inputs, **given)
+
+
 def levels_of(subject: Subject, mode: Mode, length: int, count: int) -> str | list[str]:
     """Return a mode's level of attention, or that of each call, chosen on texts of "source"."""
     if mode.share is None and mode.level != CALIBRATED:
         return mode.level or "exact"
-    ids = texts.rows_of(subject.tokenizer, "source", length, count)
-    inputs = [{"input_ids": row[None].to(subject.device)} for row in ids]
-    given: dict[str, Any] = {"levels": ("8b",)} if mode.share is None else {"share": mode.share}
-    found = memeff_compile.calibrate_attention(subject.model.base_model, inputs, **given)
+    found = calibration_of(subject, mode, length, count)
     return [str(each) for each in found["levels"].values()]
 
 

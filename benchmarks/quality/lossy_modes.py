@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import rows
 from benchmarks.quality import texts
-from benchmarks.quality.answering import levels_of
+from benchmarks.quality.answering import calibration_of, levels_of
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode, modes, reported_modes
 from benchmarks.quality.subject import Lowered, States, Subject
@@ -158,7 +158,7 @@ class Bench:
         self.subject, self.given = subject, given
         self.weights: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.levels: dict[str, str | list[str]] = {}
-        self.compiled: Any = None
+        self.compiled: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         self.modes = [
             mode
@@ -186,8 +186,12 @@ class Bench:
             return subject.states(ids, model)
         assert mode.level is not None
         if mode.compiled:
-            self.compiled = self.compiled or subject.compiled(mode.level)
-            found = subject.states(ids, self.compiled)
+            if mode.name not in self.compiled:
+                level: Any = mode.level
+                if mode.share is not None:
+                    level = calibration_of(subject, mode, given.length, CALIBRATION)
+                self.compiled[mode.name] = subject.compiled(level)
+            found = subject.states(ids, self.compiled[mode.name])
             facts["sites"] = subject.sites()
             return found
         lowered = facts.setdefault("lowered", Lowered(self._levels(mode)))

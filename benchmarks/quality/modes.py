@@ -11,6 +11,7 @@ from memeff_compile import MiniCache
 Merged = functools.partial(MiniCache, force=True)  # the loss is the measured quantity
 MANTISSAS = (7, 3, 1, 0)
 LEVELS = ("8b", "8b+f16", "4b")
+COMPILED = ("8b", "4b")
 CALIBRATED = "8b, calibrated"
 
 
@@ -25,7 +26,8 @@ class Mode:
         compiled: through the backend, at any length, instead of the op put into the model.
         mantissa: bits of the weights that are kept.
         reported: whether merging starts from a report of the other text.
-        share: of attentions, those with the worst scores in `4b`, that run in `8b` instead.
+        share: of attentions, those with the worst scores in `4b`, that run in `8b` instead; of a
+            compiled mode, the share that `calibrate_attention` gets.
         in_pieces: through transformers' own cache, as a `KVCache` is read.
     """
 
@@ -103,7 +105,10 @@ def modes(layers: int) -> list[Mode]:
         found.append(Mode(f"cache, {bits} bits, values merged from half on", cache=settings))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
     found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
-    found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))
+    for level in COMPILED:
+        found.append(Mode(f"attention, {level}, compiled", level=level, compiled=True))
+    shown = "attention, half 4b and half 8b by calibration, compiled"
+    found.append(Mode(shown, level="4b", compiled=True, share=0.5))
     return found + [Mode(f"weights, {kept} bits of 7", mantissa=kept) for kept in MANTISSAS]
 
 

@@ -159,10 +159,12 @@ class Subject:
             raise UnsupportedInputError(f"no weight of {self.name} was compressed:\n{report}")
         return self._ready(model), {"bits": report.bits, "compressed": count}
 
-    def compiled(self, level: str | None) -> Any:
-        """Return the model compiled, with attention of a level at any length."""
+    def compiled(self, level: str | dict[str, Any] | None) -> Any:
+        """Return the model compiled, with attention of a level, or of a table, at any length."""
         registered()
-        options = {} if level is None else {"memeff.attention": level, "memeff.attention.length": 0}
+        options: dict[str, Any] = {}
+        if level is not None:
+            options = {"memeff.attention": level, "memeff.attention.length": 0}
         options["memeff.inner"] = "aot_eager"  # the rest is the exact model's own arithmetic
         torch.compiler.reset()
         memeff_compile.reset()
