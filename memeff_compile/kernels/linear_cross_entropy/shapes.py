@@ -379,16 +379,26 @@ def hopper_rows(
     """Return the number of rows of a block: whole tiles, so that all blocks have about equal
     height.
 
+    A block that is taller than a tile of the hidden states' gradient (dE) consists of whole tiles
+    of it. Otherwise each block would end with a tile that is partly empty but takes as long as a
+    whole one.
+
     The number is the same for all GPUs, because ranks may have different GPUs, and a report may
     describe another machine.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
+    product, _ = product_tile(depth, shapes)
     tiles, width = -(-rows // tile), -(-vocab // shapes.columns) * shapes.columns
     fitting = (workspace or AUTO_BYTES) // (2 * width) // tile
     fitting = min(max(fitting, 1), tiles)
     for count in range(-(-tiles // fitting), tiles):
         height = -(-tiles // count) * tile
-        if workspace or walk_bytes(rows, height, depth, vocab, shapes) <= AUTO_BYTES:
+        if count > 1 and height > product:
+            height = -(-height // product) * product
+        is_fitting = height <= fitting * tile
+        if not workspace:
+            is_fitting = walk_bytes(rows, height, depth, vocab, shapes) <= AUTO_BYTES
+        if is_fitting:
             return height
     return tile
 
