@@ -2,13 +2,15 @@
 """The kernels of the module `filtered`: they find the classes that the filter keeps for 128 rows,
 and multiply only those.
 
-Rows are sorted by an estimate of their probability mass in unlikely classes, and each TILE of them
-form one of up to 16 groups of a block. One pass over all classes computes the rows' statistics, a
-score for each class and group, and the probability mass that each row loses at each of LEVELS
-scores; the pass stores no logits. Each class then gets a 16-bit word, with one bit for each group
-of rows that keeps the class. Classes are sorted by these words, so that in nearly every tile the
-filter keeps either all classes or none. The logits of tiles that the filter keeps are computed
-again, CAPACITY tiles at a time, and stored as gradients up to one factor per row.
+Rows (tokens) are sorted by an estimate of their probability mass in unlikely classes. A group
+consists of TILE consecutive rows, and a block of at most 16 groups. One pass over all classes
+computes the rows' statistics and a score for each class and group. For each of LEVELS thresholds,
+the pass also computes the probability mass that each row would lose if the classes with lower
+scores were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one bit for
+each group of rows in which the filter keeps the class. Classes are sorted by these words, so that
+in nearly every tile the filter keeps either all classes or none. For the tiles that the filter
+keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are stored. A
+factor per row is missing in these stored gradients; the last kernel multiplies by it.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -144,9 +146,9 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the thresholds (class scores) of the levels with the given indices.
+    """Return the scores below which the levels with the given indices drop a class.
 
-    The last level is higher than all scores, so that level drops every class.
+    The last level's score is higher than that of every class, so this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -179,7 +181,8 @@ def _gradient_filter_score_kernel(
     softcap,
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
-    """Score classes by the rows of a group, and sum the probabilities that each level would drop.
+    """Compute each class's score in a group of rows, and for each row the sum of the probabilities
+    that each level would drop.
 
     A program processes one group and some tiles of classes. A tile contains all rows of the group,
     so the scores of its classes are known while its logits are in registers. The filter always
@@ -326,13 +329,14 @@ def _gradient_filter_level_kernel(
     softcap,
     C: tl.constexpr,  # HAS_LSE: the base is the log-sum-exp; RESTORE: put lost mass on what stays
 ):
-    """Choose the level of a group, and compute the losses of its rows and the factors of their
-    gradients.
+    """Choose the level of a group (the score below which it drops classes), and compute the losses
+    of the group's rows and the factors of their gradients.
 
-    The level is the highest one at which no row loses more than the limit. A row's lost mass is
-    distributed over its kept classes (without the target) in proportion, so that its gradients have
-    the same sum as without a filter. Without this redistribution, the logits of classes that no
-    step lowers would rise during training.
+    The level is the highest one at which no row loses more probability mass than the limit. The
+    mass that a row loses is distributed over its kept classes (without the target), in proportion
+    to their probabilities, so that the row's gradients have the same sum as without a filter.
+    Without this redistribution, the logits of dropped classes would rise during training, because
+    no optimizer step lowers them.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -444,8 +448,8 @@ def _gradient_filter_word_kernel(
     """Write one word per class, with a bit for each group of rows that keeps the class.
 
     The first group of rows has the highest bit of the word. After sorting by these words, classes
-    that the filter keeps in rarely used groups are next to each other. With the first group in the
-    highest bit, more tiles are filled completely than with the reverse order of bits.
+    that the same groups keep are next to each other. With this order of bits, the filter keeps all
+    classes of more tiles than with the reverse order.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -504,8 +508,8 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that the filter keeps, in the order of one of the two products; one program
-    handles one group and pass.
+    """List the tiles that the filter keeps, in the order in which one of the two matrix products
+    needs them; one program handles one group and pass.
 
     One pass of the kernels covers consecutive tiles of classes, for all groups of rows.
     """
@@ -583,11 +587,12 @@ def _gradient_filter_fill_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the logits of the tiles of one pass again, and store their gradients up to one factor
-    per row.
+    """Compute the logits of the tiles of one pass again, and store the logits' gradients without
+    one factor per row, by which a later kernel multiplies.
 
-    The stored gradients are zero for classes that the filter drops in a group, unless WHOLE keeps
-    all elements of a tile.
+    The stored gradients are zero for classes that the filter drops in a group. If the constant
+    WHOLE is set, the filter keeps or drops tiles as a whole, and no element of a kept tile is
+    zeroed.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
@@ -635,7 +640,7 @@ def _gradient_filter_fill_kernel(
 
 @triton.jit
 def _part(tile, index: tl.constexpr, C: tl.constexpr):
-    """Return one of PARTS equal shares of a tile's columns."""
+    """Return share number `index` of the PARTS equal shares of a tile's columns."""
     part = halves_of(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
     if C.PARTS == 4:
         part = halves_of(part, C.TILE, C.BN // 2)[index % 2]
@@ -667,13 +672,14 @@ def _gradient_filter_products_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Multiply packed tiles by gathered rows of the weight and sum these products for the hidden
-    states' gradient (dE); also multiply packed tiles by rows of hidden states and add them to dC.
+    """Multiply packed tiles (the logits' gradients in the tiles that the filter keeps) by the
+    weight, for the hidden states' gradient (dE), and by the hidden states, for the weight's
+    gradient (dC).
 
     The tiles of the hidden states' gradient (dE) are computed first, because they take longest.
-    Programs compute the tiles of the hidden states' gradient of neighbouring groups at the same
-    time; they use the same rows of the weight, which therefore stay in the L2 cache. One program
-    computes all of a tile, so the order in which programs take tiles does not change the results.
+    Programs that run at the same time compute tiles of neighbouring groups; these tiles need the
+    same rows of the weight, which therefore stay in the L2 cache. One program computes all of a
+    tile, so the order in which programs take tiles does not change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0
@@ -763,8 +769,9 @@ def _gradient_filter_rows_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Add the partial sums of the hidden states' gradient (dE) in a fixed order, multiply them by
-    the row's scale, and write them to the rows' positions."""
+    """Add the partial sums of the hidden states' gradient (dE) in a fixed order, multiply each row
+    by its scale, and write the row to its original position.
+    """
     place = tl.program_id(0)
     if place < count_rows(kept_ptr, first_row, piece_rows, C):
         scale = tl.load(scale_ptr + place)

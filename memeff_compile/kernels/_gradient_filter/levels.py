@@ -1,5 +1,5 @@
-"""Gradient filters: their thresholds, the calls in which they drop classes, and the bytes that they
-need.
+"""The thresholds of the gradient filters, the calls in which the filters drop classes, and the
+bytes that the filters need.
 
 The module `filtered` computes gradients with these filters.
 """
@@ -75,8 +75,9 @@ def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) 
 
 
 def filter_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
-    """Return an upper bound of the bytes that a filter needs: scores, packed tiles, sums of the
-    hidden states' gradient (dE), orders."""
+    """Return an upper bound of the bytes that a filter needs: for scores, the logits' gradients of
+    kept tiles, sums of the hidden states' gradient (dE), and the orders of rows and classes.
+    """
     tile = 128
     height = sympy.Min(FILTER_GROUPS * tile, sympy.ceiling(rows / tile) * tile)
     groups = height / tile

@@ -1,8 +1,8 @@
-"""Multiply gradients that a forward pass computed by the gradient of the loss.
+"""The backward pass of losses whose forward pass already computes the operands' gradients.
 
-An op that returns a total loss and the total's gradients computes these gradients once, up to a
-factor. The op's backward pass multiplies the gradients by the gradient of the total loss: in place
-if no other code can read them, otherwise in a copy.
+Such an op returns the total loss and the total's gradients with respect to the operands. The op's
+backward pass only multiplies these gradients by the gradient of the total loss: in place if no
+other code can read them, otherwise into new tensors.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def scaled_gradients(
 
 
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
-    """Multiply a gradient by a number, in the wider of the two dtypes, into a new tensor."""
+    """Return a gradient multiplied by a number, as a new tensor; the product is computed in the
+    wider of the two dtypes.
+    """
     return (gradient.to(by.dtype) * by).to(gradient.dtype)
 
 
@@ -144,8 +146,8 @@ def run_scaling(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     """Write gradient * by, computed in fp32 and rounded once, to `out`, which may be `gradient`
     itself.
 
-    A kernel reads the number `by` from GPU memory; all tensors must be contiguous. In place, a
-    factor of 1 costs only the launch of the kernel.
+    A kernel reads the number `by` from GPU memory; all tensors must be contiguous. If `out` is
+    `gradient` and `by` is 1, the kernel returns immediately.
     """
     from .scaling_kernels import _head_loss_scaling_scale_kernel
 

@@ -1,4 +1,4 @@
-"""Sizes that losses share: ranges of blocks, and how many elements one program reads at a time.
+"""Sizes that all losses share: ranges of blocks, and how many elements one program reads at a time.
 
 The letters for axes are: N rows (tokens), D hidden size, V vocabulary (classes), R rows of a block,
 W classes of a block.
@@ -35,7 +35,7 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The tile sizes of an implementation on which its copies of rows depend."""
+    """The tile sizes of an implementation's kernels that determine how rows are copied for them."""
 
     @property
     def rows(self) -> int:

@@ -47,5 +47,6 @@ class Differentiating(Walk):
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
-        """Compute the gradients of a block's logits, multiply them, and add the products to the
-        results."""
+        """Compute the gradients of a block's logits, multiply them by the weight and by the hidden
+        states, and add the products to the results.
+        """

@@ -36,7 +36,9 @@ def takes(kernel: Any, name: str) -> bool:
 
 
 def constant(value: Any) -> Any:
-    """Return a value as a `tl.constexpr`, which is the form in which kernels read it."""
+    """Return a value as a `tl.constexpr`, the form in which kernels can read a constant of their
+    module.
+    """
     import triton.language as tl
 
     return tl.constexpr(value)

@@ -46,8 +46,9 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Return whether a query without any key may get the mean of all values, so that its kernel
-        must read every key."""
+        """Return whether some query may have no visible key and then gets the mean of all values,
+        so that the kernel must read every key.
+        """
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:

@@ -52,7 +52,9 @@ class Gpu(NamedTuple):
 
     @property
     def library_workspace(self) -> int:
-        """Return the bytes that PyTorch reserves for cuBLAS in each thread that calls it."""
+        """Return the bytes that PyTorch reserves as cuBLAS's workspace in each thread that calls
+        cuBLAS.
+        """
         return 32 << 20 if self.capability >= (9, 0) else 2 * 4096 + 8 * 16 << 10
 
     @property

@@ -146,8 +146,8 @@ def find_bounds(
 ) -> Tensor:
     """Return, for each program, the range of tiles that it visits, (B, tiles, 4) int32.
 
-    If the mask depends only on positions, the result is `like`, and kernels do not read
-    it.
+    If the mask depends only on positions, the result is the placeholder `like`, which kernels do
+    not read.
     """
     if not (given.has_tables() or mean):
         return like

@@ -234,7 +234,9 @@ def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a kernel like `start`, but look the compiled kernel up by all of its constants."""
+    """Run a kernel like `start`, but look up the compiled kernel by a short key that contains all
+    constants.
+    """
     launch(kernel, grid, arguments, constants, tuple(constants.items()))
 
 
@@ -246,7 +248,9 @@ def launch_plain(
     constants: Mapping[str, Any],
     name: tuple[Any, ...],  # the values that determine `constants`, and the dtype of each tensor
 ) -> None:
-    """Run a kernel like `launch`, but check only the alignment of its tensors."""
+    """Run a kernel like `launch`, but check no property of its tensors except the alignment of
+    their memory.
+    """
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *tensors, *numbers, **constants)
         return
@@ -315,7 +319,7 @@ def _read(
     The function also appends the properties on which the compiler's specialisation depends to `key`
     and `numbers`.
 
-    For other tensors, Triton itself checks whether a kernel can read them.
+    For tensors that are not on the GPU, Triton itself checks whether a kernel can read them.
     """
     given: list[Any] = []
     for argument in arguments:

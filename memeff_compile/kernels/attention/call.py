@@ -12,7 +12,9 @@ from .._triton.conditions import Conditions
 
 @dataclass(frozen=True)
 class Call:
-    """Operands and conditions as the kernels take them."""
+    """The operands and masking conditions of one call of attention, in the form that the kernels
+    take.
+    """
 
     q: Tensor  # with the depth at unit stride
     k: Tensor  # likewise

@@ -72,8 +72,9 @@ def _place_of(turn, rows, tiles, width):
 
 @gluon.jit
 def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: gl.constexpr):
-    """Return the first visited tile, the first and the end of the complete tiles, the number of
-    incomplete tiles, and the number of all visited tiles."""
+    """Return the first visited tile, the first complete tile, the end of the complete tiles, the
+    number of incomplete tiles, and the number of all visited tiles.
+    """
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C
     )
@@ -122,7 +123,7 @@ def _keys_shown(mask_ptr, key, keys, C: gl.constexpr):
 
 @gluon.jit
 def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
-    """Reshape a tile that a descriptor of four axes loads to a matrix."""
+    """Return a tile that was loaded through a descriptor of four axes as a matrix."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return seen_as(memory, memory.dtype, [ROWS, C.DEPTH_BLOCK], layout)
 

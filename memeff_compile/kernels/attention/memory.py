@@ -1,5 +1,5 @@
-"""The bytes before and after the rewrite, as formulas in B (sequences), H (query heads), M, N and
-D.
+"""The bytes that attention needs without this op and with it, as formulas in B (sequences), H
+(query heads), M, N and D.
 
 M is the number of queries, N the number of keys, D the head dimension; each may be a symbol or a
 number. The formulas do not count q, k, v, the output and the gradients.

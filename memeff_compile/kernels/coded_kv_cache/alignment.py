@@ -1,11 +1,12 @@
 """Fit and apply linear maps that make the keys and values of two adjacent layers similar.
 
-Per attention head, the keys and values of adjacent layers differ mostly by a mean and a rotation.
-The maps of a pair of layers are: the mean of each layer's rows; for each head of the upper layer,
-the matching head of the lower layer; and an orthogonal matrix per head, which rotates the upper
-layer's rows towards those of the lower layer. An aligned row is `row - mean` in the lower layer,
-and `(row - mean) @ turn` in the upper layer; the number of the lower layer's head is its *slot* in
-the shared tensors.
+A row is the key or the value of one token in one attention head. The rows of a head in two adjacent
+layers differ mostly by a mean and a rotation. The maps of a pair of layers are: the mean of each
+layer's rows; for each head of the upper layer, the matching head of the lower layer; and an
+orthogonal matrix per head, which rotates the upper layer's rows towards those of the lower layer.
+An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer,
+where `turn` is the orthogonal matrix; the number of the lower layer's head is its *slot* in the
+shared tensors.
 
 These functions read no value on the CPU, and use only matrix products.
 """
@@ -72,7 +73,8 @@ def fit(
 ) -> None:
     """Write the maps that bring the rows of two layers closest to each other.
 
-    With `angles`, each key counts as if it were repeated at all later positions.
+    With the `angles` of a rotary embedding, each key counts as if it were repeated at the next
+    `span` positions.
 
     If the given rotations are not the identity, they were fitted to other rows before. `fit` keeps
     these rotations and their slots if the new rows are too few to fit better ones: the keys of a
@@ -238,9 +240,10 @@ def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
     """Return a similarity (B, H, H) between each head of the upper layer and each head of the lower
     layer.
 
-    The similarity is the norm of the product of both heads' rows, divided by the norms of their
-    rows. An orthogonal map of one head's rows does not change this similarity. `rows` and their
-    `means`, (B, H, 2, D), belong to both layers. On a GPU, 16-bit rows are multiplied in 16 bits.
+    The similarity is the norm of the matrix product of the two heads' rows, divided by the norms of
+    the two matrices of rows. An orthogonal map of one head's rows does not change this similarity.
+    `rows` contains the rows of both layers, and `means`, (B, H, 2, D), their means. On a GPU,
+    16-bit rows are multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]
@@ -291,10 +294,10 @@ def matched(likeness: Tensor) -> Tensor:
 def polar(x: Tensor, more: Tensor | None = None) -> Tensor:
     """Return the orthogonal matrices nearest to x, (..., D, D), computed with matrix products only.
 
-    The function first adds the matrix `more`, scaled to a share of x's norm times the root of D; by
-    default, `more` is a small multiple of the identity. The method is the Newton-Schulz iteration,
-    scaled for the smallest singular value that is still possible, so that each of the first steps
-    multiplies small singular values by 2.6.
+    The function first adds to x the matrix `more`, multiplied by x's norm divided by the root of D;
+    by default, `more` is a small multiple of the identity. The method is the Newton-Schulz
+    iteration, scaled for the smallest singular value that x can still have at each step, so that
+    each of the first steps multiplies small singular values by 2.6.
     """
     depth = x.shape[-1]
     size = x.norm(dim=(-2, -1), keepdim=True)

@@ -27,9 +27,9 @@ def cut(bits: int, depth: int) -> tuple[int, int]:
     """Return how many programs encode one group of tokens when one token is appended, and how many
     warps each program has.
 
-    The numbers were measured on an H200: more programs encode a group faster, but slow down the
-    decoding steps in which no group is encoded. Rows wider than 128 do not fit the registers of one
-    warp.
+    The returned numbers were the best on an H200: more programs encode a group faster, but slow
+    down the decoding steps in which no group is encoded. Rows wider than 128 do not fit the
+    registers of one warp.
     """
     return (1, 4) if bits >= 4 else (4, 1 if depth <= 128 else 2)
 

@@ -88,8 +88,9 @@ def append_pair(
 
 
 def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels that encode directions shared by two
-    layers."""
+    """Return the compile-time constants of the kernels that encode the directions of keys and
+    values that two layers share.
+    """
     return {
         "DEPTH": depth,
         "BITS": bits,
@@ -106,8 +107,9 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge the first tokens of an empty cache with kernels; the result is that of
-    `pair_reference.merge`."""
+    """Merge the first tokens of an empty cache with kernels; the cache then contains the same as
+    after `pair_reference.merge`.
+    """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
     spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
@@ -280,8 +282,9 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """Store the shared directions of a prompt's keys, or values, and the lengths for both
-    layers."""
+    """Store, for a prompt's keys or for its values, the direction that both layers share per token,
+    and each layer's length.
+    """
     from . import append_pairs_kernels as kernels
 
     shared, lower, upper, _ = pair
