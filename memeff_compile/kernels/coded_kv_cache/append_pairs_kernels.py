@@ -1,17 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append to two layers that share directions: they write the windows of latest tokens
-and merge groups.
+"""Kernels that append tokens to the caches of two layers that share directions (one vector of
+length one for the keys, or the values, of both layers).
 
-One program per sequence and key-value head processes the keys and values of both layers, because
-all four tensors together decide which rows stay unmerged. A shared direction is a weighted sum of a
-row of the lower layer and a row of the upper layer. The two weights of that sum follow from three
-sums over channels, so a program reads the rows twice, a few channels at a time: once for the sums,
-once to encode them. Programs read the cache's number of tokens from GPU memory; the last program
-writes the new number.
+New tokens go to the windows of latest tokens; complete groups of tokens are merged. One program per
+sequence and key-value head processes the keys and values of both layers, because all four tensors
+together decide which rows (keys or values of a token) stay unmerged. A shared direction is a
+weighted sum of a row of the lower layer and a row of the upper layer. The two weights follow from
+three sums over the channels of both rows, so a program reads the rows twice, a few channels at a
+time: once to compute the three sums, once to compute and encode the direction. Programs read the
+cache's number of tokens from GPU memory; the last program writes the new number.
 
-Separate kernels merge the groups of a prompt. The first of these measures the distances between the
-rows of both layers. The second runs after the rows that stay unmerged are chosen, and encodes keys
-or values. Both kernels read the key and value tensors that the model passes.
+Two other kernels merge the groups of a prompt. The first measures the distances between the rows of
+both layers. Then plain PyTorch chooses the rows that stay unmerged, and the second kernel encodes
+keys or values. Both kernels read the key and value tensors that the model passes.
 """
 
 from __future__ import annotations

@@ -33,10 +33,11 @@ def append(
     *,
     is_first: bool = False,  # the cache is empty: fit the maps to these tokens
 ) -> None:
-    """Write tokens of both layers, or of the upper one, and encode the groups that are complete.
+    """Write tokens of both layers, or of the upper layer only, and encode the groups that are
+    complete.
 
     Beyond `limit`, or if the two layers have different lengths, no token is written, and attention
-    returns nan until a reset.
+    then returns nan until the cache is reset.
     """
     if is_first and lower_new is not None:
         _append_first(pair, lower_new, upper_new, bits, recent, limit, settings)

@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append to two layers that share values: they write windows and encode groups.
+"""Kernels that append tokens to the caches of two layers that share values: they write the windows
+of latest tokens and encode groups of older tokens.
 
-Three programs per sequence and key-value head process the new tokens: one the lower layer's keys,
-one the upper layer's, and one the values of both. The programs read windows that they write
-themselves, or that an earlier launch has written, so they need not wait for each other. Programs
-read the number of tokens in GPU memory; the last program writes the new number.
+Three programs per sequence and key-value head process the new tokens: one writes the lower layer's
+keys, one the upper layer's keys, and one the values of both layers. A program reads only windows
+that it writes itself, or that an earlier launch has written, so programs need not wait for each
+other. Programs read the cache's number of tokens from GPU memory; the last program writes the new
+number.
 
 A separate kernel merges the values of a prompt; the keys of the prompt are encoded as in any layer
 with codes.

@@ -46,7 +46,9 @@ def quantized_heads(
 
 
 def _rounded(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return code * step, after rounding the step to the dtype in which a cache stores steps."""
+    """Return heads encoded and decoded again: code * step, where the scale step is rounded to the
+    dtype in which a cache stores it.
+    """
     top = 2 ** (bits - 1) - 1
     step = (values.abs().amax(-1, keepdim=True) / values.new_full((1,), top)).to(dtype)
     step = step.masked_fill(step == 0, 1.0).to(values.dtype)

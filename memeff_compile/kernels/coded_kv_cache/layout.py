@@ -228,7 +228,9 @@ def group_of(block: int, depth: int, bits: int) -> int:
 
 
 def value_bits_of(k_block: int, v_block: int, bits: int) -> int:
-    """Return the bits of values' codes, from the bytes of blocks and the bits of keys' codes."""
+    """Return how many bits the codes of values have, given the bytes of a block of keys and of a
+    block of values, and the bits of the keys' codes.
+    """
     return bits * v_block // k_block
 
 
@@ -280,8 +282,8 @@ def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
     """Return groups of codes as bytes in the memory order of the cache.
 
-    8-, 4-, 3- or 2-bit codes, (..., group, D) uint8, become (..., group * D * bits / 8) bytes; for
-    values, channels come first.
+    8-, 4-, 3- or 2-bit codes, (..., group, D) uint8, become (..., group * D * bits / 8) bytes; keys
+    are stored token by token, values channel by channel.
     """
     parts = [pack(codes & 3, 2) if bits == 3 else pack(codes, bits)]
     if bits == 3:

@@ -1,8 +1,9 @@
 """Merge the keys, or the values, of two adjacent layers into one shared direction and two lengths.
 
-A row is the key or value vector of one head and token. A row of each layer, as a pair, becomes one
-shared direction and two lengths; if the two rows point too far apart, both stay unmerged. The
-rotary embedding does not matter for merging, because it rotates both rows of a pair alike.
+A row is the key or value vector of one head and token. The two layers' rows of the same token
+become one shared direction (a vector of length one) and two lengths; if the angle between the two
+rows is too large, both rows stay unmerged. The rotary embedding does not matter for merging,
+because it rotates both rows of a pair alike.
 
 Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
 """
@@ -73,8 +74,8 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), above which a row stays unmerged; for ``similar``, below which
-    it stays unmerged.
+    """Return the distance, (B, H), above which a row stays unmerged; if `reading` is ``similar``,
+    rows below this distance stay unmerged.
 
     The function uses only the distances (B, H, N) for which `counted` is true; if none are, it
     returns nan. `gamma` is the fraction of the range of distances in which rows stay unmerged. A
@@ -119,8 +120,9 @@ def kept_rows(
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
-    ``norm`` preserves the row's length; ``projection`` minimises the error. The factor has shape
-    (...) in fp32 or fp64; it is 0 where the decoded direction is zero.
+    The scale ``norm`` preserves the row's length; the scale ``projection`` minimises the error of
+    the restored row. The factor has shape (...) in fp32 or fp64; it is 0 where the decoded
+    direction is zero.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":

@@ -1,5 +1,5 @@
-"""Append to the caches of two layers that share directions, in plain PyTorch (the reference
-implementation).
+"""The reference implementation, in plain PyTorch, of appending to two layers whose caches share
+directions.
 
 The functions are correct on any device and in any floating dtype. `merge` takes the position in the
 cache as an argument and does not wait for the device; `append` reads the number of tokens on the
@@ -190,8 +190,9 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the rows that `keep` chose into the memory for unmerged rows; the first given row has
-    position `coded`."""
+    """Copy the rows that `keep` chose into the memory for unmerged rows; the first row of `rows`
+    has the position `coded` in the cache.
+    """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
     of_upper = places if maps is None else alignment.in_order(places, maps.slots)

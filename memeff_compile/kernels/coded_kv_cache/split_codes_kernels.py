@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""The two kernels of the implementation `codes`: one attends to a share of the cache, one combines
-the partial results.
+"""The two kernels of the attention implementation `codes`: each program of the first attends to a
+share of the cache, and the second combines the partial results.
 
 Program i of n processes steps i, i + n, i + 2n and so on; a step is a few groups of codes. After
 the codes, the program processes tiles of the window and of the exact first tokens in the same
@@ -8,12 +8,13 @@ order. Scores have tokens as rows and query heads as columns, so that keys and v
 operand of their product: the kernel reads this operand as bytes and unpacks it in registers, and
 eight query heads fill a tile. If the query heads fill at most half of a tile, two groups of tokens
 share it (HALVES): the first half of the columns has the queries for one group, the second half
-those for the next group. Each product belongs to one of the two groups, and the kernel uses only
-the columns of that group. At the end, the two halves of the columns are two separate partial
-results. Codes stay integers: the query is multiplied by the keys' scales, the softmax weight by the
-values' scales, and zero points are added once per step. Softmax weights are summed per token in
-registers, and across tokens only at the end, so a step has just two reductions: the zero points of
-keys, and the largest score. The sums run in a fixed order.
+those for the next group. Each product multiplies the codes of one of the two groups by all columns,
+and the kernel uses only the half of the columns that belongs to that group. At the end, the two
+halves of the columns are two separate partial results. Codes are not decoded: the query is
+multiplied by the keys' scales, the softmax weight by the values' scales, and zero points are added
+once per step. Softmax weights are summed per token in registers, and across tokens only at the end,
+so a step has just two reductions: the zero points of keys, and the largest score. The sums run in a
+fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and
@@ -174,8 +175,8 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 def _pair_of(base, place):
     """Return two neighbouring numbers in fp32; 16-bit numbers are read with one load.
 
-    Triton does not prefetch loads of less than four bytes, and waiting for such a load takes longer
-    than the rest of a loop iteration.
+    One load has four bytes: Triton does not prefetch smaller loads, and waiting for one takes
+    longer than the rest of a loop iteration.
     """
     kind: tl.constexpr = base.dtype.element_ty
     if kind == tl.bfloat16:

@@ -1,7 +1,7 @@
 """Append to the caches of two layers that share values and have their own keys, in plain PyTorch.
 
-The function is correct on any device and in any floating dtype, and reads the number of tokens on
-the CPU.
+`append` is correct on any device and in any floating dtype, and reads the number of tokens on the
+CPU.
 
 Paper: MiniCache, arXiv 2405.14366, here only for values.
 """

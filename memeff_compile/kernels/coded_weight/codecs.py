@@ -1,11 +1,11 @@
 """The GPU implementation `triton` of compressed weights: it launches the kernels of all codecs.
 This implementation needs a CUDA GPU of sm_80 or later.
 
-A codec stores weights whose exponent has no code in lists. When a weight is encoded, the CPU reads
-the lengths of these lists from the GPU. If memory for the lists is already allocated, the CPU reads
-the lengths later (`Outcome`), and does not wait for the GPU. Decoding and products read no value on
-the CPU, so a CUDA graph can capture them. The kernels sum without atomic operations, so the same
-inputs give the same bits.
+Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
+lists. When a weight is encoded, the CPU reads the lengths of these lists from the GPU. If memory
+for the lists is already allocated, the CPU reads the lengths later (`Outcome`), and does not wait
+for the GPU. To decode or to multiply, the CPU reads no value from the GPU, so a CUDA graph can
+capture them. The kernels sum without atomic operations, so the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def sheltered(count: int) -> int:
 
 
 class Outcome:
-    """The result of encoding into existing lists: whether the codes fitted.
+    """The result of encoding a weight into existing tensors: whether its lists were long enough.
 
     The CPU knows the result only after the GPU has run the kernels.
     """
@@ -128,13 +128,15 @@ class Outcome:
         rooms: Sequence[int],  # those they have
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
-        """Store the needed and the available list lengths, and the spill buffer."""
+        """Store the needed and the available list lengths, and the spill buffer, which receives the
+        value if a list is too short.
+        """
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Launch a copy of the new value to the spill buffer, which is used if its codes do not
-        fit; afterwards the value may be freed.
+        """Start to copy the new value to the spill buffer, from which it is read if its codes do
+        not fit; once this method has returned, the value may be freed.
 
         The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory; it has
         space for a header in addition to the value.
@@ -223,8 +225,7 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
 
 
 def _encode(patterns: Tensor, form: Format, room: Room) -> list[Tensor]:
-    """Return the tensors that encode bit patterns without loss, whatever mantissa bits the format
-    keeps."""
+    """Return the tensors that encode bit patterns without loss, even if the format is lossy."""
     if form.codec == "win4":
         counts, header = histogram(patterns, sampled(patterns.numel())), _empty(patterns, 1)
         # The window is chosen without waiting for the GPU.
@@ -268,11 +269,11 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes and signs of a weight; if an optimizer `step` is given, write those of the
-    updated weight.
+    """Write the codes and signs of a weight; if `by`, an optimizer step, is given, first update the
+    weight.
 
-    Return the counts of patches (exponents outside of the window) that `_list_win4` takes. The
-    lists of old patches are read only with a `step`.
+    Return the counts of patches (weights whose exponent is outside of the window) that `_list_win4`
+    takes. The lists of the old weight's patches are read only for an optimizer step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -420,7 +421,7 @@ def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tenso
 
 
 def steps(form: Format, gradient: Tensor) -> bool:
-    """Return whether `step` can write to the memory of a gradient."""
+    """Return whether `step` supports a gradient, whose memory it overwrites."""
     return (
         form.is_lossless
         and gradient.dtype == torch.bfloat16
@@ -471,8 +472,9 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
     """Write the decoded bit patterns of a weight to a buffer of whole chunks, followed by zeros.
 
-    With an optimizer step, the buffer first contains a gradient and then the updated weight; for
-    win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit numbers.
+    With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight;
+    for win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit
+    numbers.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -516,8 +518,8 @@ WIN4 = Format("win4")
 class _Product(NamedTuple):
     """The operands of a product with a compressed weight.
 
-    The operands are the tokens, the coded tensors, a bias, the weight's shape (N, K), and its
-    codec.
+    The operands are the tokens, the weight's coded tensors, a bias, and the weight's shape (N, K)
+    and codec.
     """
 
     x: Tensor
@@ -527,8 +529,9 @@ class _Product(NamedTuple):
     form: Format
 
     def operand(self, out: Tensor) -> Multiplied:
-        """Return the arguments of a kernel that describe the weight, and a tensor for its
-        result."""
+        """Return the kernel arguments that describe the weight, and a tensor for the kernel's
+        result.
+        """
         norms = self.parts[-1:] if self.form.is_lossless else ()  # which are not read then
         bias = out if self.bias is None else self.bias
         return Multiplied._make((*self.parts, *norms, bias, out, self.shape[0]))
@@ -705,7 +708,8 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
 
 def _add(shares: Tensor, out: Tensor) -> Tensor:
     """Add the programs' partial sums, (splits, M, columns), and write the totals to the last
-    columns of (M, N)."""
+    columns of the output, (M, N).
+    """
     size, block = shares[0].numel(), shapes.SUM_BLOCK
     grid, sizes = (-(-size // block),), {"SPLITS": shares.shape[0], "BLOCK": block}
     operands = (shares, out, size, shares.shape[2], out.shape[1])

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply several tokens by win4 weights, in Gluon: a kernel decodes the codes to tensor-core
-operands in registers.
+"""Multiply several tokens (rows of x) by win4 weights, in Gluon: a kernel decodes the codes to
+tensor-core operands in registers.
 
 A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights already form
 such words, called pair words. Each thread loads only the codes of the weights that it passes to the
@@ -45,7 +45,8 @@ def _odd_bytes(word):
 def _scaled_pair(pair, scale):
     """Multiply the two bf16 numbers in each pair word by the two of another pair word, and round.
 
-    Adding -0.0 preserves the sign of zeros.
+    The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
+    -0.0 into 0.0.
     """
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
@@ -116,7 +117,9 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
-    """Return 32-bit words that each contain a block's normaliser (scale) times 2^base twice."""
+    """Return 32-bit words that each contain the same bf16 number twice: a block's normaliser
+    (scale) times 2^base.
+    """
     scale = power
     if C.BLOCK > 0:
         scale = power | (norms[0].to(gl.int32)[:, :, None] * 0x00010001)
@@ -139,8 +142,8 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return where some rows lie (first chunk, number of chunks, position in the first chunk), and
-    the range of their patches (weights stored whole).
+    """Return where some rows of the weight are stored (first chunk, number of chunks, position in
+    the first chunk), and the range of their patches (weights stored whole).
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -221,7 +224,9 @@ def patched(
 
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
-    """Return the row of each loaded patch inside the tile, and its column; no patch has row -1."""
+    """Return the row of each loaded patch (a weight stored whole) inside the tile, and the patch's
+    column; the row is -1 for an entry that is not a patch of the tile.
+    """
     own = own_patches(mma, C)
     plain: gl.constexpr = own.type.layout.parent
     chunk, chunks, inside, _, end = found
@@ -270,9 +275,9 @@ def _later_patches(
 ):
     """Add the products of x with patches as `patched` does, without the first ROUNDS rounds.
 
-    It multiplies fewer patches at a time, and loads the ends of chunks in each round. The two
-    functions are separate because a common one made products with few mantissa bits slower: it took
-    more registers (docs/measured/compressed-weights.md).
+    This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
+    One function for all rounds took more registers, which made products with few mantissa bits
+    slower (docs/measured/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -327,7 +332,9 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
-    """Add the products of the first or last two pairs of each lane in one group of each warp."""
+    """Add the products of two of the four pairs of weights that each lane of a warp has in a
+    group.
+    """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
     power, zeros, lane = place
     codes, _, _, norms_0, norms_1, norms_2, norms_3 = loaded
@@ -355,8 +362,8 @@ def _matrix_tile(
 ):
     """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns.
 
-    If GROUPS is known, each warp loads two groups before it waits for anything, and adds the
-    patches last.
+    If the number of groups is a compile-time constant (GROUPS), each warp starts to load two groups
+    before it waits for the first of them, and adds the patches (weights stored whole) last.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
@@ -491,8 +498,9 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return 32-bit words that each contain the normaliser (scale) of a row's block times 2^base
-    twice."""
+    """Return 32-bit words that each contain the same bf16 number twice: the normaliser (scale) of a
+    row's block times 2^base.
+    """
     if C.BLOCK == 0:
         return power
     return power | (norm.to(gl.int32)[:, None] * 0x00010001)
@@ -565,7 +573,7 @@ def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
     """Load NOTED patches (weights stored whole), from index `begin` on, before they are needed, so
     that later pipeline steps do not wait for memory.
 
-    The position after the last patch (a weight stored whole) is -1.
+    The position of an entry after the last patch is -1.
     """
     several: gl.constexpr = gl.BlockedLayout(
         [C.NOTED // (32 * C.WARPS), 16], [32, 1], [C.WARPS, 1], [1, 0]

@@ -190,7 +190,7 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return the codec of a weight; raise an error if products do not support it."""
+    """Return the codec of a weight; raise an error if products do not support the operands."""
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):
@@ -247,9 +247,10 @@ def trained_product(given: Product, folds: bool) -> Tensor:
     """Decode the weight and multiply as a dense layer does, for a result that needs a gradient.
 
     An inner compiler sees an ordinary linear: it may split off the bias, and it calls the linear
-    with less overhead than a custom op. The argument `at` prevents the compiler from decoding
-    early, and from decoding once for all layers. For weights that require gradients, inputs with
-    unusual strides are copied into contiguous rows.
+    with less overhead than a custom op. The op that decodes gets x as its argument `at`, so the
+    compiler cannot decode a weight before its layer's input x exists, nor decode once what several
+    layers share. For weights that require gradients, inputs with unusual strides are copied into
+    contiguous rows.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):

@@ -137,7 +137,8 @@ def scaled_pair(pair, scale):
     """Multiply the two bf16 numbers of a pair word by the two of another pair word, and round to
     nearest, ties to even.
 
-    Adding -0.0 preserves the sign of a zero.
+    The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
+    -0.0 into 0.0.
     """
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -151,8 +152,9 @@ def scaled_pair(pair, scale):
 
 @triton.jit
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
-    """Return the result of `scaled_pair` for finite numbers; without PACKED, use ordinary
-    operations."""
+    """Return the result of `scaled_pair` for finite numbers; without PACKED, compute it by ordinary
+    operations instead of one instruction for both numbers.
+    """
     if PACKED:
         found = scaled_pair(pair, scale)
     else:
@@ -200,8 +202,9 @@ def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, B
 
 @triton.jit
 def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Return 32-bit words that each contain a power of two times a group's normaliser (scale)
-    twice, of shape (groups, 1 or 32)."""
+    """Return 32-bit words, (groups, 1 or 32), that each contain the same bf16 number twice: a power
+    of two times a group's normaliser (scale).
+    """
     is_in = group >= 0
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK).to(tl.int32)[:, None]
     if BLOCK == 32:
@@ -215,7 +218,7 @@ def first_patches(patches, PATCHES: tl.constexpr):
     """Load the first patches (weights stored whole), from index `begin` on, before they are needed,
     so that storing the patches does not wait.
 
-    The loaded position after the last patch (a weight stored whole) is -1.
+    The loaded position of an entry after the last patch is -1.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)

@@ -5,8 +5,8 @@ themselves.
 A win4 code is a weight's exponent minus the number `base`. Used directly as an exponent, a code
 gives a tiny number, which the kernel then multiplies by 2^base; code 0 without mantissa bits is
 zero. For a lossy weight, the scale also contains the normaliser, and one instruction multiplies and
-rounds both weights of a pair word, so the kernel multiplies by exactly the weights that decoding
-would give.
+rounds both weights of a pair word (a 32-bit word of two bf16 weights), so the kernel multiplies x
+by exactly the weights that decoding would give.
 
 In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
 """
@@ -33,8 +33,8 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Return where some rows lie (first chunk, number of chunks, position in the first chunk), and
-    the range of their patches (weights stored whole).
+    """Return where some rows of the weight are stored (first chunk, number of chunks, position in
+    the first chunk), and the range of their patches (weights stored whole).
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -58,7 +58,7 @@ def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUN
     """Return the row and column of each patch (a weight stored whole); rows are counted from the
     program's first row.
 
-    A patch (a weight stored whole) before the program's first row gets row -1.
+    A patch before the program's first row gets row -1.
     """
     number = tl.arange(0, CHUNKS)
     ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)

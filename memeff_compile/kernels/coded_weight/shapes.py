@@ -133,8 +133,9 @@ LEAST_FULL = 0.6
 
 
 def _fills_rounds(programs: int, places: int) -> bool:
-    """Return whether programs need one round of the GPU's places, or use most of the places of
-    all rounds."""
+    """Return whether programs keep the GPU busy, which runs `places` programs at a time: one round
+    is enough, or most places of all rounds are used.
+    """
     rounds = -(-programs // places)
     return rounds == 1 or programs >= LEAST_FULL * rounds * places
 
@@ -244,9 +245,10 @@ def fits_halves(block: int, columns: int, mantissa: int) -> bool:
 def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> MatrixTile:
     """Return the tile for one token multiplied in fp16 that was fastest on an H200.
 
-    Queries, keys and values of usual models have one tile, so that one launch multiplies them.
-    Fewer warps would be up to 7 % faster, but only for 4096 x 4096. With more than 32 groups of
-    columns, four warps are enough for any number of rows: eight were 10 % slower for 4096 x 14336.
+    The weights for queries, keys and values of usual models get the same tile, so that one launch
+    multiplies all three. Fewer warps would be up to 7 % faster for a weight of 4096 x 4096, but not
+    for other sizes. With more than 32 groups of columns, four warps are enough for any number of
+    rows: eight were 10 % slower for 4096 x 14336.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4
     if groups > 32:

@@ -97,8 +97,8 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """New values of several weights that each have one allocation, encoded together; otherwise like
-    `Unsettled`.
+    """New values of several weights that are encoded together; each weight's coded tensors lie in
+    one allocation. Otherwise this class is like `Unsettled`.
 
     This object keeps the weights' gradients until `encode` is called. Code that reads one of the
     weights first calls `encode`. All gradients come from one CUDA stream, and the kernels run on
@@ -432,8 +432,9 @@ class CodedWeight(Tensor):
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
-        """Replace one coded tensor by other memory with the same values, or with the values of a
-        new encoding."""
+        """Replace one coded tensor by a tensor `part` in other memory, which contains the same
+        values or those of a new encoding.
+        """
         for owner in self._owners():
             setattr(owner, name, part)
             for known in ("_number", "_memory_number"):
@@ -800,7 +801,9 @@ _READ_ONLY: dict[type, type] = {
 
 
 def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStorage:
-    """Return a storage without bytes, only for reading; the storage has an identity and a size."""
+    """Return a read-only storage that contains no bytes: other code can only read its size, and
+    whether two storages are the same.
+    """
     if isinstance(weight, CodedWeightView) and type(weight.plain) is Tensor:
         held = vars(weight)
         if "_storage" not in held:
@@ -890,7 +893,9 @@ def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeigh
 
 
 def _view(weight: CodedWeight, size: Sequence[int]) -> object:
-    """Support views of the same shape and flat views, because FSDP2 makes both of a shard."""
+    """Return a view of the weight in the same shape, or a flat one; FSDP2 creates both kinds of
+    views of a shard.
+    """
     if tuple(size) == tuple(weight.shape):
         return _share(weight)
     if len(size) != 1 or size[0] not in (-1, weight.numel()):

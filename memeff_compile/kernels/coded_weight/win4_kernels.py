@@ -382,8 +382,9 @@ def _coded_weight_win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of columns of x twice: in the order that the wide kernel reads, and
-    transposed."""
+    """Write one group of columns of x twice: in the order that the wide kernel of `matrix_kernels`
+    reads, and transposed.
+    """
     group = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < tokens_count)[:, None]
