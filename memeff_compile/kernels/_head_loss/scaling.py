@@ -74,9 +74,10 @@ def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function,
 
 
 def asked(ctx: Any, places: Sequence[int]) -> list[bool]:
-    """Return which arguments of an op require a gradient.
+    """Return whether each of an op's arguments at the positions `places` requires a gradient.
 
-    The dispatcher omits trailing arguments that are None.
+    A position beyond the arguments that autograd saw belongs to an argument that is None, because
+    PyTorch's dispatcher omits trailing arguments that are None.
     """
     needs = ctx.needs_input_grad
     return [place < len(needs) and needs[place] for place in places]

@@ -1,5 +1,5 @@
-"""The bytes before and after the rewrite, as formulas in N (tokens looked up), D (hidden size) and
-V (table rows).
+"""The bytes that an embedding's gradient needs without and with this package's ops, as formulas in
+N (tokens looked up), D (hidden size) and V (table rows).
 
 The formulas do not count the inputs, nor the one returned gradient of the table.
 """

@@ -64,8 +64,9 @@ class _Places(NamedTuple):
     first_row: int | None  # the id of the weight's first row, where other ranks hold other rows
 
     def of(self, ids: Tensor) -> tuple[Tensor, int]:
-        """Return each id's row, or -1 if another rank stores it, and the row of `padding_idx` or
-        -1."""
+        """Return each id's row in this rank's weight, or -1 if another rank stores it; return the
+        row of `padding_idx` in the same way.
+        """
         if self.first_row is None:
             return ids, self.padding_idx
         here = (ids >= self.first_row) & (ids < self.first_row + self.vocab)

@@ -1,7 +1,9 @@
 """The implementation `library`: matrix products by cuBLAS, with a Triton kernel after each product.
 
-The forward pass computes S = E C_v^T in fp32 (from 16-bit inputs), for one strip of classes after
-another. After each strip, a kernel merges S into a running maximum and sum per row.
+The forward pass computes the products S = E C_v^T in fp32, also from 16-bit inputs, for one strip
+of classes after another. E is the hidden states, C_v the rows of the weight for these classes; dE
+and dC_v are their gradients. After each strip, a kernel merges S into a running maximum and sum per
+row.
 
 The backward pass computes the same strips of S again, one block of classes after another. A kernel
 turns each strip into the logits' gradient G in the input dtype. Then cuBLAS writes dC_v = G^T E
@@ -13,9 +15,8 @@ on the order in which warps read and write.
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
 implementation processes blocks of rows instead. For each such block, it computes S for the whole
 vocabulary once and adds the low-rank product. A kernel computes the rows' statistics from S, and
-then the logits' gradient G from S. From the logits' gradient G, it computes the hidden states'
-gradient (dE) and the gradient of `low` for these rows. The gradient of `up` is summed over the
-blocks in fp32.
+then the logits' gradient G from S. Products with G are the hidden states' gradient (dE) and the
+gradient of `low` for these rows. The gradient of `up` is summed over the blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
 on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.
@@ -249,7 +250,7 @@ def _merge(
 
     The strip starts at the class `first`.
 
-    The last strip of a call also writes the results.
+    When the function processes the last strip of a call, it also writes the results.
     """
     (_, weight, bias, target, column_weight, *_), (rows, width) = given, s.shape
     start(
@@ -278,7 +279,8 @@ def _differentiate(
     first: int,
     settings: Settings,
 ) -> None:
-    """Turn a strip of products into the gradients of the products, in the buffer `g`.
+    """Turn a strip of products into the gradients of the loss with respect to these products, in
+    the buffer `g`.
 
     `g` has the input dtype and unit stride along columns, and may be `s` itself; `grads` are the
     contiguous fp32 gradients of the per-row results.

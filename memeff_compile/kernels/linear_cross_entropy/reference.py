@@ -46,8 +46,9 @@ LOG_ZERO = -1000.0
 
 
 class Forward(Statistics):
-    """A forward pass over blocks of classes, which keeps each row's maximum and sums relative to
-    it."""
+    """A forward pass over blocks of classes, which keeps for each row the maximum and sums relative
+    to this maximum.
+    """
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.settings, self.rows = settings, given.target.shape[0]
@@ -131,7 +132,7 @@ class _Factors(NamedTuple):
 
     The terms of the gradient are p, 1 at the target, the class weight, and p (log p + entropy).
     Every term must be multiplied by the logits' scale, so the per-row gradients (N elements each)
-    are multiplied by it beforehand.
+    are multiplied by the scale beforehand.
     """
 
     probability: Tensor
@@ -354,8 +355,9 @@ class Total(Statistics, Differentiating):
             self.grad_hidden[self.here] = part.to(self.grad_hidden.dtype)
 
     def _columns(self) -> list[tuple[int, int]]:
-        """Return ranges of columns for the blocks; if the weight must be widened, a block's copy of
-        it is no larger than the buffer of logits."""
+        """Return ranges of columns for the blocks; if the weight must be converted to a wider
+        dtype, the converted copy of a block's rows is no larger than the buffer of logits.
+        """
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]

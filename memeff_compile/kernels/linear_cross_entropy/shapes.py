@@ -319,12 +319,13 @@ def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
 
 
 class Room(NamedTuple):
-    """The memory that a minimal backward pass uses: the rows of the weight's gradient from
-    `first_column` on.
+    """The memory that a backward pass with the minimal workspace uses: the rows of the weight's
+    gradient from `first_column` on.
 
-    Example: with 8 rows of 4 features, a column of the logits' gradient G takes twice the bytes of
-    a row of the weight's gradient, so a block that ends at the last column leaves memory for one
-    third of the remaining columns.
+    Example: with 8 rows (tokens) and 4 features, a column of the logits' gradient G takes twice the
+    bytes of a row of the weight's gradient. A block of classes needs memory for its columns of G
+    and for its rows of the weight's gradient, so at most one third of the remaining classes form
+    the next block.
     """
 
     first_column: int
@@ -363,7 +364,7 @@ def room_inside(
 
 
 def slices_of(depth: int, shapes: Shapes) -> int:
-    """Return how many slices of SLICE features a gradient has, padded to whole tiles."""
+    """Return how many slices of SLICE features the weight's gradient has, padded to whole tiles."""
     columns = product_tile(depth, shapes)[1]
     return -(-depth // columns) * columns // SLICE
 

@@ -29,8 +29,8 @@ use the total of the first rank.
 All ranks must have the same number of rows, so they first gather their row counts; if the counts
 differ, every rank raises an error. The gathered data and the number of gathers depend only on the
 number of rows, the classes of all ranks, the dtype, the workspace and the kind of device, so ranks
-may use different implementations. Each rank gets its own gradients: that of W_r, and its summand of
-dh, which the ranks have to add up.
+may use different implementations. Each rank gets the gradient of its W_r, and its summand of the
+gradient of h; the ranks have to add up these summands.
 """
 
 from __future__ import annotations
@@ -208,8 +208,9 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return the arguments of this rank's call for its share of the classes; `gather` is that of
-    `Ranks`."""
+    """Return the arguments of this rank's call for its share of the classes; `gather` is the
+    function with which `Ranks` gathers numbers.
+    """
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

@@ -4,8 +4,8 @@ An implementation (engine) is a module with three functions. `forward`, `backwar
 the arguments of a call and return a `walks.Walk`: a loop over blocks of rows or of classes, and the
 work on each block. A loss per row takes two such loops: one computes statistics; the other computes
 the logits again, and gradients from them. A loss that is a single number takes one loop over the
-rows, if the implementation supports it: it computes each block's statistics and then its gradients.
-Between these two steps, ranks with different classes exchange statistics.
+rows, if the implementation supports this: the loop computes a block's statistics and then the
+block's gradients. Between these two steps, ranks with different classes exchange statistics.
 
     `reference`: blocks of classes for a loss per row, blocks of rows for a single number
     `library`:   the same, but a single number only for a frozen projection with a LoRA adapter
@@ -190,9 +190,9 @@ def makes_gradients_in_forward(
     """Return whether to compute a loss that is a single number together with its gradients, in one
     loop.
 
-    Three settings need a second loop that computes the logits again: the published filter, a filter
-    of only one gradient, and the minimal workspace without a filter. The range of fp16 is too small
-    for gradients that are scaled afterwards.
+    Three settings need a second loop that computes the logits again: the gradient filter
+    `published`, a filter of only one gradient, and the minimal workspace without a filter. The
+    range of fp16 is too small for gradients that are scaled afterwards.
     """
     if filter_parts != "both" or dtype == torch.float16:
         return False
@@ -219,8 +219,8 @@ def makes_gradients_in_forward_adapted(
     """Return whether to compute a loss that is a single number in one loop, for an output
     projection with a LoRA adapter.
 
-    The answer is no if the projection's weight trains, because its gradient would be rounded once
-    per block, or stored in fp32. The range of fp16 is too small for gradients that are scaled
+    The result is false if the projection's weight trains, because its gradient would be rounded
+    once per block, or stored in fp32. The range of fp16 is too small for gradients that are scaled
     afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
@@ -241,10 +241,10 @@ def makes_gradients_in_forward_over_ranks(
     """Return whether to compute a loss that is a single number in one loop, for an output
     projection that is split over ranks.
 
-    All ranks get the same answer, whatever their GPUs.
+    All ranks get the same result, whatever their GPUs.
 
-    The answer is no with a filter: it chooses tiles by the softmax over all classes, which is not
-    known in time in one loop.
+    The result is false with a gradient filter: a filter chooses tiles by the softmax over all
+    classes, which a single loop does not know in time.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False

@@ -194,7 +194,9 @@ def tile_of(given: Request | ClassRequest) -> int:
 
 
 def columns_of(vocab: int, tile: int) -> int:
-    """Return the number of columns of a slot, rounded up to whole tiles."""
+    """Return the number of columns of a slot (a buffer for the gradients of one block of rows): the
+    vocabulary, rounded up to whole tiles.
+    """
     return -(-vocab // tile) * tile
 
 
@@ -210,7 +212,7 @@ class Slots(NamedTuple):
 
     @property
     def together(self) -> int:
-        """Return the number of rows whose gradients are multiplied together."""
+        """Return the number of rows whose gradients one matrix product multiplies."""
         return self.rows * self.blocks
 
     @property

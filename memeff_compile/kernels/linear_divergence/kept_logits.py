@@ -3,27 +3,27 @@ bits, and Triton kernels that read these logits.
 
 For a block of rows, the logits of student and teacher are stored in fp16 as differences from the
 maximum of a tile of 256 columns (128 with a bias); the tile's maximum and sum of exponentials are
-stored in fp32. So a stored logit has an error of at most 2^-12 of its distance from the maximum,
-which is negligible for likely classes; bf16 logits, as a model computes them, have an error of 2^-9
-of their size. On compute capability 9.0, the kernel of the matrix product stores the logits itself,
-so fp32 products never leave the multiprocessor. On other GPUs, cuBLAS writes strips of fp32
-products, and a Triton kernel reads them from the L2 cache. The next kernel reads a row's logits of
-student and teacher, computes the row's sums in fp32, and overwrites the student's logits with their
-gradient. For 32-bit inputs, logits are stored in 32 bits.
+stored in fp32. So a stored logit has an error of at most 2^-12 times its distance from the maximum,
+which is negligible for likely classes. For comparison, a logit that a model computes in bf16 has an
+error of up to 2^-9 times its size. On compute capability 9.0, the kernel of the matrix product
+stores the logits itself, so fp32 products never leave the multiprocessor. On other GPUs, cuBLAS
+writes strips of fp32 products, and a Triton kernel reads them from the L2 cache. The next kernel
+reads a row's logits of student and teacher, computes the row's sums in fp32, and overwrites the
+student's logits with their gradient. For 32-bit inputs, logits are stored in 32 bits.
 
-The memory of the teacher's logits is free again as soon as the gradient is computed. `call.Slots`
-places the gradients of several blocks next to each other, so that the weight's gradient is summed
-in few steps; each step rounds the sum once, as in the op for cross entropy. If a single step
-processes all rows, the teacher's logits use the memory of the weight's gradient, which is written
-last.
+The memory of the teacher's logits is free again as soon as the gradient is computed. The gradients
+of several blocks are stored next to each other (`call.Slots`), so that one matrix product adds
+their contributions to the weight's gradient; each such product rounds the sum once, as in the op
+for cross entropy. If a single product covers all rows, the teacher's logits use the memory of the
+weight's gradient, which is written last.
 
 The CPU never waits for the GPU or reads a value from it, and the kernels sum without atomic
 operations.
 
-With N rows and V classes, a loss with its gradients needs at least the following time on an H200 at
-8192 x 4096 x 128256: four products at 790e12 operations per second take 43.6 ms; reading and
-writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes 3.4 ms; reading and
-writing the weight's gradient three times takes 1.5 ms.
+On an H200, with N = 8192 rows, a hidden size of 4096 and V = 128256 classes, a loss with its
+gradients needs at least the following time: four products at 790e12 operations per second take 43.6
+ms; reading and writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes 3.4
+ms; reading and writing the weight's gradient three times takes 1.5 ms.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of `kept_logits`: one turns products into stored logits, the other turns stored
-logits into results and gradients.
+"""The kernels of the implementation `kept_logits`: one turns products into stored logits, the
+others turn stored logits into results and gradients.
 
 A program of the first kernel computes one tile of a row, and a program of the second kernel a whole
 row. So no two programs share a sum, and every run gives the same bits. All arithmetic is fp32.

@@ -1,4 +1,4 @@
-"""The op memeff::quantised_attention_by_call: attention whose precision level depends on how often
+"""The op memeff::quantized_attention_by_call: attention whose precision level depends on how often
 it was called.
 
 A diffusion model runs the same graph for every time step, and early steps tolerate fewer bits than

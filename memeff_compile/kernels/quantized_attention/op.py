@@ -1,4 +1,4 @@
-"""memeff::quantised_attention: schema, validation, choice of implementation, fake tensors.
+"""memeff::quantized_attention: schema, validation, choice of implementation, fake tensors.
 
 Inductor treats the op as opaque, and the op never writes to q, k or v. The op is for inference and
 has no backward pass, so a request for a gradient raises an error.
