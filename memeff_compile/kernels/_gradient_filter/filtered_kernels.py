@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of the module `filtered`: they find the classes that the filter keeps for 128 rows,
-and multiply only those.
+and compute gradients only for these classes.
 
 Rows (tokens) are sorted by an estimate of their probability mass in unlikely classes. A group
 consists of TILE consecutive rows, and a block of at most 16 groups. One pass over all classes
@@ -509,7 +509,7 @@ def _gradient_filter_list_kernel(
     BLOCK: tl.constexpr,
 ):
     """List the tiles that the filter keeps, in the order in which one of the two matrix products
-    needs them; one program handles one group and pass.
+    needs them; one program handles one group of rows and one pass.
 
     One pass of the kernels covers consecutive tiles of classes, for all groups of rows.
     """

@@ -38,7 +38,7 @@ ROUNDING = 1.0 - 2.0**-8
 
 
 def filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
-    """Return the reason why a filter's settings are not supported, or None."""
+    """Return the reason why a filter's settings are not supported, or None if they are."""
     if gradient_filter not in GRADIENT_FILTERS:
         return (
             f"gradient_filter is {gradient_filter!r}; known filters are "

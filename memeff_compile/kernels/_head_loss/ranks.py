@@ -145,7 +145,9 @@ class Ranks(NamedTuple):
 
 
 def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the (P, ...) log-sum-exps and losses of all ranks into those over all classes."""
+    """Merge the log-sum-exps and losses of the P ranks, (P, ...) each, into log-sum-exps and losses
+    over all classes.
+    """
     whole = lse.logsumexp(0)
     own = lse.gather(0, owner.long().unsqueeze(0))[0]
     # Confident targets need no difference of two large numbers; a logit of -inf gives loss inf.

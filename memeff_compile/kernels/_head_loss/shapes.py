@@ -35,7 +35,9 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The tile sizes of an implementation's kernels that determine how rows are copied for them."""
+    """The properties of an implementation's tiles that the kernel which copies rows needs to
+    know.
+    """
 
     @property
     def rows(self) -> int:

@@ -42,8 +42,9 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A loop that computes gradients, from the logits of its own first step or from recomputed
-    logits."""
+    """A loop that computes gradients, either from logits that the same loop has computed for the
+    statistics, or from recomputed logits.
+    """
 
     @abstractmethod
     def gradients(self, block: Block) -> None:

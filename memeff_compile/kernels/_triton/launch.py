@@ -157,10 +157,10 @@ def launch(
 
 
 class Launches:
-    """Runner of a call's launches in order, with the compiled kernels of an earlier call that had
-    equal `sizes`. A launch uses an earlier compiled kernel if kernel, constants, numbers and dtypes
-    are the same, and if all memory is aligned to 16 bytes. All tensors of a launch must be on the
-    current GPU.
+    """A runner of the kernel launches of one call, in order; it reuses the compiled kernels of an
+    earlier call that had equal `sizes`. A launch uses an earlier compiled kernel if kernel,
+    constants, numbers and dtypes are the same, and if all memory is aligned to 16 bytes. All
+    tensors of a launch must be on the current GPU.
 
     A launch through this class takes a quarter of the host time of `run_kernel`, which matters for
     small calls.

@@ -141,7 +141,7 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return the sum of products for a tile.
+    """Return one tile of a matrix product: the sum of the products of its operands' tiles.
 
     During the sum, the function releases the shared memory from which the previous tile was
     written.

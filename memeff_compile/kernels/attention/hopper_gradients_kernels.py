@@ -4,9 +4,9 @@ groups of four warps multiply.
 
 One kernel computes the gradient of queries: each group of warps owns 64 queries, and both groups
 share the tiles of keys and values. The other kernel computes the gradients of keys and values: each
-group owns 64 keys and keeps both sums in registers, and both groups share the tiles of queries and
-of output gradients. A program computes one tile in each round, and tiles with the most work come
-first, so that all programs get about the same work.
+group owns 64 keys and keeps the sums for their two gradients in registers, and both groups share
+the tiles of queries and of output gradients. A program computes one tile in each round, and tiles
+with the most work come first, so that all programs get about the same work.
 
 As in `hopper_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
 masking conditions only in pairs in which some keys are hidden. The kernels support masks that
@@ -106,7 +106,8 @@ def _load_query_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr)
     """Load the program's tiles of queries, and the tiles of keys and values that each of them
     visits.
 
-    The first keys and values come before the queries, because their memory is free earlier.
+    The first keys and values are loaded before the queries, because shared memory for keys and
+    values becomes free earlier than that for queries.
     """
     _, _, _, k_desc, v_desc = descs
     _, _, _, k_memory, v_memory = memory

@@ -55,9 +55,9 @@ def _place_of(turn, rows, tiles, width):
     """Return which tile a program computes in a given round, and the tile's sequence and head as
     one index.
 
-    The first tiles in this order take longest. Every other round runs backwards over the programs,
-    so all programs finish at about the same time. Sequences and heads are processed in sections, so
-    that the keys and values of a section stay in the L2 cache.
+    The first tiles in this order take longest. In every other round, programs take tiles in the
+    reverse order, so all programs finish at about the same time. Sequences and heads are processed
+    in sections, so that the keys and values of a section stay in the L2 cache.
     """
     programs = gl.num_programs(0)
     index = gl.program_id(0)

@@ -36,5 +36,7 @@ def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
 
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     """Return the bytes that the backward pass allocates in addition to the gradients: two fp32
-    numbers per query. On Hopper, large calls allocate them for a multiple of 128 queries."""
+    numbers per query. On Hopper, large calls allocate these numbers for a number of queries that is
+    rounded up to a multiple of 128.
+    """
     return 8 * sympy.sympify(batch) * heads * queries

@@ -8,8 +8,8 @@ that it writes itself, or that an earlier launch has written, so programs need n
 other. Programs read the cache's number of tokens from GPU memory; the last program writes the new
 number.
 
-A separate kernel merges the values of a prompt; the keys of the prompt are encoded as in any layer
-with codes.
+A separate kernel merges the values of a prompt; the keys of the prompt are encoded by the same
+kernels as for a layer that shares no values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reference implementation: encode, append, decode and attend in plain PyTorch.
 
 This implementation is correct on any device and in any floating dtype. The CPU reads the number of
-tokens, which makes it wait if the cache is on a GPU. Arithmetic runs in float32, or in float64 for
-float64 caches. Scales are stored in the cache's dtype, and codes are computed with these stored
+tokens, so it waits for the GPU if the cache is on one. Arithmetic runs in float32, or in float64
+for float64 caches. Scales are stored in the cache's dtype, and codes are computed with these stored
 scales.
 
 Papers: KIVI (per-channel keys, per-token values), BitNet a4.8 (one scale per head).

@@ -4,8 +4,9 @@ This implementation needs a CUDA GPU of sm_80 or later.
 Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
 lists. When a weight is encoded, the CPU reads the lengths of these lists from the GPU. If memory
 for the lists is already allocated, the CPU reads the lengths later (`Outcome`), and does not wait
-for the GPU. To decode or to multiply, the CPU reads no value from the GPU, so a CUDA graph can
-capture them. The kernels sum without atomic operations, so the same inputs give the same bits.
+for the GPU. When a weight is decoded or multiplied, the CPU reads no value from the GPU, so a CUDA
+graph can capture these calls. The kernels sum without atomic operations, so the same inputs give
+the same bits.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def sheltered(count: int) -> int:
 
 
 class Outcome:
-    """The result of encoding a weight into existing tensors: whether its lists were long enough.
+    """The result of encoding a weight into existing tensors: whether the tensors' lists were long
+    enough.
 
     The CPU knows the result only after the GPU has run the kernels.
     """
@@ -435,10 +437,10 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     """Overwrite a gradient with the updated weight, in the memory of the gradient.
 
     The updated weight equals, bit for bit, that of `torch.optim.SGD` on the decoded weight on the
-    same GPU. Afterwards the coded tensors contain no weight until `encode_soon` has encoded the new
-    one into them; pass this function's result to `encode_soon`. The codec must be lossless, and
-    `steps` must have returned True for the gradient. If memory runs out, this function raises an
-    error and has changed no coded tensor.
+    same GPU. Afterwards the coded tensors contain no valid weight until `encode_soon` has encoded
+    the updated weight into them; pass this function's result to `encode_soon`. The codec must be
+    lossless, and `steps` must have returned True for the gradient. If memory runs out, this
+    function raises an error and has changed no coded tensor.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)

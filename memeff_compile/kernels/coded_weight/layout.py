@@ -1,4 +1,4 @@
-"""Describe into which tensors each codec splits a bf16 weight, and name them.
+"""Describe into which tensors each codec splits a bf16 weight, and name these tensors.
 
 A weight is read in row-major order, as a flat run of 16-bit patterns, which zeros extend to a whole
 number of chunks (blocks of fixed size). Every codec stores the sign and mantissa of each pattern as

@@ -3,8 +3,8 @@
 patches, histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
-of each weight come from one byte; the kernel inserts the exponents between them, for both weights
-at once.
+of each weight come from one byte; the kernel inserts the exponents between sign and mantissa, for
+both weights at once.
 """
 
 from __future__ import annotations

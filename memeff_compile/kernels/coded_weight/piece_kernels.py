@@ -24,7 +24,7 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
 
     The tuple contains the weight's index, the program's index within the weight, the allocation,
     the values, the number of chunks, the number of chunks of earlier weights, and the space for
-    patches. Only this function branches on which weight it is, so that the kernel's other code is
+    patches. Only this function branches on the weight's index, so that the kernel's other code is
     compiled once, not once per weight.
     """
     number = 0

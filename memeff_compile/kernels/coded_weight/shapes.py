@@ -47,8 +47,9 @@ class MatrixTile:
 
 @dataclass(frozen=True)
 class WideTile:
-    """The tile of the kernel for more tokens on Hopper GPUs, in which a program decodes each weight
-    once for all its tokens."""
+    """The tile of the kernel for more than a few tokens on Hopper GPUs, in which a program decodes
+    each weight once for all its tokens.
+    """
 
     rows: int  # 64 or 128, of the weight
     tokens: int  # of x; a power of two
@@ -207,11 +208,11 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 
 @lru_cache(maxsize=4096)
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
-    """Return the tile for more tokens (M) on Hopper GPUs, or None if decoding the weight first is
-    faster.
+    """Return the tile for more than a few tokens (M) on Hopper GPUs, or None if decoding the weight
+    first is faster.
 
-    The function returns the tile with the shortest predicted time. The programs' partial
-    sums never take more memory than the decoded weight would.
+    The function returns the tile with the shortest predicted time. The programs' partial sums never
+    take more memory than the decoded weight would take.
     """
     size, weights = (tokens, rows, columns), rows * columns
     read = max(7.0, weights / _READ, 3.5 + weights * tokens / _MULTIPLIED)

@@ -13,7 +13,7 @@ are the same token.
 
 The kernel may permute the columns (K), as long as weights and x have the same order. Word w of a
 group of 256 columns contains the columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
-operand 2 o + h contains, for every word, the columns of both i.
+operand 2 o + h contains, for every word, the columns with i = 0 and with i = 1.
 
 The letters for axes are explained in `matrix_kernels`.
 """
@@ -163,7 +163,8 @@ def _store_x(xs, x_ptr, scale, C: gl.constexpr):
 def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constexpr):
     """Compute 16 outputs for one token; each warp sums over a share of the columns.
 
-    The constants are those of `matrix_tile`; GROUPS is K / 256, and BLOCK is at least 256.
+    The constants are those of `matrix_kernels._matrix_tile`; GROUPS is K / 256, and BLOCK is at
+    least 256.
     """
     rows_count = weight.rows
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])

@@ -11,8 +11,9 @@ autograd passes two gradients to the lookup's backward pass: that of the rows an
 projection's weight. The backward pass adds the first gradient to the second in place, so the table
 needs only one gradient buffer.
 
-With `first_row`, both ops treat the weight as one rank's shard of a table; the shard starts at row
-`first_row`. Ids whose rows other ranks store get zeros in the lookup, and no gradient.
+With `first_row`, `embedding` and `embedding_tied` treat the weight as one rank's shard of a table;
+the shard starts at row `first_row`. Ids whose rows other ranks store get zeros in the lookup, and
+no gradient.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ The backward pass computes the same strips of S again, one block of classes afte
 turns each strip into the logits' gradient G in the input dtype. Then cuBLAS writes dC_v = G^T E
 into the block's rows of the weight's gradient (once, without an fp32 copy), and adds G C_v to dE in
 fp32. The logits' gradient G has its own buffer. Writing the logits' gradient G over the fp32 strip
-would save no memory, because a narrower strip takes the same bytes; the results would also depend
-on the order in which warps read and write.
+would save no memory, because a separate buffer for G and a narrower strip together take the same
+bytes; the results would also depend on the order in which warps read and write.
 
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
 implementation processes blocks of rows instead. For each such block, it computes S for the whole

@@ -61,10 +61,11 @@ def bytes_before(
     bf16, the formula gives 4000 MiB; the measured peak was 4001 MiB.
 
     In eager mode, the forward pass has the logits, an fp32 copy if the model casts them, and the
-    output of log_softmax. Eager PyTorch's backward pass has that output, its gradient and the
-    gradient of its input, each in the cast's dtype, and the logits if they are returned. For the
-    same shape, the measured peak was 24000 MiB, and the formula gives 24000 MiB. That is 22839 MiB
-    more than the two returned gradients, which are allocated only after the peak.
+    output of log_softmax. Eager PyTorch's backward pass has the output of log_softmax and the
+    gradients of the output and of the input of log_softmax, each in the cast's dtype, and the
+    logits if they are returned. For the same shape, the measured peak was 24000 MiB, and the
+    formula gives 24000 MiB. That is 22839 MiB more than the two returned gradients, which are
+    allocated only after the peak.
     """
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits

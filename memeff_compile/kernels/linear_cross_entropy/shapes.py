@@ -157,8 +157,8 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
     These steps are the product for the weight's gradient, in tiles of 128 x 256, and the addition
     of the block's contribution to the gradient of the hidden states.
 
-    The result is in seconds per row. The time per column of the other two products does not depend
-    on the width.
+    The result is in seconds per row. The time per column of a block's other two products, for the
+    logits and for the gradient of the hidden states, does not depend on the width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
@@ -243,8 +243,9 @@ class Shapes(NamedTuple):
         }
 
     def gradient_columns(self, *, is_plain: bool) -> int:
-        """Return the number of columns of a tile of the logits' gradient G, which is smaller if a
-        softcap, a bias or gathered rows need registers."""
+        """Return the number of columns of a tile of the logits' gradient G: fewer if a softcap, a
+        bias or gathered rows need registers.
+        """
         return self.columns if is_plain else self.rows
 
 

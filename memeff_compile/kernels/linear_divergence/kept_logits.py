@@ -122,8 +122,9 @@ class _Walk(ABC):
             self.sums = hidden.new_empty(sums, dtype=torch.float32)
 
     def all_rows(self) -> None:
-        """Process all rows: compute the gradients of some blocks, multiply them together, and go on
-        with the next blocks."""
+        """Process all rows: compute the logits' gradients of some blocks, multiply these gradients
+        in one matrix product, and go on with the next blocks.
+        """
         slots, rows = self.slots, self.given.rows
         for first in range(0, rows, slots.together):
             stop = min(first + slots.together, rows)

@@ -179,7 +179,7 @@ def engine_for(device: torch.device, dtype: torch.dtype, teacher: torch.dtype | 
 
 @compat.constant_in_traces
 def makes_gradients_in_forward(dtype: torch.dtype) -> bool:
-    """Return whether to compute the gradients of a scalar loss in its forward pass.
+    """Return whether the forward pass of a scalar loss also computes the loss's gradients.
 
     The range of fp16 is too small for gradients that are scaled afterwards.
     """
@@ -352,8 +352,9 @@ def supports_classes(
     scale: float = 1.0,
     workspace: int = 0,
 ) -> str | None:
-    """Return the reason why `linear_divergence_classes` does not support the given inputs, or
-    None."""
+    """Return the reason why `linear_divergence_classes` does not support the given inputs, or None
+    if it does.
+    """
     return _classes_fault(_Classes(hidden, weight, bias, index, True, scale, workspace))
 
 

@@ -189,7 +189,7 @@ def turned(x: Tensor, far: int, near: int) -> Tensor:
     The transform combines `near` neighbouring channels, and `far` channels that are spread over the
     head. The transform spreads a large number in one channel over many channels, so that
     quantisation steps become finer. Both queries and keys are transformed; their scores are then
-    larger by a factor, the number of channels.
+    larger by a factor: the number of channels that the transform combines.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))

@@ -2,8 +2,8 @@
 """Device functions that round to 8 bits, for kernels that write codes and for kernels that read
 them.
 
-A group with a number that is not finite gets the scale nan. int8 has no nan, so with an ordinary
-scale the code of such a number would decode to an ordinary number.
+If one number of a group that shares a scale is not finite, the group gets the scale nan. int8 has
+no nan, so with an ordinary scale the code of such a number would decode to an ordinary number.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
     """Encode q, k and v, and return the codes.
 
-    If `settings.granularity` is "row", four kernels encode; otherwise plain PyTorch does. The
+    If `settings.granularity` is "row", four kernels compute the codes, otherwise plain PyTorch. The
     inputs must be bf16, fp16 or fp32. The shape of q is (B, H, M, D); the shape of k and v is (B,
     G, N, D), where G is the number of key-value heads.
     """
@@ -195,8 +195,9 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
 
 
 def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Return the launch options of the first of several kernels, and those of the kernels after
-    it."""
+    """Return the launch options of the first kernel of a call, and those of the call's later
+    kernels.
+    """
     is_early = {"EARLY": starts_early(device)}
     return is_early, ({**is_early, "launch_pdl": True} if is_early["EARLY"] else is_early)
 

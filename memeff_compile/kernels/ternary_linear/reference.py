@@ -161,8 +161,9 @@ def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (N, K) weights, equal to those that the model itself would
-    multiply."""
+    """Return the dequantised (N, K) weights, equal to the weights that the model's own code would
+    multiply.
+    """
     codes = unpack_codes(packed, columns).float()
     scale = scale.reshape(()).float()
     return (codes * scale if is_step else codes / scale).to(dtype)
@@ -213,7 +214,8 @@ def product(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (M, K) activations, equal to those that the model itself would
-    multiply."""
+    """Return the dequantised (M, K) activations, equal to the activations that the model's own code
+    would multiply.
+    """
     values, scale = from_planes(codes, columns).float(), scale[:, None]
     return (values * scale if is_step else values / scale).to(dtype)
