@@ -8,7 +8,7 @@ mask from memory, tile by tile.
 
     attention            softmax attention over the keys for which all given conditions hold
     attention_backward   the gradients of q, k and v; the scores are computed again, tile by tile
-    attention_mask_tiles   which tiles of a mask are empty and which are full; the GPU computes it
+    attention_mask_tiles   which tiles of a mask are empty and which are full, computed on the GPU
 
 If several query heads share a key-value head, the kernels read that head without copying it.
 """

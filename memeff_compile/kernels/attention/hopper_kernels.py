@@ -8,7 +8,7 @@ group multiplies. A program computes one tile of queries after another, and the 
 loads the next tile.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
-masking conditions only in pairs in which some keys are hidden; it visits these pairs first.
+masking conditions only in pairs in which some keys are hidden; pairs with hidden keys come first.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the slot of each head of the upper layer, (H), which is the same for all sequences,
-    and the sums of products.
+    """Return the slot (the matching head of the lower layer) of each head of the upper layer, (H),
+    which is the same for all sequences, and the sums of products.
 
     The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
     these sums are the rotations. `rows` and `counted` have the same meaning as in `fit`. `slots`
@@ -178,14 +178,17 @@ def in_order(x: Tensor, heads: Tensor) -> Tensor:
 
 
 def upper_heads(maps: Maps) -> Tensor:
-    """Return the index of the upper layer's head for each slot, (B, H)."""
+    """Return the index of the upper layer's head for each slot (head of the lower layer), (B,
+    H).
+    """
     heads: Tensor = maps.slots.argsort(1)
     return heads
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
-    """Return aligned rows, in the order of the slots, in fp32 or fp64. `rows` has the same meaning
-    as in `fit`."""
+    """Return aligned rows, in the order of the slots (heads of the lower layer), in fp32 or fp64.
+    `rows` has the same meaning as in `fit`.
+    """
     heads, kinds = upper_heads(maps), len(rows) // 2
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in range(kinds)]
     with _exact(rows[0]):

@@ -213,7 +213,9 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Quantise some tokens and columns of a group with given scale steps, and store the codes."""
+    """Quantise some tokens and columns of a group of tokens with given scale steps, and store the
+    codes.
+    """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -395,7 +397,9 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values, and copy the exact tokens among them."""
+    """Encode some groups of new keys, or of new values, and copy the tokens of these groups that
+    stay exact.
+    """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)

@@ -151,7 +151,9 @@ def align_prompt(
     heads: Tensor,  # (B, H) int32, the upper layer's head of each slot
     group: int,  # tokens per program
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the same aligned rows as `alignment.aligned`, ordered by slot, in fp32."""
+    """Return the same aligned rows as `alignment.aligned`, ordered by slot (head of the lower
+    layer), in fp32.
+    """
     from . import alignment_kernels as kernels
 
     batch, kv_heads, count, depth = keys[0].shape

@@ -108,8 +108,9 @@ def _factors(cosine, m, n, t, RULE: tl.constexpr):
 
 @triton.jit
 def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return some columns of the shared direction, (tokens, columns); for values the result is
-    transposed."""
+    """Return some columns of the shared directions, (tokens, columns) for keys and (columns,
+    tokens) for values.
+    """
     x = _load_rows(lower, slot, column, DEPTH, 1, IS_VALUE)
     y = _load_rows(upper, slot, column, DEPTH, 1, IS_VALUE)
     return x * a[None, :] + y * b[None, :] if IS_VALUE else x * a[:, None] + y * b[:, None]
@@ -225,7 +226,9 @@ def _code_directions(
 
 @triton.jit
 def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
-    """Copy the rows that stay unmerged from a window to the memory for unmerged rows."""
+    """Copy the rows (keys or values) that stay unmerged from a window of latest tokens to the
+    memory for unmerged rows.
+    """
     for part in tl.static_range(DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
         x = tl.load(window + slot[:, None] * DEPTH + column[None, :])

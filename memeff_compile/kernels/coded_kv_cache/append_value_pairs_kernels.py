@@ -34,7 +34,9 @@ def _share_group(
     t,
     C: tl.constexpr,
 ):
-    """Align the values of a group, and encode their shared directions and lengths."""
+    """Align the values of a group of tokens, encode the directions that both layers share, and
+    store the values' lengths.
+    """
     lower, lower_slot, lower_row, upper, upper_slot, upper_row = rows
     pair, mine = heads
     ROWS: tl.constexpr = C.GROUP * C.DEPTH
@@ -59,7 +61,8 @@ def _share_group(
 @triton.jit
 def _keep_early(window, kept, coded, first, C: tl.constexpr):
     """If the group that starts at position `coded` contains the sequence's exact first tokens, copy
-    these tokens from a window."""
+    these tokens from a window of latest tokens.
+    """
     if C.KEPT > 0:
         place = (coded + tl.arange(0, C.GROUP)).to(tl.int32)
         row = place - first

@@ -80,7 +80,7 @@ def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsi
     the alignment maps and the positions of first tokens.
 
     Codes and scales of values and a norm per token are stored once per pair; codes and scales of
-    keys, windows and first tokens twice.
+    keys, windows and first tokens are stored once per layer.
     """
     rows = layout.groups(tokens) * layout.group
     each = bytes_of_value_pair(layout, heads, itemsize)

@@ -174,8 +174,9 @@ def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
 
 
 def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tensor]:
-    """Return rows in the form in which they are compared and merged: ordered by slot, and aligned
-    if there are alignment maps."""
+    """Return rows in the form in which they are compared and merged: ordered by slot (head of the
+    lower layer), and aligned if there are alignment maps.
+    """
     some = [x[:, :, span] for x in rows]
     return some if maps is None else alignment.aligned(some, maps)
 

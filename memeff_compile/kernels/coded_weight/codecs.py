@@ -113,7 +113,9 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return how many 16-bit numbers the spill buffer needs for a weight of a given size."""
+    """Return how many 16-bit numbers the spill buffer (memory for a weight whose codes do not fit)
+    needs for a weight of a given size.
+    """
     return HEADING + padded(count)
 
 
@@ -175,7 +177,8 @@ class Outcome:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return a spill buffer: CPU memory for ``count`` weights that GPU kernels can write to.
+    """Return a spill buffer for weights whose codes do not fit: CPU memory for ``count`` elements,
+    which GPU kernels can write to.
 
     The spill buffer has dtype int16 and is pinned. Return None if no pinned memory is available, or
     if a trial shows that the GPU does not write to it.
@@ -199,7 +202,8 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     """Return how often each of the 256 exponents occurs, as int32; only every `every`-th run of
-    weights is counted."""
+    consecutive weights is counted.
+    """
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (
         -(-patterns.numel() // (RUN * every)),
@@ -275,7 +279,7 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
     weight.
 
     Return the counts of patches (weights whose exponent is outside of the window) that `_list_win4`
-    takes. The lists of the old weight's patches are read only for an optimizer step.
+    takes. The old weight's patches are read only if there is an optimizer step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -319,7 +323,9 @@ def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
 
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
-    """Return where each chunk of weights begins in the bit streams and in the list of patches."""
+    """Return where each chunk of weights begins in the bit streams and in the list of patches
+    (weights stored whole).
+    """
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     tensors = (patterns, header, counts)
@@ -331,7 +337,9 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches, (starts, positions, values), whose starts are already written."""
+    """Fill a list of patches (weights stored whole): write positions and values; the index at which
+    each chunk's patches start is already written.
+    """
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
         tensors, sizes = (patterns, header, *lists), (4, ("BLOCK", 1024))
@@ -472,7 +480,8 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the decoded bit patterns of a weight to a buffer of whole chunks, followed by zeros.
+    """Write the decoded bit patterns of a weight to a buffer whose size is a multiple of the chunk
+    size, and zeros after them.
 
     With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight;
     for win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit

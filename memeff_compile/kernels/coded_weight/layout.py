@@ -217,7 +217,8 @@ def _piece_lists(count: int) -> int:
 
 def piece_words(count: int, room: int) -> int:
     """Return the length of a weight's allocation in 32-bit words, with space for at least `room`
-    patches."""
+    patches (weights stored whole).
+    """
     return _piece_lists(count) + -(-room // (2 * PIECE_APART)) * 2 * PIECE_APART
 
 
@@ -231,7 +232,8 @@ def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
     """Return the position and length of each coded tensor inside a weight's allocation, in 32-bit
     words.
 
-    The tensors are in the order of `Format.parts`; the lists of patches have two numbers per word.
+    The tensors are in the order of `Format.parts`; the lists of patches (weights stored whole) have
+    two numbers per word.
     """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     signs = PIECE_APART + chunks * (CHUNK // 8)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply several tokens (rows of x) by win4 weights, in Gluon: a kernel decodes the codes to
-tensor-core operands in registers.
+"""Multiply several tokens (rows of x) by weights compressed with the codec win4, in Gluon: a kernel
+decodes the codes to tensor-core operands in registers.
 
 A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights already form
 such words, called pair words. Each thread loads only the codes of the weights that it passes to the
@@ -86,8 +86,9 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return two weights in one 32-bit word, with their codes as exponents; lossless weights pass
-    their sign and mantissa bits in two words."""
+    """Return two weights in one 32-bit word, with their codes as exponents; the sign and mantissa
+    bits of lossless weights are given as two words.
+    """
     if FIELD == 8:
         word = fields[PAIR // 2]
         signs = _even_bytes(word) if PAIR % 2 == 0 else _odd_bytes(word)
@@ -189,8 +190,9 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches of some rows; the warps of a program share the
-    work."""
+    """Add the products of x with the patches (weights stored whole) of some rows; the warps of a
+    program share the work.
+    """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -242,7 +244,7 @@ def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, 
 
 @gluon.jit
 def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.constexpr):
-    """Load the numbers of x by which patches are multiplied."""
+    """Load the numbers of x by which patches (weights stored whole) are multiplied."""
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     column = gl.convert_layout(column, gl.SliceLayout(2, right))
     at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
@@ -251,7 +253,9 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add the products of patches with their columns of x."""
+    """Add the products of patches (weights stored whole) with the columns of x that belong to
+    them.
+    """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
     its_row = gl.convert_layout(its_row, gl.SliceLayout(1, left))
@@ -273,7 +277,8 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with patches as `patched` does, without the first ROUNDS rounds.
+    """Add the products of x with patches (weights stored whole) as `patched` does, without the
+    first ROUNDS rounds.
 
     This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
     One function for all rounds took more registers, which made products with few mantissa bits
@@ -593,7 +598,9 @@ def _note_patches(
     row_length,
     C: gl.constexpr,
 ):
-    """Store the rows, columns and values of the loaded patches in shared memory."""
+    """Store the rows, columns and values of the loaded patches (weights stored whole) in shared
+    memory.
+    """
     rows_note, columns_note, values_note = notes
     chunk, chunks, inside, _, _ = found
     each, place, value = loaded
@@ -613,14 +620,18 @@ def _note_patches(
 
 @gluon.jit
 def _noted(notes, batch, layout: gl.constexpr):
-    """Return 64 of the patches that `_note_patches` stored in shared memory."""
+    """Return 64 of the patches (weights stored whole) that `_note_patches` stored in shared
+    memory.
+    """
     several: gl.constexpr = [notes.shape[0] // 64, 64]
     return seen_as(notes, notes.dtype, several, notes.layout).index(batch).load(layout)
 
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying the columns of x that 64 patches need to a slot of shared memory."""
+    """Start copying the columns of x that 64 patches (weights stored whole) are multiplied by to
+    shared memory.
+    """
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
     load_pointers(slot, at, mask=(token < xt_stride)[None, :])
@@ -664,7 +675,7 @@ def _coded_weight_matrix_win4_wide_kernel(
     Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead of the
     products. While the tensor cores multiply one step, the operand of the next step is decoded. The
     kernel multiplies the patches (weights stored whole) last: each 64 patches form one more step,
-    with the columns of x that they need.
+    together with the columns of x that they are multiplied by.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

@@ -6,8 +6,8 @@ Autograd sees only the op `coded_weight_linear`. This op takes the weight as one
 the weight is split into its coded tensors, so an inner compiler sees these tensors as arguments.
 `coded_weight_product` chooses at run time: for a few tokens, one kernel decodes and multiplies;
 otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix library
-multiplies. If a gradient is needed, `coded_weight_decode` and an ordinary linear run instead, so
-that results equal the dense layer's bit for bit (`trained_product`).
+multiplies. If a gradient is needed, the op `coded_weight_decode` and an ordinary linear run
+instead, so that results equal those of a dense layer bit for bit (`trained_product`).
 """
 
 from __future__ import annotations

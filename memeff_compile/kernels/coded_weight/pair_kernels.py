@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions that the kernels of all codecs share: pairs of weights in one 32-bit word,
-patches, histograms.
+"""Device functions that the kernels of all codecs share, for pairs of weights in one 32-bit word,
+for patches (weights stored whole), and for histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
 of each weight come from one byte; the kernel inserts the exponents between sign and mantissa, for
@@ -274,8 +274,9 @@ def _coded_weight_pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches of one chunk of a `tier` weight, in order; patches beyond the end of the
-    list are dropped."""
+    """Write the patches (weights stored whole) of one chunk of a `tier` weight, in order; patches
+    beyond the end of the list are dropped.
+    """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     if tl.load(starts_ptr + chunk + 1) > at:
@@ -312,8 +313,9 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths that COUNT lists need to a spill buffer; if a list was too short, also
-    write the weight's value there."""
+    """Write to a spill buffer the lengths that COUNT lists need; if a list was too short, also
+    write the weight's value there.
+    """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
         is_short |= (tl.load(needed_ptr + 1) > room_1) | (tl.load(needed_ptr + 2) > room_2)
@@ -332,7 +334,7 @@ def _coded_weight_pair_shelter_kernel(
 def _coded_weight_pair_histogram_kernel(
     weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Count the exponents of every `every`-th run of BLOCKS * BLOCK weights.
+    """Count the exponents in every `every`-th run of BLOCKS * BLOCK consecutive weights.
 
     The counts do not depend on the order of the programs.
     """

@@ -23,9 +23,9 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
     """Return a tuple that describes the weight on which a program of the kernel works.
 
     The tuple contains the weight's index, the program's index within the weight, the allocation,
-    the values, the number of chunks, the number of chunks of earlier weights, and the space for
-    patches. Only this function branches on the weight's index, so that the kernel's other code is
-    compiled once, not once per weight.
+    the values, the number of chunks, the number of chunks of earlier weights, and the number of
+    patches (elements stored whole) for which the allocation has space. Only this function branches
+    on the weight's index, so that the kernel's other code is compiled once, not once per weight.
     """
     number = 0
     begin = 0
@@ -131,7 +131,7 @@ def _coded_weight_piece_lists_kernel(
     C: tl.constexpr,
     # LISTING: programs of a weight, at most PROGRAMS, and those before it
 ):
-    """Write a share of the patch lists of one of several weights."""
+    """Write a share of the lists of patches (elements stored whole) of one of several weights."""
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),

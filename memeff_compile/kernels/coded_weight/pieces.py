@@ -60,8 +60,9 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The launches that update and encode weights of given sizes, and write their lists of
-    patches."""
+    """The launches that update and encode weights of given sizes, and write their lists of patches
+    (elements stored whole).
+    """
 
     chunks: int
     rooms: tuple[int, ...]
@@ -200,10 +201,11 @@ def list_patches(
     found: Tensor,  # the result of `move`
     refuge: Tensor,  # host memory of `sheltered_together` elements, for weights that do not fit
 ) -> Outcomes:
-    """Write the patch lists of all weights that `move` updated, in one launch.
+    """Write the lists of patches (elements stored whole) of all weights that `move` updated, in one
+    launch.
 
-    If the codes of a weight do not fit, its value is in the spill buffer and its allocation is
-    invalid.
+    If the codes of a weight do not fit into its allocation, the weight's value is in the spill
+    buffer, and the allocation is invalid.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels that multiply one token by lossless or lossy win4 weights and decode the weights
-themselves.
+"""Kernels that multiply one token by weights compressed with the codec win4, lossless or lossy, and
+decode the weights themselves.
 
 A win4 code is a weight's exponent minus the number `base`. Used directly as an exponent, a code
 gives a tiny number, which the kernel then multiplies by 2^base; code 0 without mantissa bits is
-zero. For a lossy weight, the scale also contains the normaliser, and one instruction multiplies and
-rounds both weights of a pair word (a 32-bit word of two bf16 weights), so the kernel multiplies x
-by exactly the weights that decoding would give.
+zero. For a lossy weight, the scale also contains the normaliser of the weight's block, and one
+instruction multiplies and rounds both weights of a pair word (a 32-bit word of two bf16 weights),
+so the kernel multiplies x by exactly the weights that decoding would give.
 
 In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
 """
@@ -200,7 +200,8 @@ def _exact_rows(
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
     """Load the codes and fields of some groups of weights of each row, (ROWS, GROUPS, 32), and the
-    groups' normalisers."""
+    groups' normalisers (scales).
+    """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
         is_in = (group < groups)[None, :] & (row >= 0)[:, None]

@@ -62,8 +62,8 @@ class Unsettled:
         weight.unsettled = self
 
     def encoded(self, outcome: codecs.Outcome | bool, refuge: Tensor | None = None) -> None:
-        """Record whether the codes fitted, and which spill buffer contains the value; the dense
-        value may then be freed.
+        """Record whether the codes fitted into the old codes' memory, and which spill buffer
+        contains the value; the dense value may then be freed.
 
         The dense value is kept until the spill buffer contains it, even if an error occurs before.
         """
@@ -131,8 +131,8 @@ class UnsettledTogether:
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
         """Add a weight and its gradient.
 
-        The gradient's memory must be padded to whole chunks, and after this call no other code may
-        use the gradient.
+        The gradient's memory must be padded to a multiple of the chunk size, and after this call no
+        other code may use the gradient.
         """
         self.weights.append(weight)
         self.counts.append(gradient.numel())
@@ -140,8 +140,8 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Update and encode the weights, and pass a spill buffer for weights whose codes do not
-        fit.
+        """Update and encode the weights; a weight whose codes do not fit is written to the spill
+        buffer `refuge`.
 
         Raise CodedWeightError if memory runs out before the update; the weights are then unchanged.
         """

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply one token by lossy win4 weights, in Gluon; the kernel decodes the codes to fp16 numbers.
+"""Multiply one token by weights compressed with a lossy mode of the codec win4, in Gluon; the
+kernel decodes the codes to fp16 numbers.
 
 For lossy weights, the decoding instructions take longer than reading the codes. A 4-bit code and at
 most 3 mantissa bits fit into fp16, so one instruction assembles four weights, and another

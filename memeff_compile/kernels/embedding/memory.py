@@ -51,7 +51,9 @@ def bytes_after(
     # bytes of the partial sums: a symbol for a short formula, or by default those of `piece_bytes`
     pieces: sympy.Expr | None = None,
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes of partial sums, sorted ids and index vectors."""
+    """Return an upper bound of the bytes that the embedding's gradient needs with the op: partial
+    sums, sorted ids and index vectors.
+    """
     if pieces is None:
         pieces = piece_bytes(tokens, depth, dtype=dtype, engine=engine)
     return pieces + INDEX_BYTES_PER_TOKEN * sympy.sympify(tokens)

@@ -87,8 +87,9 @@ class Forward(Statistics):
 
 
 class Backward(Differentiating):
-    """A backward pass over blocks of classes, which computes the logits again, one strip after
-    another."""
+    """A backward pass over blocks of classes, which computes the logits again, one strip of classes
+    after another.
+    """
 
     def __init__(
         self,

@@ -272,5 +272,5 @@ def kept_bytes(itemsize: int) -> int:
 
 
 def strip_bytes(rows: int, vocab: int) -> int:
-    """Return the bytes of one strip of products."""
+    """Return the bytes of one strip of products (the fp32 products for a range of classes)."""
     return 4 * rows * min(STRIP, vocab)

@@ -136,10 +136,13 @@ class _Walk(ABC):
     @abstractmethod
     def block(self, slot: int, here: slice) -> None:
         """Compute the logits of some rows, the rows' divergences, and the gradient of the logits,
-        which is stored in a slot."""
+        which is stored in a slot (one block's buffer).
+        """
 
     def student(self, slot: int, here: slice) -> Tensor:
-        """Store the student's logits of some rows in a slot, and return the stored logits."""
+        """Store the student's logits of some rows in a slot (the buffer of a block), and return the
+        stored logits.
+        """
         height, given = self.slots.rows, self.given
         kept = self.kept[slot * height : slot * height + here.stop - here.start]
         self.keep(0, kept, given.hidden[here], given.weight, given.bias, given.scale)

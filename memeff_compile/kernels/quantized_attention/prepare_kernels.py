@@ -554,8 +554,9 @@ def _quantized_attention_prepare_total_kernel(
     C: tl.constexpr,
     # TOGETHER: blocks
 ):
-    """Write, for each block of values, the sum of the rounding errors over all blocks up to and
-    including it."""
+    """Write, for each block of values, the sum of the values' rounding errors over this block and
+    all earlier blocks.
+    """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
