@@ -81,7 +81,7 @@ class Filtered(RowWalk):
         given: Operands,
         settings: Settings,
         output_mask: Sequence[bool],
-        values: Tensor | None = None,  # (5, N), compact, of a call whose log-sum-exps are known
+        values: Tensor | None = None,  # (5, N), compact, for a call whose log-sum-exps are known
     ) -> None:
         self.shapes: FilterShapes = filter_shapes_for(given.hidden.device)
         super().__init__(given, settings, output_mask, self.shapes)

@@ -30,7 +30,7 @@ from .._head_loss.logits_kernels import (
 )
 from .._triton.products_kernels import dot
 
-# Bits of a word: groups of TILE rows in a block of rows of the walk.
+# The number of bits of a word: one for each group of TILE rows in a block of rows.
 GROUPS = tl.constexpr(16)
 # The upper bound of scores, and the score of a class that is the target of one of the rows.
 LARGEST = tl.constexpr(3.0e38)
@@ -140,7 +140,7 @@ def _gradient_filter_estimate_kernel(
                 known = tl.where(_finite(highest), highest, 0.0)
             tl.store(base_ptr + compact, known)
         light = tail - base
-        # Rows of nan are the last ones that count.
+        # Rows of nan come last among the rows that are not ignored.
         tl.store(light_ptr + compact, tl.where(_finite(light), light, LARGEST))
 
 
@@ -259,12 +259,13 @@ def _gradient_filter_score_kernel(
                 else:
                     seen = tl.where(seen == seen, seen, LARGEST)
                     score = tl.max(seen, axis=0)
-                # nan counts, and is below the last level.
+                # A class with nan is kept: its score becomes the largest, which is below the last
+                # level.
                 score = tl.where(score < LARGEST, score, LARGEST)
                 there = score_ptr + group.to(tl.int64) * vocab + columns
                 tl.store(there, score, mask=columns < vocab)
                 is_under = (score[:, None] < levels[None, :]).to(hidden_desc.dtype)
-                # Zeros and ones times probabilities: only these are rounded.
+                # The product of zeros and ones with probabilities rounds only the probabilities.
                 sums = dot(x.to(hidden_desc.dtype), is_under, sums, C.UPCAST)
         there = chunk.to(tl.int64) * piece_rows + rows
         tl.store(stats_ptr + there, peak, mask=is_row)
@@ -313,7 +314,7 @@ def _gradient_filter_level_kernel(
     kept_ptr,
     # (N,) fp32, original: factors of losses; if HAS_LSE, (2, N), ranked: of p and of 1(target)
     factor_ptr,
-    level_ptr,  # (groups,) fp32 out: the least score of a class that counts
+    level_ptr,  # (groups,) fp32 out: the least score of a class that is kept
     scale_ptr,  # (R,) fp32 out: factor of the row's elements
     at_target_ptr,  # (R,) fp32 out: the row's element at its target
     nll_ptr,  # (N,) fp32 out, original rows, or None
@@ -327,7 +328,8 @@ def _gradient_filter_level_kernel(
     limit,  # the mass that a row may lose
     scale,
     softcap,
-    C: tl.constexpr,  # HAS_LSE: the base is the log-sum-exp; RESTORE: put lost mass on what stays
+    # HAS_LSE: the base is the log-sum-exp; RESTORE: distribute lost mass over the kept classes
+    C: tl.constexpr,
 ):
     """Choose the level of a group (the score below which it drops classes), and compute the losses
     of the group's rows and the factors of their gradients.
@@ -359,12 +361,12 @@ def _gradient_filter_level_kernel(
             mass = mass * 0.0 + 1.0
         mass = tl.where(is_row, mass, 1.0)
         lost = sums / mass[None, :]
-        # nan does not fit.
+        # A lost mass of nan is over the limit.
         is_over = tl.where((lost <= limit) | (is_row[None, :] == 0), 0, 1)
         fits = tl.max(is_over, axis=1) == 0
         chosen = tl.min(tl.where(fits, index, C.LEVELS), axis=0)
         level = tl.sum(tl.where(index == chosen, _level(index, highest, C), 0.0), axis=0)
-        # If no level fits, every class counts.
+        # If no level is within the limit, every class is kept.
         tl.store(level_ptr + group, tl.where(chosen < C.LEVELS, level, -1.0))
         lost_here = tl.sum(tl.where(index[:, None] == chosen, lost, 0.0), axis=0)
         rest = tl.sum(tl.where(index[:, None] == C.LEVELS - 1, lost, 0.0), axis=0)
@@ -495,7 +497,7 @@ def _bits(words):
 @triton.jit
 def _gradient_filter_list_kernel(
     tile_word_ptr,  # (T,) int32
-    active_ptr,  # (1,) int32 out: how many tiles count
+    active_ptr,  # (1,) int32 out: how many tiles have a kept class
     group_start_ptr,  # (passes, starts) int32 out: where a group's slots start
     slot_tile_ptr,  # (passes, slots) int32 out: the tile of each slot
     pass_tile_ptr,  # (passes, 4) int32 out: the first tile of a pass, and the one after its last
@@ -566,7 +568,7 @@ def _gradient_filter_fill_kernel(
     weight_ptr,  # (V, D) contiguous
     bias_ptr,
     packed_ptr,  # (slots * TILE, TILE) out: rows of a group by classes of a tile
-    slot_column_ptr,  # (slots * TILE,) int32 out: these classes; V for one that does not count
+    slot_column_ptr,  # (slots * TILE,) int32 out: these classes; V for one that is dropped
     word_ptr,  # (V,) int16, sorted
     column_order_ptr,  # (V,) int64
     pass_tile_ptr,  # (2,) of this pass
@@ -596,7 +598,8 @@ def _gradient_filter_fill_kernel(
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
-    # All groups of a tile run together: its rows of the weight stay in the L2 cache.
+    # Programs for all groups of a tile run together, so the tile's rows of the weight stay in the
+    # L2 cache.
     first = tl.load(tile_start_ptr + tl.load(pass_tile_ptr))
     stop = tl.load(tile_start_ptr + tl.load(pass_tile_ptr + 1))
     for at in range(first + tl.program_id(0), stop, tl.num_programs(0)):

@@ -21,17 +21,17 @@ from .shapes import (
 
 # The values that memeff.linear_cross_entropy may take.
 GRADIENT_FILTERS = ("exact", "mass", "block", "published")
-# Of which of the two gradients a filter may drop blocks.
+# The gradients for which a filter drops classes: both, the hidden states', or the weight's.
 FILTER_PARTS = ("both", "hidden", "weight")
 # eps of `block`, as the paper's code chooses it: the spacing of bf16 at 1, over 32.
 BLOCK_EPS = 2.0**-12
 # tau of `mass`: at most 1/64 of a row's softmax.
 MASS_TAU = 2.0**-6
 # If rows of the weight are shorter, the filter takes longer than the products that it saves: with
-# 896 features, 12.6 ms for the 10.0 of `exact` (`nvidia-h200/filters-without-logits.txt`).
+# 896 features it took 12.6 ms, and `exact` 10.0 ms (`nvidia-h200/filters-without-logits.txt`).
 LEAST_DEPTH = 2048
-# Levels that `mass` tries, from its tau down to a thousandth of that; `block` has one. The last is
-# above everything, and gives the sum of a row.
+# Levels that `mass` tries, from its tau down to a thousandth of that; `block` has one. The last
+# level is above all scores, and so gives the sum of a row.
 LEVELS, STEP = 32, 0.3125
 # The summed numbers were rounded to bf16; this factor of the bound allows for the rounding error.
 ROUNDING = 1.0 - 2.0**-8

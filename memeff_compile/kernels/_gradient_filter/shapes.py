@@ -18,10 +18,11 @@ SAMPLED_ROWS = 2048
 CHECKED, WORDS, LISTED = 128, 512, 512
 # Features of a row that a program of the sum of dE reads at a time.
 SUMMED = 1024
-# Under a gradient filter: groups of rows in a block of rows, a bit each of a word of 16.
+# Groups of rows in a block of rows under a gradient filter; each group has one bit of a 16-bit
+# word.
 FILTER_GROUPS = 16
-# Bytes of a walk if the workspace is automatic; the most for sums of dE, unless one sum takes more;
-# the fewest for packed tiles.
+# Bytes of a loop over blocks if the workspace is automatic; the most of them for sums of dE, unless
+# a single sum takes more; the fewest for packed tiles.
 FILTER_BYTES = 132 * MIB
 FILTER_SUMS_BYTES = 32 * MIB
 FILTER_LEAST_BYTES = 8 * MIB

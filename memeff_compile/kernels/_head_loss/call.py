@@ -76,8 +76,8 @@ class Operands(NamedTuple):
     bias: Tensor | None  # (V,) or None
     target: Tensor  # (N,) int32 or int64
     column_weight: Tensor | None = None  # (V,) or None
-    # A head that is a sum, hidden @ weight.T + low @ up.T: (N, R) and (V, R) in the dtype of hidden
-    # or in its wide one, or None
+    # For an output projection that is a sum, hidden @ weight.T + low @ up.T: (N, R) and (V, R) in
+    # the dtype of hidden or in the dtype of sums, or None
     low: Tensor | None = None
     up: Tensor | None = None
 

@@ -57,9 +57,9 @@ def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) ->
 def copy_rows(
     source: Tensor,
     out: Tensor,  # contiguous
-    shapes: Tiles,  # rows after the last one that counts become zero, up to a whole tile
+    shapes: Tiles,  # rows after the last one that is not ignored become zero, up to a whole tile
     order: Tensor | None = None,  # which row of the source each row is, or -1
-    kept: Tensor | None = None,  # how many rows of the call count; None for all
+    kept: Tensor | None = None,  # how many rows of the call are not ignored; None for all
     *,
     first: int = 0,  # compact row where `out` starts
     rows: int = 0,  # to write; 0 for all of `out`, whose rows after them may be padding

@@ -44,7 +44,8 @@ def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function,
     ) -> None:
         _, *gradients = output
         ctx.mark_non_differentiable(*gradients)
-        # Otherwise autograd makes zeros as large as the gradients for results without a derivative.
+        # Otherwise autograd allocates zeros, as large as the gradients, for results without a
+        # derivative.
         ctx.set_materialize_grads(False)
         ctx.is_alone = not compat.packs_saved_tensors()
         # Inputs of the refused second derivative.

@@ -12,14 +12,15 @@ from typing import Protocol
 from torch import Tensor
 
 MIB = 2**20
-# Targets that the program that lists the rows that count reads at a time; rows whose gradients a
-# program gathers.
+# Targets that a program reads at a time to list the rows that are not ignored; rows for which a
+# program gathers the numbers of their gradients.
 LISTED = 2048
 GATHERED = 512
 # Elements that a program scales at a time, and programs per multiprocessor.
 SCALED = 4096
 SCALING_PROGRAMS = 8
-# Elements that are widened at a time if a gradient is scaled elsewhere, outside a compiled graph.
+# Elements that are converted to fp32 at a time if a gradient is scaled without the kernel, outside
+# a compiled graph.
 CHUNK = 1 << 22
 
 

@@ -76,8 +76,8 @@ def compile_only(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, 
 
     compiled = kernel.warmup(*arguments, grid=(1,), **constants)
     if compiled is not None:
-        # It is compiled too, and stored on disk. The kernel is not loaded: another thread may be
-        # recording a CUDA graph.
+        # The launch code is compiled too, and stored on disk. The kernel is not loaded onto the
+        # GPU: another thread may be capturing a CUDA graph.
         driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 

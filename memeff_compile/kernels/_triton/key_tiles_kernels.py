@@ -150,7 +150,8 @@ def _attention_key_tiles_bounds_kernel(
             key_ids_ptr, mask_ptr, place[None, :], keys, C.HAS_KEY_MASK, C.HAS_IDS
         )
         count = queries
-    # The least that is visited, the most, the first complete one, the first thereafter that is not.
+    # The first visited tile, the last visited tile, the first complete tile, and the first tile
+    # after it that is not complete.
     least, most, whole, broken = batch * 0 + FAR, batch * 0 - 1, batch * 0 + FAR, batch * 0 + FAR
     start, end = first, stop
     if C.MEAN and not C.OURS_ARE_QUERIES:

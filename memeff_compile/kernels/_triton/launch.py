@@ -243,8 +243,9 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants:
 def launch_plain(
     kernel: Any,
     grid: tuple[int, ...],
-    tensors: Sequence[Tensor],  # of the current GPU, or of memory of the host that it reaches
-    numbers: Sequence[int | float],  # after them, the ones that the kernel declares as varying
+    tensors: Sequence[Tensor],  # on the current GPU, or in CPU memory that the GPU can access
+    # the arguments after the tensors; the kernel declares them as varying
+    numbers: Sequence[int | float],
     constants: Mapping[str, Any],
     name: tuple[Any, ...],  # the values that determine `constants`, and the dtype of each tensor
 ) -> None:

@@ -357,14 +357,17 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     order_ptr,
     kept_ptr,
     row_scale_ptr,  # (R,) fp32
-    counter_ptr,  # (1 + tiles of dE,) int32, 0 at first: tiles taken, parts of a tile kept
+    # (1 + tiles of dE,) int32, 0 at first: how many tiles are taken, and how many partial sums of
+    # each tile are stored
+    counter_ptr,
     first_row,
     piece_rows,
     width,
     vocab,
     depth,
     splits,  # S, programs that share the sum of a tile of dE
-    # ADD: to grad_weight; LAST: no block adds to it; MAY_REST: leave it alone where no rows count
+    # ADD: to grad_weight; LAST: no later block adds to it; MAY_REST: do not write it in blocks
+    # without rows
     C: gl.constexpr,
 ):
     """Write the hidden states' gradient (dE) for a block of rows, and add the block's contribution

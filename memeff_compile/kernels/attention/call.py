@@ -21,7 +21,7 @@ class Call:
     v: Tensor  # likewise
     # the conditions; bounds that hide no key are dropped, others kept within the sizes
     given: Conditions
-    mean: bool  # whether a query may have no key and get the mean
+    mean: bool  # whether a query may have no key and then gets the mean of all values
     sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def scales(self) -> tuple[float, float]:

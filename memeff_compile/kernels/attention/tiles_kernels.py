@@ -428,7 +428,7 @@ def _key_gradient_tile(
             delta = tl.load(delta_ptr + stat + query, mask=is_row, other=0.0)
         else:
             delta = tl.load(delta_ptr + stat + query)
-        # The sum starts at -delta, which need not be kept until the product is there.
+        # The sum starts at -delta, so registers need not hold delta until the product is complete.
         minus = tl.broadcast_to((-delta)[None, :], (k.shape[0], C.ROWS))
         slope = weight * dot(v, tl.trans(grad), minus, C.UPCAST)
         if C.SOFTCAP:

@@ -54,22 +54,23 @@ class Sums(NamedTuple):
     """Sums over rows of keys and values from which the maps are fitted, computed in plain PyTorch
     or by kernels."""
 
-    # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows that count
+    # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows for which `counted` is true
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
     # (B, H, 2, D, D) for keys and values, or (B, H, 1, D, D) for one kind, by the upper layer's
-    # heads: sums of a row of the upper layer times that of its slot, both less their means
+    # heads: sums of a row of the upper layer times the matching head's row of the lower layer,
+    # after subtracting the means from both
     products: Callable[[Sequence[Tensor], Tensor, Maps], Tensor]
 
 
 def fit(
     maps: Maps,
-    # keys and values of the lower layer, then of the upper, each (B, H, N, D); or values alone,
-    # where maps are of values alone
+    # keys and values of the lower layer, then of the upper layer, each (B, H, N, D); or only
+    # values, if only values are merged
     rows: Sequence[Tensor],
     counted: Tensor,  # bool (B, N), the rows that the maps are fitted on
     sums: Sums | None = None,  # by default those of plain PyTorch
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
-    span: int = 0,  # positions after the rows' that later keys will have
+    span: int = 0,  # how many positions after those of the rows later keys will have
 ) -> None:
     """Write the maps that bring the rows of two layers closest to each other.
 

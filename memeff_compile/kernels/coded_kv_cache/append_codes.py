@@ -39,7 +39,7 @@ def append(
     k: Tensor,  # (B, H, T, D), any strides
     v: Tensor,  # likewise
     bits: int,  # of a code
-    recent: int,  # tokens at the end that are never in codes
+    recent: int,  # latest tokens, which are never stored as codes
     limit: int,  # tokens that the cache holds
     *,
     warps: int | None = None,  # per program, by default the result of `cut`
@@ -65,7 +65,7 @@ def append(
     best = cut(min(bits, v_bits), depth) if new == 1 else (1, WARPS)
     pieces, warps = best[0] if pieces is None else pieces, best[1] if warps is None else warps
     if new > 1 or recent == 0 or depth < 64:
-        # Several new tokens may complete a group, which one program then has to encode alone.
+        # If several tokens are appended, a single program encodes a group that they complete.
         pieces = 1
     sizes = heads, k_codes.shape[2], new, limit
     given = cells_of(k), cells_of(v), Pool(*pool), sizes

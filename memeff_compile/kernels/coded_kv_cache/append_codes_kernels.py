@@ -361,7 +361,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
     before = length
     behind = _behind(length, coded, new, C)
     if length + new > limit:
-        # An overflow must be visible: attention returns nan until a reset.
+        # The user must notice an overflow: attention returns nan until the cache is reset.
         nothing = tl.full((C.DEPTH,), float("nan"), tl.float32)
         last = (length + C.WINDOW - 1) % C.WINDOW
         tl.store(window + last * C.DEPTH + depth, nothing.to(room[2].dtype.element_ty))

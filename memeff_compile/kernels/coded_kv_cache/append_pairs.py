@@ -46,7 +46,7 @@ def append_pair(
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # (B, H, T, D) each, any strides
     bits: int,  # of a code, or PLAIN
-    recent: int,  # tokens at the end that are never merged
+    recent: int,  # latest tokens, which are never merged
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
 ) -> None:

@@ -214,7 +214,8 @@ def _code_directions(
         tl.store(lower_norms + 2 * token, lower_norm.to(lower_norms.dtype.element_ty))
         tl.store(upper_norms + 2 * token, upper_norm.to(upper_norms.dtype.element_ty))
     else:
-        # The scales have the lower layer's lengths, and one norm is how much longer the upper's is.
+        # The scales contain the lower layer's lengths; a norm is the ratio of the upper layer's
+        # length to the lower layer's.
         lower_norm = tl.maximum(lower_norm, 1e-3 * upper_norm)
         for share in tl.static_range(C.DEPTH // C.CHANNELS):
             place = scales_base + 2 * (share * C.GROUP + token)

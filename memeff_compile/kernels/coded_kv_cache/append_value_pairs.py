@@ -28,7 +28,7 @@ def append(
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # (B, H, T, D) each, any strides
     bits: int,  # of a key's code
-    recent: int,  # tokens at the end that are never in codes
+    recent: int,  # latest tokens, which are never stored as codes
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how values are merged
     *,

@@ -22,7 +22,8 @@ def bytes_per_token(
     depth: Size,  # likewise
     bits: int,  # of a code
     *,
-    group: Size,  # tokens that share the scales of a channel of keys; 0 for one per token and head
+    # tokens that share the scales of a channel of keys; 0 if each token and head has one scale
+    group: Size,
     shares: Size,  # groups of channels of a value that have separate scales; not read with group 0
     itemsize: int = 2,  # bytes of a scale
     value_bits: int | None = None,  # of a value's code, by default as many as of a key's

@@ -54,8 +54,9 @@ def shared_direction(
     lower: Tensor,  # (..., D)
     upper: Tensor,  # likewise
     *,
-    # ``slerp``, on the arc between the two, at `t` of it from the lower; ``average``, their
-    # weighted mean, brought to length one; ``max_norm``, that of the longer row
+    # ``slerp``: the point on the arc between the two rows' directions at the fraction `t` of the
+    # arc, counted from the lower layer's; ``average``: their weighted mean, scaled to length one;
+    # ``max_norm``: the direction of the longer row
     rule: str = "slerp",
     t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
@@ -93,7 +94,7 @@ def kept_rows(
     apart: Tensor,  # (B, H, N) distances
     counted: Tensor,  # bool (B, H, N), rows that may be kept
     bound: Tensor,  # (B, H), from `threshold`
-    room: Tensor,  # (B, H) int64, rows that there is room for
+    room: Tensor,  # (B, H) int64, the number of unmerged rows for which memory is left
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,6 +128,6 @@ def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     x = x.to(decoded.dtype)
     if scale == "projection":
         found = (x * decoded).sum(-1) / decoded.square().sum(-1).clamp_min(1e-24)
-        return found.clamp_min(0.0)  # a negative one would mean that the row is kept
+        return found.clamp_min(0.0)  # a negative length would mark the row as unmerged
     length: Tensor = x.norm(dim=-1) / decoded.norm(dim=-1).clamp_min(1e-12)
     return length

@@ -78,7 +78,7 @@ def append(
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # keys and values of the upper layer
     bits: int,  # of a code, or PLAIN
-    recent: int,  # tokens at the end that are never merged
+    recent: int,  # latest tokens, which are never merged
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
     *,
@@ -108,12 +108,14 @@ def append(
             old = held[:, :, slots]
             rows.append(old if part is None else _joined(old, part))
     if is_first and maps is not None:
-        # Both layers' tokens are all here: the first ones that a cache gets decide on its maps.
+        # The first tokens of both layers are present: the maps of a cache are fitted to the first
+        # tokens that it gets.
         position = torch.arange(end, device=device)
         behind = position - pair.shared.starts[:, :1]
         later = min(limit, _HORIZON * end) - end
         alignment.fit(maps, rows, behind >= settings.keep_first, sums, angles, later)
-    # All rows of a prompt compete for the room together; later rows compete group by group.
+    # All rows of a prompt compete together for the memory for unmerged rows; later rows compete
+    # group by group.
     step = max(1, due) * group if is_first else group
     for at in range(0, due * group, step):
         some = [x[:, :, at : at + step] for x in rows]

@@ -32,7 +32,8 @@ def mean_product(
     """
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))
-    # A 2 x 2 block is a part that turns by the difference of both angles, and one by their sum.
+    # A 2 x 2 block is the sum of a part that rotates by the difference of both angles and a part
+    # that rotates by the sum of both angles.
     near = _turned((a + d) / 2, (c - b) / 2, angles[:, None] - angles, span)
     far = _turned((a - d) / 2, (c + b) / 2, angles[:, None] + angles, span)
     upper = torch.cat([near[0] + far[0], far[1] - near[1]], -1)

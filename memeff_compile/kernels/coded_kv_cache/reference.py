@@ -237,7 +237,8 @@ def view(
         decoded = F.pad(decoded[:, :, :tokens], (0, 0, 0, max(0, short))).to(dtype)
         whole = torch.where(is_recent, window[:, :, in_window], decoded)
         whole = torch.where(is_recent | is_coded, whole, 0.0)
-        # the extra last row receives tokens that are not yet kept
+        # the extra last row receives the entries of the memory for exact tokens that contain no
+        # token yet
         room = F.pad(whole, (0, 0, 0, 1))
         room.scatter_(2, there[..., None].expand(kept.shape), kept)
         results.append(room[:, :, :tokens].contiguous())

@@ -344,13 +344,13 @@ def _coded_kv_cache_split_codes_attention_kernel(
     half = rows // LANES
     depth = tl.arange(0, C.DEPTH)
     width = tl.arange(0, C.WIDTH)
-    tokens = tl.arange(0, C.GROUP)  # in the order in which their codes come, as channels of keys
+    tokens = tl.arange(0, C.GROUP)  # in the order of their codes in memory, as channels of keys
     tokens = tokens % (C.GROUP // 2) * 2 + tokens // (C.GROUP // 2)
     q_base = q_ptr + kv_head * C.REPEAT * stride_q_head + batch * stride_q_batch
     largest = tl.full((C.ROWS,), float("-inf"), dtype=tl.float32)
     sums = tl.zeros((C.GROUP, C.ROWS), dtype=tl.float32)
     accs = ()
-    others = ()  # of the second half, whose columns alone count there
+    others = ()  # those of the second half: only that half of the columns is used there
     zeros = ()
     # Channels of keys in the order in which their codes come: a part's even ones, then its odd.
     inside = depth % K_WIDTH
@@ -473,7 +473,7 @@ def _coded_kv_cache_split_codes_attention_kernel(
                 score *= k_norm
                 if C.IS_ALIGNED:
                     score += of_mean[None, :]
-                is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
+                is_seen = is_seen & (k_norm >= 0.0)  # a key with a negative norm is stored exactly
             elif C.KEPT > 0:
                 is_seen = is_seen & ((position < first) | (position >= first + C.KEPT))
             if C.HAS_NORMS or C.HAS_VALUE_NORMS:
@@ -585,7 +585,8 @@ def _coded_kv_cache_split_codes_attention_kernel(
     share_of = split * C.HALVES + half
     shares = splits * C.HALVES
     if C.IS_TURNED:
-        # The sum of merged values is turned back when all shares are there: it has its own.
+        # The sum of merged values is rotated back when all shares are complete, so these shares are
+        # separate.
         shares += splits
         is_row = rows % LANES < C.REPEAT
         merged = (largest, total, whole)
@@ -669,7 +670,7 @@ def _coded_kv_cache_split_codes_turn_kernel(
     sizes,  # HEADS, and query heads per key-value head
     DEPTH: tl.constexpr,
     CHUNK: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # query heads that one program turns by the same map
+    AT_ONCE: tl.constexpr,  # query heads that one program rotates by the same map
 ):
     """Rotate queries in the same way as the keys of an aligned layer were rotated."""
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
@@ -698,7 +699,7 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     CHUNK: tl.constexpr,
     MERGED_BLOCK: tl.constexpr,
     EXACT_BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # rows that one program turns by the same map
+    AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
     """Combine partial results, and rotate the part of the result that comes from merged tokens back

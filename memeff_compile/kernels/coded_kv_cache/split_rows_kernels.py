@@ -21,7 +21,7 @@ from .split_codes_kernels import _pair_of, _seen
 @triton.jit
 def _attend(
     bases,
-    at,  # rows of the tile, which of them are loaded, and which count
+    at,  # rows of the tile, which of them are loaded, and which are visible
     norms,  # (TILE,) fp32
     q,  # (D, ROWS)
     scale,

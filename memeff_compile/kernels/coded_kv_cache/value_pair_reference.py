@@ -35,7 +35,7 @@ def append(
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # keys and values of the upper layer
     bits: int,  # of a key's code
-    recent: int,  # tokens at the end that are never in codes
+    recent: int,  # latest tokens, which are never stored as codes
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how values are merged
     *,

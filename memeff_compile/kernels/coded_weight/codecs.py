@@ -48,8 +48,8 @@ class Room:
     """Spare memory in lists whose length depends on a weight's values, so that later values of the
     weight fit, too."""
 
-    share: float = 0.0  # more than is needed now, as a share of it
-    least: int = 0  # more than is needed now, in elements
+    share: float = 0.0  # memory beyond what is needed now, as a share of that
+    least: int = 0  # memory beyond what is needed now, in elements
 
     def length(self, needed: int) -> int:
         """Return how many elements to allocate for a list of which `needed` elements are used."""
@@ -168,7 +168,7 @@ class Outcome:
         """Wait for the GPU and return whether all lists were long enough."""
         if self._event is not None:
             self._event.synchronize()
-        elif self._needed.is_cuda:  # the refuge may not be written yet
+        elif self._needed.is_cuda:  # the spill buffer may not be written yet
             torch.cuda.synchronize(self._needed.device)
         needed = self._needed
         if self._refuge is not None:
@@ -512,7 +512,8 @@ def fuses(
     shape: Sequence[int],  # (N, K) of the weight
     device: torch.device | None = None,  # the weight's device; for one token any
     *,
-    trains: bool = False,  # a gradient is needed: products then have the dense layer's bits
+    # a gradient is needed: products then equal those of a dense layer bit for bit
+    trains: bool = False,
 ) -> bool:
     """Return whether the kernel of a product with a given number of tokens decodes the weight
     itself."""

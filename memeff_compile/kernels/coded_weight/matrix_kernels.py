@@ -429,7 +429,7 @@ def _matrix_tile(
         given = (its_token, tokens_count, length)
         acc = _later_patches(acc, x_ptr, lists, patches, found, *given, C, 1)
     else:
-        # Patches come first, as the codes of the first group are on their way.
+        # Patches are added first, while the codes of the first group are being loaded.
         given = (its_token, tokens_count, length)
         if C.PATCHES == 32:
             acc = patched(acc, x_ptr, lists, patches, found, *given, C)
@@ -755,7 +755,7 @@ def _coded_weight_matrix_win4_wide_kernel(
         following_second = _half_operand(code, (sign, later), power, norms, 1, left, C)
         far = origin + gl.minimum(half + 1, halves - 1)
         norms_0, norms_1, norms_2, norms_3 = _half_norms(norms_ptr, its_groups, far, is_row, C)
-        # All products except the latest are done, so their slot is free.
+        # All products except the latest are complete, so their slot in shared memory is free.
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         second = following_second
         before = step - 1 + C.X_STAGES

@@ -248,9 +248,9 @@ def trained_product(given: Product, folds: bool) -> Tensor:
 
     An inner compiler sees an ordinary linear: it may split off the bias, and it calls the linear
     with less overhead than a custom op. The op that decodes gets x as its argument `at`, so the
-    compiler cannot decode a weight before its layer's input x exists, nor decode once what several
-    layers share. For weights that require gradients, inputs with unusual strides are copied into
-    contiguous rows.
+    compiler can neither decode a weight before its layer's input x exists, nor decode a weight only
+    once if several layers share it. For weights that require gradients, inputs with unusual strides
+    are copied into contiguous rows.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):

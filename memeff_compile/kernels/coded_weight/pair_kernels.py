@@ -286,7 +286,9 @@ def _coded_weight_pair_patches_kernel(
             is_patch = is_tier_patch(pattern.to(tl.int32), header_ptr)
             count = is_patch.to(tl.int32)
             found = tl.sum(count, 0)
-            if found > 0:  # seldom: a prefix sum costs more than reading the weights
+            # only for the few chunks with patches: a prefix sum takes longer than reading the
+            # weights
+            if found > 0:
                 rank = at + tl.cumsum(count, 0) - count
                 is_patch &= rank < room
                 tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)

@@ -42,7 +42,7 @@ class MatrixTile:
     tokens: int
     warps: int  # each has a share of the columns
     patches: int = 32  # patches that a warp multiplies at once
-    is_early: bool = False  # two groups of codes are loaded before anything is awaited
+    is_early: bool = False  # two groups of codes are loaded before the program waits for the first
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class WideTile:
 
     rows: int  # 64 or 128, of the weight
     tokens: int  # of x; a power of two
-    x_stages: int = 4  # pieces of 64 columns of x in shared memory
-    stages: int = 3  # pieces of 128 columns of codes there
+    x_stages: int = 4  # blocks of 64 columns of x in shared memory
+    stages: int = 3  # blocks of 128 columns of codes in shared memory
     splits: int = 1  # programs that share the columns of a row
     whole: int = 0  # the first tiles of rows, which have a program each nevertheless
 

@@ -207,15 +207,16 @@ class CodedWeight(Tensor):
     """A weight that is stored in compressed form."""
 
     codec: str  # its name, as `encode` takes it
-    room: codecs.Room  # spare room of lists that have to be made again
+    room: codecs.Room  # spare memory of lists that have to be allocated again
     place: torch.device  # of the parts
-    shares_with: CodedWeight | None = None  # the weight whose parts `.data` and `.detach()` show
-    piece: Tensor | None = None  # the memory of all parts, where they are one piece
+    # the weight whose coded tensors `.data` and `.detach()` share
+    shares_with: CodedWeight | None = None
+    piece: Tensor | None = None  # the memory of all coded tensors, if they lie in one allocation
     unsettled: Unsettled | UnsettledTogether | None = (
         None  # a new value that may still turn out not to have fitted
     )
-    times_anew: int = 0  # how often the weight was encoded into new parts
-    decodes_for_ops = True  # a rewrite may pass it to an op that gets it decoded
+    times_anew: int = 0  # how often the weight was encoded into newly allocated tensors
+    decodes_for_ops = True  # a pass may hand the weight to an op that takes the decoded weight
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
     @staticmethod
@@ -238,12 +239,12 @@ class CodedWeight(Tensor):
 
     def __init__(
         self,
-        # in the order of `parse(codec).parts`, or one piece of memory that has all of them
+        # in the order of `parse(codec).parts`, or one allocation that contains all of them
         parts: Sequence[Tensor],
         codec: str = "",  # the codec's name
         shape: Sequence[int] = (),  # of the weight
         requires_grad: bool = False,  # as of any tensor
-        # spare room of lists that have to be made again
+        # spare memory of lists that have to be allocated again
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
         """Create the weight from the coded tensors that `op.encode` returned."""

@@ -22,7 +22,8 @@ def bytes_before(
     *,
     dtype: torch.dtype,  # dtype of the table
     compiled: bool = True,  # compiled by Inductor, or run op by op
-    # rows of a rank if DTensor splits the table by rows and no tied head gives a gradient
+    # rows of a rank if DTensor splits the table by rows and no output projection that shares the
+    # weight gives a gradient
     held: Size | None = None,
 ) -> sympy.Expr:
     """Return the bytes of the V x D buffers that the embedding's gradient needs without the op

@@ -138,8 +138,8 @@ class _TiedEmbedding(torch.autograd.Function):
             alone = embedding_backward(grad_rows, places, ctx.places.vocab, padding_idx)
             # with create_graph=True every step must stay differentiable
             return alone if grad_weight is None else grad_weight + alone, None, None, None
-        # This buffer has no other reader: the graph feeds the table only to fused heads, whose
-        # backward ops return fresh tensors.
+        # No other code reads this buffer: in the graph, only fused losses read the table, and their
+        # backward ops return new tensors.
         embedding_accumulate(grad_weight, grad_rows, places, padding_idx)
         return grad_weight, None, None, None
 

@@ -384,8 +384,8 @@ class ByRows(RowWalk):
             self.splits = splits_of(*sizes, shapes, needs_weight=of_weight)
         if self.splits > 1:
             self.parts = self.floats(self.splits - 1, self.step, self.depth)
-        # Per block: a counter of the products, and a flag for a base that was far off. Each block
-        # has a multiple of 16 bytes, so that all use the same compiled kernels.
+        # For each block: a counter for the products' tiles, and a flag that says whether a base was
+        # far off. Each block has a multiple of 16 bytes, so that all use the same compiled kernels.
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
@@ -415,7 +415,7 @@ class ByRows(RowWalk):
 
             kernel = specialized._linear_cross_entropy_hopper_specialized_products_kernel
             parts, splits, slices = [self.scales, self.parts], [self.splits], SLICE
-            del constants["num_stages"]  # this kernel sets its stages itself
+            del constants["num_stages"]  # the kernel itself chooses the number of pipeline stages
             constants |= {"BM": rows, "HAS_SCALES": self.scales is not None}
             constants["LAST"] = block.stop == self.extent
         # Arguments of gradients that are not requested are never read, but some tensor must be
@@ -423,7 +423,7 @@ class ByRows(RowWalk):
 
         may_rest = block.number > 0
         if self.scales is not None and block.stop == self.extent:
-            may_rest = False  # the sums have to become bf16
+            may_rest = False  # the sums must be converted to bf16
         scaled = self.weight if factor is None else factor
         written = self.x if self.grad_weight is None else self.grad_weight
         wide = step, columns

@@ -42,7 +42,7 @@ from .._head_loss.logits_kernels import (
 )
 from .._triton.products_kernels import dot
 
-# Logarithms of probabilities are cut off at this number: exp2 of it is 0, and 0 times it is 0,
+# Logarithms of probabilities are cut off at this number, whose exp2 is 0: 0 times this number is 0,
 # whereas 0 times minus infinity is nan.
 LOWEST = tl.constexpr(-256.0)
 # Lower bound for the share of a row's mass in this rank's classes when its target is among them: X
@@ -282,7 +282,7 @@ def _linear_cross_entropy_hopper_gradient_kernel(
     rows_here = group_rows
     if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
-        if not C.GATHER:  # a walk with GATHER processes all rows at once
+        if not C.GATHER:  # a loop with GATHER processes all rows at once
             rows_here = tl.minimum(group_rows, tl.maximum(rows_here - first_row, 0))
     row_blocks = tl.cdiv(rows_here, C.BM)
     tiles = row_blocks * tl.cdiv(width, C.BN)
@@ -695,7 +695,7 @@ def _linear_cross_entropy_hopper_products_kernel(
     width,
     vocab,
     depth,
-    C: tl.constexpr,  # ADD: to grad_weight; MAY_REST: leave that alone where no rows count
+    C: tl.constexpr,  # ADD: to grad_weight; MAY_REST: do not write it in blocks without rows
 ):
     """Write the hidden states' gradient (dE) of a block of rows, and add the block's contribution
     to the weight's gradient (dC), in one launch.

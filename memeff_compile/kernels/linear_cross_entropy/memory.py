@@ -129,7 +129,7 @@ def bytes_after(
     has_sums = itemsize == 2 and training and not given.goes_by_rows
     sums = 4 * n * d if has_sums else sympy.Integer(0)
     if engine in ("hopper", "library"):
-        # state, the five results, the cotangents made contiguous, target checks
+        # state, the five results, contiguous copies of the results' gradients, target checks
         return pieces.bytes + sums + 64 * n
     # 16-bit: hidden in fp32, two blocks of the weight in fp32 and its gradient before rounding
     widened = 4 * n * d + 12 * pieces.columns * d if itemsize == 2 else sympy.Integer(0)
@@ -236,7 +236,7 @@ def hopper_bytes(
     if rows.is_number:
         height = hopper_rows(int(rows), depth, vocab, workspace, shapes)
         return sympy.Integer(walk_bytes(int(rows), height, depth, vocab, shapes))
-    # The walk of a tile, with all partial sums, counted for each tile of the rows.
+    # The bytes for a block of one tile, with all partial sums, counted for each tile of the rows.
     least = walk_bytes(2 * shapes.rows, shapes.rows, depth, vocab, shapes)
     tallest = least + 4 * (MOST_SPLITS - 1) * shapes.rows * depth
     limit = AUTO_BYTES

@@ -193,7 +193,7 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 class _Shard(NamedTuple):
     """The arguments of `linear_cross_entropy_total_shard`."""
 
-    loss: ScalarLoss  # targets are classes of the whole head
+    loss: ScalarLoss  # targets are classes of the whole output projection
     counts: Tensor  # (P,) int64: how many rows each rank has
     shard: Shard
     group: str

@@ -40,8 +40,9 @@ from .shapes import (
 )
 from .walk import kept_rows
 
-# exp of it is 0 in fp32 and in fp64. Logarithms of probabilities are cut off here where they are
-# multiplied by that probability, so that an impossible column (-inf) adds 0 and not nan.
+# A number whose exp is 0 in fp32 and in fp64. Logarithms of probabilities are cut off at this
+# number before they are multiplied by the probabilities, so that an impossible column (-inf) adds 0
+# and not nan.
 LOG_ZERO = -1000.0
 
 
@@ -168,7 +169,7 @@ class Backward(Differentiating):
             if settings.with_logit_sum:
                 grads = grads._replace(logit_sum=grads.logit_sum.masked_fill(is_ignored, 0))
             if not settings.keeps_ignored_rows:
-                # exp(z - inf) is 0, so whatever their logits, these rows get no gradient.
+                # exp(z - inf) is 0, so ignored rows get no gradient, whatever their logits are.
                 self.lse = self.lse.masked_fill(is_ignored, torch.inf)
         scale = settings.scale
         self.factors = _Factors(
@@ -283,7 +284,8 @@ class Total(Statistics, Differentiating):
             self.step = self.ranks.height
             if self.kept is None and given.ignore_index is not None:
                 self.kept = counted_first(target)
-        # All ranks exchange equally often for any targets: also for blocks in which no row counts.
+        # All ranks exchange statistics equally often, whatever the targets: also for blocks in
+        # which all rows are ignored.
         self.extent = counted if self.ranks is None else rows
         self.buffer = hidden.new_empty(min(self.step, counted), len(weight), dtype=self.dtype)
 
@@ -343,7 +345,7 @@ class Total(Statistics, Differentiating):
         if self.slope is not None:
             g.mul_(self.slope)
         if self.is_ignored is not None and not self.leaves_out:
-            g.masked_fill_(self.is_ignored, 0)  # also where a row of nan was to be left out
+            g.masked_fill_(self.is_ignored, 0)  # also if an ignored row contains nan
         if self.sums is not None:
             self.sums.addmm_(g.t(), self.x)
         if self.bias_sums is not None:

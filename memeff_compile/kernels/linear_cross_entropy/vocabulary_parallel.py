@@ -176,7 +176,7 @@ def merge(part: Part, every: Tensor) -> RowResults:
         logit_sum = next(numbers).sum(0)
     if settings.with_entropy:
         entropy = (share.exp() * (next(numbers) - share)).where(share > -torch.inf, 0).sum(0)
-    if settings.with_top:  # of equals the first rank's, which has the lower class
+    if settings.with_top:  # of equal logits, that of the first rank, which has the lower class
         best = next(numbers).argmax(0, keepdim=True)
         top = next(numbers).view(_INTEGERS[lse.dtype]).gather(0, best)[0].long()
     if not settings.keeps_ignored_rows:

@@ -52,7 +52,7 @@ class Call(NamedTuple):
     dtype: torch.dtype  # likewise
     depth: int  # likewise
     with_top: bool  # whether the likeliest class of a row is asked for
-    is_adapted: bool  # whether the head has a LoRA part
+    is_adapted: bool  # whether the output projection has a LoRA adapter
     is_contiguous: bool  # whether rows of the weight follow each other in memory
 
 
@@ -63,10 +63,12 @@ class Engine(NamedTuple):
     how: str
     needs: str
     serves: Callable[[Call], bool]
-    # whether it makes the gradients of one number in the walk that makes its loss: by the dtype,
-    # and whether the head has a LoRA part and a weight that is trained
+    # whether one loop computes both a loss that is a single number and the loss's gradients; the
+    # arguments are the dtype, whether the output projection has a LoRA adapter, and whether its
+    # weight is trained
     has_one_walk: Callable[[torch.dtype, bool, bool], bool]
-    filters: tuple[torch.dtype, ...] = ()  # dtypes in which it has a gradient filter
+    # dtypes in which the implementation has a gradient filter
+    filters: tuple[torch.dtype, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.how} ({self.needs})"
@@ -97,7 +99,7 @@ ENGINES = {
             "products in Triton that keep only statistics and gradients of the logits",
             "CUDA, compute capability 9.0; bf16, fp16",
             _hopper_serves,
-            # fp16 has not the range for gradients that are scaled afterwards.
+            # The range of fp16 is too small for gradients that are scaled afterwards.
             lambda dtype, is_adapted, trains_weight: dtype == torch.bfloat16,
             filters=(torch.bfloat16,),
         ),
@@ -106,7 +108,7 @@ ENGINES = {
             "library products in fp32 and one Triton pass per piece of the vocabulary",
             "CUDA, compute capability 8.0 or later; bf16, fp16, fp32",
             lambda call: kernels_serve(call.device, call.dtype),
-            # A trained head's gradient would be rounded, or kept in fp32, once per block.
+            # The gradient of a trained weight would be rounded once per block, or stored in fp32.
             lambda dtype, is_adapted, trains_weight: is_adapted and not trains_weight,
             filters=(torch.bfloat16,),
         ),
@@ -213,7 +215,7 @@ def makes_gradients_in_forward_adapted(
     device: torch.device,  # of the hidden states
     dtype: torch.dtype,  # likewise
     *,
-    trains_weight: bool,  # whether the head's own weight has a gradient
+    trains_weight: bool,  # whether the output projection's own weight has a gradient
     workspace: int = 0,  # as for the op
 ) -> bool:
     """Return whether to compute a loss that is a single number in one loop, for an output
@@ -377,7 +379,8 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
     of_nll = given.row_gradients(nll.dtype)
     grads = RowGradients(of_nll, torch.zeros_like(lse), found.logit_sum, found.entropy)
     if ranks is not None:
-        # A target on another rank is pulled up there; all ranks push all their classes down.
+        # The rank that has the target raises the target's logit; every rank lowers the logits of
+        # all its classes.
         grads = grads._replace(nll=of_nll.where(here, 0), lse=of_nll.where(elsewhere, 0))
         met = _met(ranks, lse, nll.where(here, 0), counted_first(given.target))
         lse, nll = (each.where(here | elsewhere, 0) for each in met)

@@ -110,7 +110,8 @@ class _Walk(ABC):
         self.gradient = self.kept.view(dtype)[:, :vocab]
         self.shapes = shapes_for(hidden.device)
         self.strip: Tensor | None = None
-        # of each side, the maximum of a row and tile, and the sum of exponentials relative to it
+        # for student and teacher, the maximum of each row and tile, and the sum of exponentials
+        # relative to that maximum
         sums = (self.sides, 2, height, self.tiles)
         self.lent: Tensor | None = None
         if self.slots.is_lent and self.grad_weight is not None:
@@ -260,7 +261,8 @@ class _Divergence(_Walk):
     def block(self, slot: int, here: slice) -> None:
         given, height, rows = self.given, self.slots.rows, here.stop - here.start
         student = self.student(slot, here)
-        # If the slot is not lent, the one after the student's, which is free again afterwards.
+        # If the weight's gradient lends no memory, the slot after the student's, which is free
+        # again afterwards.
         lent = self.kept[(slot + 1) * height :] if self.lent is None else self.lent
         teacher = lent[:rows]
         self.keep(

@@ -81,7 +81,7 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
             v_sum += tile
             low = tl.minimum(low, tl.where(is_place[:, None], tile, HUGE))
             high = tl.maximum(high, tl.where(is_place[:, None], tile, -HUGE))
-        else:  # the last key stands for those after it, which changes no extreme
+        else:  # positions after the last key read the last key, which changes no extreme
             place = tl.minimum(place, keys - 1)
             tile = _load_tile(v, place, place >= 0, depth, C)
             v_sum += tile * is_one[:, None]
