@@ -1,8 +1,8 @@
 """The backward pass of losses whose forward pass already computes the operands' gradients.
 
-Such an op returns the total loss and the total's gradients with respect to the operands. The op's
-backward pass only multiplies these gradients by the gradient of the total loss: in place if no
-other code can read them, otherwise into new tensors.
+An op with such a forward pass returns the total loss and the total's gradients with respect to the
+operands. The op's backward pass only multiplies these gradients by the gradient of the total loss:
+in place if no other code can read them, otherwise into new tensors.
 """
 
 from __future__ import annotations

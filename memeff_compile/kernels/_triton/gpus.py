@@ -28,7 +28,9 @@ class Gpu(NamedTuple):
 
     @property
     def is_nvidia(self) -> bool:
-        """Return whether NVIDIA made the GPU, so that its capability has NVIDIA's meaning."""
+        """Return whether NVIDIA made the GPU, so that its compute capability has the meaning that
+        NVIDIA defines.
+        """
         return self.vendor == NVIDIA
 
     @property

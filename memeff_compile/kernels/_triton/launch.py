@@ -2,8 +2,8 @@
 kernels are found by a short key.
 
 A kernel with many constants takes them as one argument, C, and passes C on to device functions.
-Names of constants are capitalised, for the caller and in the kernel: `start(kernel, grid, x,
-ROWS=64)` is C.ROWS == 64 in the kernel.
+Names of constants are capitalised: after `start(kernel, grid, x, ROWS=64)`, the kernel reads C.ROWS
+as 64.
 
 At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
 a key from all of them. For a kernel with thirty arguments, this work takes longer than many kernels

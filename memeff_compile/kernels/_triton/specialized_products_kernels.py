@@ -180,11 +180,10 @@ def _sum(
 
 @gluon.jit
 def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
-    """Store some columns of a tile of the hidden states' gradient (dE) as a partial sum, which the
-    last program completes.
+    """Store some columns of a tile of the hidden states' gradient (dE) as a partial sum.
 
-    The last program adds up all partial sums, multiplies the total by the scale and writes the
-    result.
+    The last program that finishes its partial sum adds up all partial sums, multiplies the total by
+    the scale and writes the result.
     """
     grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs
     block, first = at

@@ -5,7 +5,7 @@ tokens, so it waits for the GPU if the cache is on one. Arithmetic runs in float
 for float64 caches. Scales are stored in the cache's dtype, and codes are computed with these stored
 scales.
 
-Papers: KIVI (per-channel keys, per-token values), BitNet a4.8 (one scale per head).
+Papers: KIVI (scales per channel for keys, per token for values), BitNet a4.8 (one scale per head).
 """
 
 from __future__ import annotations

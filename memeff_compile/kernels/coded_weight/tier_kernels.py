@@ -78,8 +78,9 @@ def _windows(header_ptr):
 
 @triton.jit
 def _take(first_codes, FIELD: tl.constexpr, second, third, windows):
-    """Return the exponent that belongs to one 2-bit code, and the bits that remain in the second
-    and third stream."""
+    """Return the exponent that belongs to one 2-bit code, and the remaining bits of the second and
+    the third stream.
+    """
     narrow, middle, wide = windows
     code = (first_codes >> (2 * FIELD)) & 3
     in_second = code == 3

@@ -3,8 +3,8 @@ tensors, autograd.
 
 The forward pass has no side effects and saves gate, up and the weight. The backward pass copies
 gate and up and calls `gated_linear_backward`, which overwrites the copies with the gradients. The
-GPU's matrix library computes the products; this folder's kernels compute the elementwise steps
-between them.
+GPU's matrix library computes the matrix products; this folder's kernels compute the elementwise
+steps between these products.
 """
 
 from __future__ import annotations

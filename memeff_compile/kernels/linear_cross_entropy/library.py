@@ -26,10 +26,11 @@ On an H200, forward plus backward pass take at least this many seconds:
     + 10 NV / 4.28e12       S read in forward; S read and G written in backward (16-bit inputs)
     + 8 ND * blocks / 4.28e12   dE read and written once per block
     (+ 8 NV / 4.28e12       S written twice, partly hidden behind the product that writes it)
-For N, D, V = 16384, 2048, 128256: 43.6 + 4.9 + 2.0 (+ 3.9) ms. For N, D, V = 8192, 2304, 256000 it
-is 48.9 + 4.9 + 2.4 (+ 3.9) ms. A frozen output projection with an adapter takes at least 2 * 2NDV /
-790e12 and, in 16 bits, 26 NV / 4.28e12 seconds (S written, added to and read twice; G written once
-and read by three products). For N, D, V = 8192, 4096, 128256 that is 21.8 + 6.4 ms.
+For N, D, V = 16384, 2048, 128256, these terms are 43.6 + 4.9 + 2.0 (+ 3.9) ms; for N, D, V = 8192,
+2304, 256000, they are 48.9 + 4.9 + 2.4 (+ 3.9) ms. A frozen output projection with an adapter takes
+at least 2 * 2NDV / 790e12 and, in 16 bits, 26 NV / 4.28e12 seconds (S written, added to and read
+twice; G written once and read by three products). For N, D, V = 8192, 4096, 128256 that is 21.8 +
+6.4 ms.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class How(NamedTuple):
 class Pieces(NamedTuple):
     """The size of the blocks of logits that exist at one time.
 
-    Its fields are the bytes of these blocks, and the number of columns whose weights are copied.
+    The fields are the bytes of these blocks, and the number of columns whose weights are copied.
     """
 
     bytes: sympy.Expr

@@ -3,11 +3,11 @@
 For 16-bit and fp32 inputs, matrix products are fp32 and are not rounded before exp; for fp64 inputs
 they are fp64. Gradients of the logits are computed in full precision, including the target's term.
 For a loss per row, this implementation processes blocks of classes, and rounds the gradients of the
-logits once to the input dtype, like `library`. For a loss that is a single number, it processes
-blocks of rows: it computes a block's logits once for the whole vocabulary, reduces them to row
-statistics, and then overwrites them with their gradient. The weight's gradient is summed over the
-blocks in fp32 (fp64 for fp64). On a CPU, rows with an ignored target are left out, because reading
-the targets there does not wait for a device.
+logits once to the input dtype, as the implementation `library` does. For a loss that is a single
+number, this implementation processes blocks of rows: it computes a block's logits once for the
+whole vocabulary, reduces them to row statistics, and then overwrites them with their gradient. The
+weight's gradient is summed over the blocks in fp32 (fp64 for fp64). On a CPU, rows with an ignored
+target are left out, because reading the targets there does not wait for a device.
 """
 
 from __future__ import annotations

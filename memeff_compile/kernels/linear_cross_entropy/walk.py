@@ -256,7 +256,7 @@ def makes_gradients_in_forward_over_ranks(
 
 
 def forward(engine: Any, given: Operands, settings: Settings) -> RowResults:
-    """Compute the results of every row with an implementation."""
+    """Compute the results of every row with the given implementation."""
     with on_device(given.hidden):
         walk = engine.forward(given, settings)
         for block in walk.blocks():
@@ -273,7 +273,7 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the gradients that `output_mask` requests, with an implementation."""
+    """Compute the gradients that `output_mask` requests, with the given implementation."""
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
         for block in walk.blocks():
@@ -283,7 +283,7 @@ def backward(
 
 
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute a single number and its gradients in one loop, with an implementation.
+    """Compute a loss that is a single number, and its gradients, in one loop of an implementation.
 
     If ranks split the classes, each block also has a step `meet`, which exchanges statistics of the
     block's rows.
@@ -364,8 +364,8 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 
 
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute a single number and its gradients by an implementation's forward pass and then its
-    backward pass.
+    """Compute a loss that is a single number, and its gradients, by an implementation's forward
+    pass and then its backward pass.
 
     If ranks split the classes, they exchange statistics between the two passes, as often as in one
     loop.

@@ -259,8 +259,9 @@ def slots_for(
 
 
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
-    """Return how many rows of a teacher's logits, and of all sums, fit into the memory of a
-    weight's gradient."""
+    """Return for how many rows a teacher's logits, and the maxima and sums of both sides' tiles,
+    fit into the memory of a weight's gradient.
+    """
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)
     )

@@ -73,7 +73,7 @@ def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
 
 
 class _Call(NamedTuple):
-    """The arguments of the op; all arguments after the tables are passed by keyword."""
+    """The arguments of the op; all arguments after `key_ids` are passed by keyword."""
 
     q: Tensor
     k: Tensor

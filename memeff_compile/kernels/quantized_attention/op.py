@@ -65,8 +65,9 @@ def _unlike_settings(level: str, granularity: str, smooth: str | None) -> str | 
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for tensors of a given device,
-    dtype and head dimension."""
+    """Return the name of the implementation, a key of `ENGINES`, for tensors of a given device and
+    dtype.
+    """
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 

@@ -222,8 +222,7 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     """Return a number per channel by which queries are divided and keys are multiplied.
 
     After this scaling, queries and keys have the same energy (sum of squares) in each channel, and
-    the average energy is unchanged. The numbers per channel are powers of two, so 16-bit queries
-    and keys stay exact.
+    the average energy is unchanged. The numbers per channel are powers of the square root of two.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY
