@@ -416,8 +416,8 @@ class CodedWeight(Tensor):
             return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
-        """Overwrite a gradient that `steps` allows with the weight after an optimizer step, like
-        `codecs.step`.
+        """Overwrite a gradient, for which `steps` has returned True, with the weight after an
+        optimizer step, like `codecs.step`.
 
         The weight is invalid until its new value is stored, with this function's result passed as
         `counts`.

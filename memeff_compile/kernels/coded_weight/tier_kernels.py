@@ -200,7 +200,7 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
     """Count a chunk's words in the second stream, its words in the third stream, and its patches
     (weights stored whole).
 
-    A patch is a weight whose exponent is outside of all windows, so the weight is stored whole.
+    A weight is stored whole, as a patch, if its exponent is outside of all windows.
     """
     chunk = tl.program_id(0).to(tl.int64)
     windows = _windows(header_ptr)

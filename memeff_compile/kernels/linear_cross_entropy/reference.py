@@ -389,7 +389,9 @@ def _rows(
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Return `rows` rows: `part` at the indices `kept`, and zeros in the other rows."""
+    """Return a tensor with `rows` rows that contains the rows of `part` at the indices `kept`, and
+    zeros in all other rows.
+    """
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole

@@ -193,8 +193,8 @@ def makes_gradients_in_forward(
     loop.
 
     Three settings need a second loop that computes the logits again: the gradient filter
-    `published`, a filter of only one gradient, and the minimal workspace without a filter. The
-    range of fp16 is too small for gradients that are scaled afterwards.
+    `published`, a filter that applies to only one gradient, and the minimal workspace without a
+    filter. The range of fp16 is too small for gradients that are scaled afterwards.
     """
     if filter_parts != "both" or dtype == torch.float16:
         return False
