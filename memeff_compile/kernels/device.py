@@ -26,7 +26,9 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """The planned device, and its kind of GPU, for which implementations are chosen."""
+    """A device for which implementations are chosen instead of the tensors' device (the planned
+    device), and its kind of GPU.
+    """
 
     device: torch.device
     gpu: Gpu
@@ -57,7 +59,9 @@ def where_it_runs(device: torch.device) -> torch.device:
 
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the Triton kernels support a dtype on a device, or on the planned device."""
+    """Return whether the Triton kernels support a dtype on a device, or on the planned device if
+    there is one.
+    """
     device = where_it_runs(device)
     return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)
 
@@ -163,8 +167,9 @@ def _has_gpu() -> bool:
 
 
 def speed_note(device: torch.device) -> str:
-    """Return a remark on the speed measured on a device, or "" if that kind of GPU is not
-    present."""
+    """Return a remark that says whether speed was measured on the present GPU, or "" if no GPU is
+    present or a device is planned.
+    """
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return ""
     name = torch.cuda.get_device_name(_index(device))

@@ -24,8 +24,8 @@ _DIRECT: list[Any] = []
 def op(
     schema: str,  # name, arguments and results
     compute: Function,  # serves every device
-    # returns empty results; without it `compute` is composed of other ops, and
-    # a compiler sees those
+    # returns empty results; without this argument, `compute` is composed of other ops, which a
+    # compiler sees
     fake: Function | None = None,
     *,
     backward: Function | None = None,  # as `torch.library.register_autograd` takes them
@@ -48,7 +48,8 @@ def op(
     found = getattr(torch.ops.memeff, name).default
     found.compute = compute
     if direct is not None:
-        found.direct = direct  # code from a cache calls it, even if this process compiled no graph
+        # code from Inductor's cache calls this function, even if this process compiled no graph
+        found.direct = direct
         _DIRECT.append(found)
     return found
 

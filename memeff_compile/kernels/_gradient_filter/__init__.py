@@ -1,8 +1,9 @@
-"""Loops over blocks of rows that drop unlikely classes from a loss's gradients: the published
-filter, and two others.
+"""Loops over blocks of rows (tokens) that leave unlikely classes out of a loss's gradients.
 
-The filter of the Cut Cross-Entropy paper (arXiv 2411.09009, section 4.3) and the filters `mass` and
-`block` replace the loops of an implementation of `linear_cross_entropy`, which imports them when a
-call requests a filter. `levels` says in which calls the filters drop classes, and `shapes` contains
-their sizes. Losses and bias gradients are exact with every filter.
+Three gradient filters choose these classes: `published`, the filter of the Cut Cross-Entropy paper
+(arXiv 2411.09009, section 4.3), and this package's filters `mass` and `block`. The loops in this
+folder replace those of an implementation of `linear_cross_entropy`, which imports this package when
+a call requests a filter. The module `levels` says in which calls the filters drop classes, and the
+module `shapes` contains the sizes of tiles and launches. Losses and bias gradients are exact with
+every filter.
 """

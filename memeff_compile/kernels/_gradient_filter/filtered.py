@@ -1,28 +1,32 @@
 """Compute gradients under a gradient filter, without storing logits of classes that the filter
 drops.
 
-Rows are sorted by an estimate of their probability mass in unlikely classes, computed from the
-logits of a sample of classes; 128 consecutive rows form a group. One pass over all classes computes
-the statistics of the rows. The same pass scores each class in each group, by the sum (`mass`) or
-the maximum (`block`) of its probabilities in the group's rows, and sums for each row the
-probability mass below each of 31 levels. `mass` uses the highest level at which no row loses more
-than tau; `block` has only one level, eps. The filter always keeps a row's target class in the row's
-group.
+With the filters `mass` and `block`, rows (tokens) are sorted by an estimate of their probability
+mass in unlikely classes, computed from the logits of a sample of classes; 128 consecutive rows form
+a group. One pass over all classes computes the statistics of the rows. The same pass gives each
+class a score in each group: the sum (`mass`) or the maximum (`block`) of the class's probabilities
+over the group's rows. A level is a score below which a class is dropped. For each row and each of
+31 levels, the pass sums the probabilities of the classes that this level would drop. `mass` uses,
+in each group, the highest level at which no row loses more probability mass than tau; `block` has
+only one level, eps. In each group, the filter always keeps the target classes of the group's rows.
 
-Classes are then sorted by the groups that keep them, so that most tiles of 128 x 128 are either
-full or empty, whatever the token ids. Then the logits of the tiles that contain kept classes are
-computed again and multiplied, as many tiles at a time as fit into the workspace. In total this
-takes 1 + 3a matrix products, where a is the fraction of tiles that the filter keeps. The order of
-the classes is stored as V numbers; the weight and its gradient are read and written in their own
-order.
+Classes are then sorted by the set of groups in which the filter keeps them, so that in most tiles
+(128 rows x 128 classes) the filter keeps all classes or none, however the vocabulary is numbered.
+For the tiles that contain kept classes, the logits are computed again and turned into gradients,
+which are multiplied by the weight and by the hidden states, as many tiles at a time as fit into the
+workspace. In total this takes as long as 1 + 3a matrix products over all classes, where a is the
+fraction of tiles that the filter keeps. The sorted order of the V classes is stored as a list of V
+numbers; the weight and its gradient are not reordered in memory.
 
-A row's lost mass is distributed over its kept classes in proportion, so each row's sum (without the
-target) does not change. Without this redistribution, the logits of dropped classes would rise,
-because no step lowers them: each rises only a little, but after a hundred steps the loss is higher.
+The probability mass that a row loses is distributed over the row's kept classes, in proportion to
+their probabilities, so the sum of the row's gradients (without the target's) does not change.
+Without this redistribution, the logits of dropped classes would rise, because no optimizer step
+lowers them: each rises only a little, but after a hundred steps the loss is higher.
 
 `published` is the filter of the Cut Cross-Entropy paper: rows keep their order, classes are sorted
-by their mean logits, a tile is dropped if every |p - 1(target)| in it is below eps, and no mass is
-redistributed. The filter `published` needs the log-sum-exps before it can choose tiles.
+by their mean logits, and no mass is redistributed. A tile is dropped if |p - 1(target)| is below
+eps for all its elements; p is a class's probability, and 1(target) is 1 for a row's target and 0
+for other classes. The filter `published` needs each row's log-sum-exp before it can choose tiles.
 
 The kernels use only features that all supported GPUs have. Losses and bias gradients are exact with
 every filter.
@@ -68,14 +72,16 @@ from .shapes import (
 
 
 class Filtered(RowWalk):
-    """The buffers of a loop under a filter, and the kernel launches for each block of rows."""
+    """The buffers of a loop over blocks of rows under a gradient filter, and the kernel launches
+    for each block.
+    """
 
     def __init__(
         self,
         given: Operands,
         settings: Settings,
         output_mask: Sequence[bool],
-        values: Tensor | None = None,  # (5, N), compact, of a call whose log-sum-exps are known
+        values: Tensor | None = None,  # (5, N), compact, for a call whose log-sum-exps are known
     ) -> None:
         self.shapes: FilterShapes = filter_shapes_for(given.hidden.device)
         super().__init__(given, settings, output_mask, self.shapes)
@@ -272,7 +278,9 @@ class Filtered(RowWalk):
         )
 
     def gradients(self, block: Block) -> None:
-        """List the tiles that the filter keeps, and add their products to the gradients."""
+        """List the tiles that the filter keeps, multiply their logits' gradients by weight and
+        hidden states, and add the products to the results.
+        """
         self._list(block.number)
         first, here = block.first, block.stop - block.first
         scaled = self.scaled
@@ -371,8 +379,9 @@ class Filtered(RowWalk):
 
 
 class FilteredTotal(Filtered, Statistics):
-    """The loop for a loss that is a single number: it first estimates each row's log-sum-exp, then
-    computes it."""
+    """The loop for a loss that is a single number: the loop first estimates each row's log-sum-exp,
+    then computes it exactly.
+    """
 
     def __init__(self, given: ScalarLoss) -> None:
         super().__init__(Operands(*given[:4]), given.settings, given.output_mask)
@@ -411,8 +420,8 @@ class FilteredBackward(Filtered):
 
 
 class Both(Differentiating):
-    """Two loops, one after another, each for one gradient, because a filter may apply to only one
-    of them.
+    """Two loops that run one after the other: one with a filter, for the hidden states' or the
+    weight's gradient, and one without a filter, for the other gradients.
     """
 
     def __init__(self, *walks: Any) -> None:
@@ -433,8 +442,9 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The loops over blocks of rows under a gradient filter, with the same functions as the module
-    of an implementation."""
+    """The loops under a gradient filter, with the functions `forward`, `total` and `backward` that
+    the module of an implementation has.
+    """
 
     exact: Any  # the engine's module
 
@@ -445,7 +455,7 @@ class Walks(NamedTuple):
 
     @property
     def total(self) -> type[FilteredTotal]:
-        """Return the Python class that computes a loss that is a single number: `FilteredTotal`."""
+        """Return the class of the loop for a loss that is a single number: `FilteredTotal`."""
         return FilteredTotal
 
     def backward(
@@ -456,8 +466,9 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the loop that computes the gradients; a filter may drop classes for one gradient
-        or for both."""
+        """Return the loop that computes the gradients; the filter drops classes for the hidden
+        states' gradient, for the weight's, or for both.
+        """
         parts, rest = settings.filter_parts, list(output_mask[:3])
         if parts == "both":
             return FilteredBackward(grads, given, saved, settings, output_mask)

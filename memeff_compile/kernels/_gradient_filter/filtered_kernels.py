@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of the module `filtered`: they find the classes that the filter keeps for 128 rows,
-and multiply only those.
+and compute gradients only for these classes.
 
-Rows are sorted by an estimate of their probability mass in unlikely classes, and each TILE of them
-form one of up to 16 groups of a block. One pass over all classes computes the rows' statistics, a
-score for each class and group, and the probability mass that each row loses at each of LEVELS
-scores; the pass stores no logits. Each class then gets a 16-bit word, with one bit for each group
-of rows that keeps the class. Classes are sorted by these words, so that in nearly every tile the
-filter keeps either all classes or none. The logits of tiles that the filter keeps are computed
-again, CAPACITY tiles at a time, and stored as gradients up to one factor per row.
+Rows (tokens) are sorted by an estimate of their probability mass in unlikely classes. A group
+consists of TILE consecutive rows, and a block of at most 16 groups. One pass over all classes
+computes the rows' statistics and a score for each class and group. For each of LEVELS thresholds,
+the pass also computes the probability mass that each row would lose if the classes with lower
+scores were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one bit for
+each group of rows in which the filter keeps the class. Classes are sorted by these words, so that
+in nearly every tile the filter keeps either all classes or none. For the tiles that the filter
+keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are stored. A
+factor per row is missing in these stored gradients; the last kernel multiplies by it.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -28,7 +30,7 @@ from .._head_loss.logits_kernels import (
 )
 from .._triton.products_kernels import dot
 
-# Bits of a word: groups of TILE rows in a block of rows of the walk.
+# The number of bits of a word: one for each group of TILE rows in a block of rows.
 GROUPS = tl.constexpr(16)
 # The upper bound of scores, and the score of a class that is the target of one of the rows.
 LARGEST = tl.constexpr(3.0e38)
@@ -138,15 +140,15 @@ def _gradient_filter_estimate_kernel(
                 known = tl.where(_finite(highest), highest, 0.0)
             tl.store(base_ptr + compact, known)
         light = tail - base
-        # Rows of nan are the last ones that count.
+        # Rows of nan come last among the rows that are not ignored.
         tl.store(light_ptr + compact, tl.where(_finite(light), light, LARGEST))
 
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the thresholds (class scores) of the levels with the given indices.
+    """Return the scores below which the levels with the given indices drop a class.
 
-    The last level is higher than all scores, so that level drops every class.
+    The last level's score is higher than that of every class, so this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -179,7 +181,8 @@ def _gradient_filter_score_kernel(
     softcap,
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
-    """Score classes by the rows of a group, and sum the probabilities that each level would drop.
+    """Compute each class's score in a group of rows, and for each row the sum of the probabilities
+    that each level would drop.
 
     A program processes one group and some tiles of classes. A tile contains all rows of the group,
     so the scores of its classes are known while its logits are in registers. The filter always
@@ -256,12 +259,13 @@ def _gradient_filter_score_kernel(
                 else:
                     seen = tl.where(seen == seen, seen, LARGEST)
                     score = tl.max(seen, axis=0)
-                # nan counts, and is below the last level.
+                # A class with nan is kept: its score becomes the largest, which is below the last
+                # level.
                 score = tl.where(score < LARGEST, score, LARGEST)
                 there = score_ptr + group.to(tl.int64) * vocab + columns
                 tl.store(there, score, mask=columns < vocab)
                 is_under = (score[:, None] < levels[None, :]).to(hidden_desc.dtype)
-                # Zeros and ones times probabilities: only these are rounded.
+                # The product of zeros and ones with probabilities rounds only the probabilities.
                 sums = dot(x.to(hidden_desc.dtype), is_under, sums, C.UPCAST)
         there = chunk.to(tl.int64) * piece_rows + rows
         tl.store(stats_ptr + there, peak, mask=is_row)
@@ -310,7 +314,7 @@ def _gradient_filter_level_kernel(
     kept_ptr,
     # (N,) fp32, original: factors of losses; if HAS_LSE, (2, N), ranked: of p and of 1(target)
     factor_ptr,
-    level_ptr,  # (groups,) fp32 out: the least score of a class that counts
+    level_ptr,  # (groups,) fp32 out: the least score of a class that is kept
     scale_ptr,  # (R,) fp32 out: factor of the row's elements
     at_target_ptr,  # (R,) fp32 out: the row's element at its target
     nll_ptr,  # (N,) fp32 out, original rows, or None
@@ -324,15 +328,17 @@ def _gradient_filter_level_kernel(
     limit,  # the mass that a row may lose
     scale,
     softcap,
-    C: tl.constexpr,  # HAS_LSE: the base is the log-sum-exp; RESTORE: put lost mass on what stays
+    # HAS_LSE: the base is the log-sum-exp; RESTORE: distribute lost mass over the kept classes
+    C: tl.constexpr,
 ):
-    """Choose the level of a group, and compute the losses of its rows and the factors of their
-    gradients.
+    """Choose the level of a group (the score below which it drops classes), and compute the losses
+    of the group's rows and the factors of their gradients.
 
-    The level is the highest one at which no row loses more than the limit. A row's lost mass is
-    distributed over its kept classes (without the target) in proportion, so that its gradients have
-    the same sum as without a filter. Without this redistribution, the logits of classes that no
-    step lowers would rise during training.
+    The level is the highest one at which no row loses more probability mass than the limit. The
+    mass that a row loses is distributed over its kept classes (without the target), in proportion
+    to their probabilities, so that the row's gradients have the same sum as without a filter.
+    Without this redistribution, the logits of dropped classes would rise during training, because
+    no optimizer step lowers them.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -355,12 +361,12 @@ def _gradient_filter_level_kernel(
             mass = mass * 0.0 + 1.0
         mass = tl.where(is_row, mass, 1.0)
         lost = sums / mass[None, :]
-        # nan does not fit.
+        # A lost mass of nan is over the limit.
         is_over = tl.where((lost <= limit) | (is_row[None, :] == 0), 0, 1)
         fits = tl.max(is_over, axis=1) == 0
         chosen = tl.min(tl.where(fits, index, C.LEVELS), axis=0)
         level = tl.sum(tl.where(index == chosen, _level(index, highest, C), 0.0), axis=0)
-        # If no level fits, every class counts.
+        # If no level is within the limit, every class is kept.
         tl.store(level_ptr + group, tl.where(chosen < C.LEVELS, level, -1.0))
         lost_here = tl.sum(tl.where(index[:, None] == chosen, lost, 0.0), axis=0)
         rest = tl.sum(tl.where(index[:, None] == C.LEVELS - 1, lost, 0.0), axis=0)
@@ -444,8 +450,8 @@ def _gradient_filter_word_kernel(
     """Write one word per class, with a bit for each group of rows that keeps the class.
 
     The first group of rows has the highest bit of the word. After sorting by these words, classes
-    that the filter keeps in rarely used groups are next to each other. With the first group in the
-    highest bit, more tiles are filled completely than with the reverse order of bits.
+    that the same groups keep are next to each other. With this order of bits, the filter keeps all
+    classes of more tiles than with the reverse order.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -491,7 +497,7 @@ def _bits(words):
 @triton.jit
 def _gradient_filter_list_kernel(
     tile_word_ptr,  # (T,) int32
-    active_ptr,  # (1,) int32 out: how many tiles count
+    active_ptr,  # (1,) int32 out: how many tiles have a kept class
     group_start_ptr,  # (passes, starts) int32 out: where a group's slots start
     slot_tile_ptr,  # (passes, slots) int32 out: the tile of each slot
     pass_tile_ptr,  # (passes, 4) int32 out: the first tile of a pass, and the one after its last
@@ -504,8 +510,8 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that the filter keeps, in the order of one of the two products; one program
-    handles one group and pass.
+    """List the tiles that the filter keeps, in the order in which one of the two matrix products
+    needs them; one program handles one group of rows and one pass.
 
     One pass of the kernels covers consecutive tiles of classes, for all groups of rows.
     """
@@ -562,7 +568,7 @@ def _gradient_filter_fill_kernel(
     weight_ptr,  # (V, D) contiguous
     bias_ptr,
     packed_ptr,  # (slots * TILE, TILE) out: rows of a group by classes of a tile
-    slot_column_ptr,  # (slots * TILE,) int32 out: these classes; V for one that does not count
+    slot_column_ptr,  # (slots * TILE,) int32 out: these classes; V for one that is dropped
     word_ptr,  # (V,) int16, sorted
     column_order_ptr,  # (V,) int64
     pass_tile_ptr,  # (2,) of this pass
@@ -583,15 +589,17 @@ def _gradient_filter_fill_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the logits of the tiles of one pass again, and store their gradients up to one factor
-    per row.
+    """Compute the logits of the tiles of one pass again, and store the logits' gradients without
+    one factor per row, by which a later kernel multiplies.
 
-    The stored gradients are zero for classes that the filter drops in a group, unless WHOLE keeps
-    all elements of a tile.
+    The stored gradients are zero for classes that the filter drops in a group. If the constant
+    WHOLE is set, the filter keeps or drops tiles as a whole, and no element of a kept tile is
+    zeroed.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
-    # All groups of a tile run together: its rows of the weight stay in the L2 cache.
+    # Programs for all groups of a tile run together, so the tile's rows of the weight stay in the
+    # L2 cache.
     first = tl.load(tile_start_ptr + tl.load(pass_tile_ptr))
     stop = tl.load(tile_start_ptr + tl.load(pass_tile_ptr + 1))
     for at in range(first + tl.program_id(0), stop, tl.num_programs(0)):
@@ -635,7 +643,7 @@ def _gradient_filter_fill_kernel(
 
 @triton.jit
 def _part(tile, index: tl.constexpr, C: tl.constexpr):
-    """Return one of PARTS equal shares of a tile's columns."""
+    """Return share number `index` of the PARTS equal shares of a tile's columns."""
     part = halves_of(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
     if C.PARTS == 4:
         part = halves_of(part, C.TILE, C.BN // 2)[index % 2]
@@ -667,13 +675,14 @@ def _gradient_filter_products_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Multiply packed tiles by gathered rows of the weight and sum these products for the hidden
-    states' gradient (dE); also multiply packed tiles by rows of hidden states and add them to dC.
+    """Multiply packed tiles (the logits' gradients in the tiles that the filter keeps) by the
+    weight, for the hidden states' gradient (dE), and by the hidden states, for the weight's
+    gradient (dC).
 
     The tiles of the hidden states' gradient (dE) are computed first, because they take longest.
-    Programs compute the tiles of the hidden states' gradient of neighbouring groups at the same
-    time; they use the same rows of the weight, which therefore stay in the L2 cache. One program
-    computes all of a tile, so the order in which programs take tiles does not change the results.
+    Programs that run at the same time compute tiles of neighbouring groups; these tiles need the
+    same rows of the weight, which therefore stay in the L2 cache. One program computes all of a
+    tile, so the order in which programs take tiles does not change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0
@@ -763,8 +772,9 @@ def _gradient_filter_rows_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Add the partial sums of the hidden states' gradient (dE) in a fixed order, multiply them by
-    the row's scale, and write them to the rows' positions."""
+    """Add the partial sums of the hidden states' gradient (dE) in a fixed order, multiply each row
+    by its scale, and write the row to its original position.
+    """
     place = tl.program_id(0)
     if place < count_rows(kept_ptr, first_row, piece_rows, C):
         scale = tl.load(scale_ptr + place)

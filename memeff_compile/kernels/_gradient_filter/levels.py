@@ -1,5 +1,5 @@
-"""Gradient filters: their thresholds, the calls in which they drop classes, and the bytes that they
-need.
+"""The thresholds of the gradient filters, the calls in which the filters drop classes, and the
+bytes that the filters need.
 
 The module `filtered` computes gradients with these filters.
 """
@@ -21,24 +21,24 @@ from .shapes import (
 
 # The values that memeff.linear_cross_entropy may take.
 GRADIENT_FILTERS = ("exact", "mass", "block", "published")
-# Of which of the two gradients a filter may drop blocks.
+# The gradients for which a filter drops classes: both, the hidden states', or the weight's.
 FILTER_PARTS = ("both", "hidden", "weight")
 # eps of `block`, as the paper's code chooses it: the spacing of bf16 at 1, over 32.
 BLOCK_EPS = 2.0**-12
 # tau of `mass`: at most 1/64 of a row's softmax.
 MASS_TAU = 2.0**-6
 # If rows of the weight are shorter, the filter takes longer than the products that it saves: with
-# 896 features, 12.6 ms for the 10.0 of `exact` (`nvidia-h200/filters-without-logits.txt`).
+# 896 features it took 12.6 ms, and `exact` 10.0 ms (`nvidia-h200/filters-without-logits.txt`).
 LEAST_DEPTH = 2048
-# Levels that `mass` tries, from its tau down to a thousandth of that; `block` has one. The last is
-# above everything, and gives the sum of a row.
+# Levels that `mass` tries, from its tau down to a thousandth of that; `block` has one. The last
+# level is above all scores, and so gives the sum of a row.
 LEVELS, STEP = 32, 0.3125
 # The summed numbers were rounded to bf16; this factor of the bound allows for the rounding error.
 ROUNDING = 1.0 - 2.0**-8
 
 
 def filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
-    """Return the reason why a filter's settings are not supported, or None."""
+    """Return the reason why a filter's settings are not supported, or None if they are."""
     if gradient_filter not in GRADIENT_FILTERS:
         return (
             f"gradient_filter is {gradient_filter!r}; known filters are "
@@ -75,8 +75,9 @@ def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) 
 
 
 def filter_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
-    """Return an upper bound of the bytes that a filter needs: scores, packed tiles, sums of the
-    hidden states' gradient (dE), orders."""
+    """Return an upper bound of the bytes that a filter needs: for scores, the logits' gradients of
+    kept tiles, sums of the hidden states' gradient (dE), and the orders of rows and classes.
+    """
     tile = 128
     height = sympy.Min(FILTER_GROUPS * tile, sympy.ceiling(rows / tile) * tile)
     groups = height / tile

@@ -18,10 +18,11 @@ SAMPLED_ROWS = 2048
 CHECKED, WORDS, LISTED = 128, 512, 512
 # Features of a row that a program of the sum of dE reads at a time.
 SUMMED = 1024
-# Under a gradient filter: groups of rows in a block of rows, a bit each of a word of 16.
+# Groups of rows in a block of rows under a gradient filter; each group has one bit of a 16-bit
+# word.
 FILTER_GROUPS = 16
-# Bytes of a walk if the workspace is automatic; the most for sums of dE, unless one sum takes more;
-# the fewest for packed tiles.
+# Bytes of a loop over blocks if the workspace is automatic; the most of them for sums of dE, unless
+# a single sum takes more; the fewest for packed tiles.
 FILTER_BYTES = 132 * MIB
 FILTER_SUMS_BYTES = 32 * MIB
 FILTER_LEAST_BYTES = 8 * MIB
@@ -33,9 +34,9 @@ class FilterShapes(NamedTuple):
     """Tiles, warps and pipeline stages of the filters' kernels on one kind of GPU.
 
     A group contains `rows` rows. Logits are computed in tiles of `columns` classes, and products in
-    tiles of `rows` x `product_columns`. `per_processor` programs that compute products share a
-    multiprocessor, so that one multiplies while the other reads and writes the weight's gradient
-    (dC).
+    tiles of `rows` x `product_columns`. `per_processor` programs that compute products run on a
+    multiprocessor at the same time, so that one multiplies while another reads and writes the
+    weight's gradient (dC).
     """
 
     rows: int
@@ -95,18 +96,21 @@ def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
 
 
 def filter_rows(rows: int, tile: int) -> int:
-    """Return the number of rows of a block under a filter: whole groups, in blocks of about equal
-    height."""
+    """Return how many rows a block has under a filter: a multiple of the group size `tile`, such
+    that all blocks of a call have about the same number of rows.
+    """
     tiles = max(-(-rows // tile), 1)
     blocks = -(-tiles // FILTER_GROUPS)
     return -(-tiles // blocks) * tile
 
 
 def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
-    """Return the bytes of a loop under a filter, without its packed tiles.
+    """Return the bytes of a loop under a filter, without its packed tiles (the logits' gradients of
+    the tiles that the filter keeps).
 
-    The bytes are those of scores, words and their order, two copies of hidden-state rows, sums of
-    the hidden states' gradient (dE), and sums of each level.
+    The bytes are those of the classes' scores, of one word per class and the order of the words, of
+    two copies of hidden-state rows, of sums of the hidden states' gradient (dE), and of the sums
+    for each level.
     """
     return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
 
@@ -114,7 +118,9 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
 def filter_capacity(
     rows: int, depth: int, vocab: int, itemsize: int, workspace: int, splits: int, tile: int
 ) -> int:
-    """Return how many packed tiles are in memory at one time."""
+    """Return how many packed tiles (tiles of the logits' gradient that the filter keeps) are in
+    memory at one time.
+    """
     groups = rows // tile
     taken = filter_fixed_bytes(rows, groups, depth, vocab, 4 * splits * rows * depth)
     budget = max(workspace or FILTER_BYTES - taken, FILTER_LEAST_BYTES)

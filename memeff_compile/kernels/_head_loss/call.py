@@ -2,8 +2,8 @@
 
 For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward`
 also takes `RowGradients` and `Saved`, and returns `Gradients`. For a loss that is a single number,
-the arguments are a `ScalarLoss` and the result is a `LossAndGradients`. `shapes` explains the
-letters for axes.
+the arguments are a `ScalarLoss` and the result is a `LossAndGradients`. The module `shapes`
+explains the letters that stand for axes, such as N for rows (tokens).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .ranks import Ranks
 
 
 class Settings(NamedTuple):
-    """The settings of a call, as in the op's schema.
+    """The settings of a call of a loss op, named as in the op's schema.
 
     As in eager PyTorch, a row with an ignored target is still computed if the caller requests a
     statistic that does not depend on the target.
@@ -67,16 +67,17 @@ class Settings(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensor arguments of a call of the op. An op accepts any leading dimensions in place of
-    N."""
+    """The tensor arguments of a call of a loss op. The op accepts any leading dimensions in place
+    of N (rows).
+    """
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,) or None
     target: Tensor  # (N,) int32 or int64
     column_weight: Tensor | None = None  # (V,) or None
-    # A head that is a sum, hidden @ weight.T + low @ up.T: (N, R) and (V, R) in the dtype of hidden
-    # or in its wide one, or None
+    # For an output projection that is a sum, hidden @ weight.T + low @ up.T: (N, R) and (V, R) in
+    # the dtype of hidden or in the dtype of sums, or None
     low: Tensor | None = None
     up: Tensor | None = None
 
@@ -156,8 +157,9 @@ class Gradients(NamedTuple):
 
 
 class ScalarLoss(NamedTuple):
-    """The arguments for a single number: the weighted sum of all rows' losses, divided by a
-    norm."""
+    """The arguments of a call whose loss is a single number: the weighted sum of all rows' losses,
+    divided by a norm.
+    """
 
     hidden: Tensor  # (N, D) of any floating dtype
     weight: Tensor  # (V, D), any strides
@@ -202,7 +204,8 @@ class ScalarLoss(NamedTuple):
         """Return a copy of the arguments in which all leading dimensions of the tensors are
         flattened into one.
 
-        In the result, the mask has no entry for operands that are None.
+        The result's `output_mask`, which says for each operand whether its gradient is requested,
+        has no entry for operands that are None.
         """
         operands, row_weight = self.operands.flat(), self.row_weight
         asked = zip(self.output_mask, operands.trained, strict=False)
@@ -215,10 +218,11 @@ class ScalarLoss(NamedTuple):
         )
 
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
-        """Return the factor of each row's loss in the total: its weight divided by the norm, or 0.
+        """Return the factor of each row's loss in the total: the row's weight divided by the norm,
+        or 0 if the row is ignored.
 
-        For an ignored row, this factor is 0 for any norm, even for the norm 0, which occurs if all
-        rows are ignored.
+        The factor of an ignored row is 0 even if the norm is 0, which occurs if all rows are
+        ignored.
         """
         target, weight = self.target, self.row_weight
         factors = torch.ones_like(target, dtype=dtype) if weight is None else weight.to(dtype)
@@ -246,8 +250,9 @@ class LossAndGradients(NamedTuple):
 
 
 def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a vector over the vocabulary, made contiguous, and cast to `dtype` if it is not
-    None."""
+    """Return a vector over the vocabulary as a contiguous tensor, cast to `dtype` unless `dtype` is
+    None.
+    """
     return None if values is None else values.to(dtype or values.dtype).contiguous()
 
 

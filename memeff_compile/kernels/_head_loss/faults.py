@@ -20,7 +20,9 @@ from .call import Operands
 
 
 def layout_fault(given: Operands) -> str | None:
-    """Return the reason why the memory or the devices of operands are not supported, or None."""
+    """Return the reason why the memory or the devices of operands are not supported, or None if
+    they are.
+    """
     for name, tensor in given._asdict().items():
         if tensor is None:
             continue
@@ -31,7 +33,7 @@ def layout_fault(given: Operands) -> str | None:
 
 
 def dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
-    """Return the reason why the dtypes of operands are not supported, or None.
+    """Return the reason why the dtypes of operands are not supported, or None if they are.
 
     `dtype` is the dtype to which the caller will cast hidden, weight and bias, or None.
     """
@@ -70,7 +72,7 @@ def dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
 
 
 def shape_fault(given: Operands) -> str | None:
-    """Return the reason why the shapes of operands do not fit together, or None."""
+    """Return the reason why the shapes of operands do not fit together, or None if they do."""
     hidden, weight, bias, target, column_weight, low, up = given
     if hidden.dim() < 1 or weight.dim() != 2:
         return (
@@ -130,6 +132,6 @@ def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
 
 
 def check_sizes(given: Operands) -> None:
-    """Raise an error if sizes, which may be symbols, are not equal."""
+    """Raise an error if two sizes that must be equal are not; the sizes may be symbols."""
     for seen, needed, sentence in _size_pairs(given):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")

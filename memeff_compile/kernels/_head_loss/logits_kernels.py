@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions for losses: they split a tile of products into parts, and turn it into logits.
+"""Device functions for losses: they split a tile of products of hidden states and weight into
+parts, and turn the products into logits.
 
 The kernels multiply logits by log2(e), so that they can use exp2: z2 = z * log2(e). The kernels
 process compact rows: ignored rows are left out, and kernels read the number of remaining rows from
@@ -21,7 +22,8 @@ FAR = tl.constexpr(64.0)
 def halves_of(tile, BM: tl.constexpr, BN: tl.constexpr):
     """Split the columns of a tile in two without moving them between threads.
 
-    If an epilogue processes one half at a time, it needs half the registers.
+    An epilogue (the code after a matrix product) needs half the registers if it processes one half
+    of the tile at a time.
     """
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
@@ -43,8 +45,7 @@ def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
 
 @triton.jit
 def logits_of(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
-    """Return the logits (times log2(e)) of one tile of products s, and the derivative dz/ds of the
-    logits.
+    """Return the logits z (times log2(e)) of one tile of products s, and the derivative dz/ds.
 
     To set columns after the last class to -inf, the function adds one number per column to the
     products. A comparison for each element would take four times as long. Without a softcap, dz/ds

@@ -9,8 +9,8 @@ from torch import Tensor
 def product_into(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """Write left @ right into fp32 `out`, or add it to `out`, without rounding to 16 bits.
 
-    On other devices, products of 16-bit inputs cannot return fp32, so the inputs are widened first;
-    this serves tests under the interpreter.
+    On devices without CUDA, PyTorch's product of 16-bit inputs cannot return fp32, so this function
+    first converts the inputs to fp32; only tests under Triton's interpreter need this.
     """
     if left.dtype == torch.float32 or not left.is_cuda:
         left, right = left.float(), right.float()

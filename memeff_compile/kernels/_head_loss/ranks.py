@@ -15,8 +15,9 @@ from torch import Tensor
 from ... import compat
 from ...errors import UnsupportedInputError
 
-# An engine that has some of the classes gets for each row's target its column, or IGNORED, or, if
-# another rank has the target, ELSEWHERE minus a column that is about as likely as any.
+# If ranks split the classes, an implementation gets for each row the target's column, or IGNORED,
+# or, if another rank has the target, ELSEWHERE minus an arbitrary column, which is about as likely
+# as any other.
 IGNORED = -1
 ELSEWHERE = -2
 NO_COLUMN = -100  # the target of an ignored row, in a loss per row over one rank's columns
@@ -145,10 +146,13 @@ class Ranks(NamedTuple):
 
 
 def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the (P, ...) log-sum-exps and losses of all ranks into those over all classes."""
+    """Merge the log-sum-exps and losses of the P ranks, (P, ...) each, into log-sum-exps and losses
+    over all classes.
+    """
     whole = lse.logsumexp(0)
     own = lse.gather(0, owner.long().unsqueeze(0))[0]
-    # Confident targets need no difference of two large numbers; a logit of -inf gives loss inf.
+    # For a target of high probability, this subtracts no two large numbers; a logit of -inf gives
+    # loss inf.
     loss = nll.sum(0) + (lse - own).logsumexp(0)
     return whole, torch.where(own == -torch.inf, whole - own, loss)
 

@@ -1,5 +1,6 @@
-"""Code shared by all loops over blocks of rows: it prepares operands for kernels, and adds up
-gradients."""
+"""Code shared by all loops over blocks of rows (tokens): it prepares operands for kernels, and adds
+up the blocks' gradients.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +47,9 @@ class RowWalk(Differentiating):
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
 
     def of_rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new tensor with one number per row, set to 0 for ignored rows, to which no
-        kernel writes."""
+        """Return a new tensor with one number per row; if ignored rows are left out, all numbers
+        are 0, because no kernel writes those of ignored rows.
+        """
         new = torch.zeros_like if self.is_compact else torch.empty_like
         return new(like, dtype=dtype)
 

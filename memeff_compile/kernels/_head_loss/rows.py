@@ -1,5 +1,5 @@
-"""The rows that are not ignored in a loss: their order, which the GPU computes, their copies, and
-per-row numbers.
+"""Functions that list the rows (tokens) that a loss does not ignore, copy these rows, and gather
+the numbers from which their gradients are computed.
 
 Ignored rows are left out before any matrix product. No function here waits for the GPU or reads a
 value on the host.
@@ -33,8 +33,9 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) -> Selection:
-    """Return the rows that are not ignored; these include ignored rows only if a result other than
-    the loss needs them."""
+    """Return the rows that a call computes: those that are not ignored, or all rows if a result
+    other than the loss needs ignored rows.
+    """
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
     if ignore_index is None or settings.keeps_ignored_rows:
@@ -56,9 +57,9 @@ def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) ->
 def copy_rows(
     source: Tensor,
     out: Tensor,  # contiguous
-    shapes: Tiles,  # rows after the last one that counts become zero, up to a whole tile
+    shapes: Tiles,  # rows after the last one that is not ignored become zero, up to a whole tile
     order: Tensor | None = None,  # which row of the source each row is, or -1
-    kept: Tensor | None = None,  # how many rows of the call count; None for all
+    kept: Tensor | None = None,  # how many rows of the call are not ignored; None for all
     *,
     first: int = 0,  # compact row where `out` starts
     rows: int = 0,  # to write; 0 for all of `out`, whose rows after them may be padding
@@ -86,7 +87,7 @@ def row_values(
     """Return the five numbers from which kernels compute a row of G (the logits' gradient), for
     each row that is not ignored.
 
-    The result is (5, N) fp32, in compact order.
+    The result is (5, N) fp32; its columns are in the order of the rows that are not ignored.
     """
     rows = saved.lse.numel()
     values = saved.lse.new_empty((5, rows))

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of the module `rows`: they list the rows that are not ignored, copy them, and gather
-the numbers of their gradients."""
+"""The kernels of the module `rows`: they list the rows that are not ignored, copy these rows, and
+gather the numbers from which their gradients are computed.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ def _head_loss_rows_copy_kernel(
 ):
     """Copy hidden-state rows, optionally in another order and multiplied by a factor.
 
-    Rows after the last one that is not ignored, up to a multiple of PAD, become zero, and so does
-    each row that the order does not contain.
+    The kernel writes zeros to the rows of the result after the last row that is not ignored, up to
+    a multiple of PAD rows, and to each row for which the order contains -1.
     """
     row = tl.program_id(0)
     here = count_rows(kept_ptr, first_row, rows, C)

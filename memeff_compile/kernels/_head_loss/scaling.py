@@ -1,8 +1,8 @@
-"""Multiply gradients that a forward pass computed by the gradient of the loss.
+"""The backward pass of losses whose forward pass already computes the operands' gradients.
 
-An op that returns a total loss and the total's gradients computes these gradients once, up to a
-factor. The op's backward pass multiplies the gradients by the gradient of the total loss: in place
-if no other code can read them, otherwise in a copy.
+An op with such a forward pass returns the total loss and the total's gradients with respect to the
+operands. The op's backward pass only multiplies these gradients by the gradient of the total loss:
+in place if no other code can read them, otherwise into new tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function,
     ) -> None:
         _, *gradients = output
         ctx.mark_non_differentiable(*gradients)
-        # Otherwise autograd makes zeros as large as the gradients for results without a derivative.
+        # Otherwise autograd allocates zeros, as large as the gradients, for results without a
+        # derivative.
         ctx.set_materialize_grads(False)
         ctx.is_alone = not compat.packs_saved_tensors()
         # Inputs of the refused second derivative.
@@ -74,9 +75,10 @@ def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function,
 
 
 def asked(ctx: Any, places: Sequence[int]) -> list[bool]:
-    """Return which arguments of an op require a gradient.
+    """Return whether each of an op's arguments at the positions `places` requires a gradient.
 
-    The dispatcher omits trailing arguments that are None.
+    A position beyond the arguments that autograd saw belongs to an argument that is None, because
+    PyTorch's dispatcher omits trailing arguments that are None.
     """
     needs = ctx.needs_input_grad
     return [place < len(needs) and needs[place] for place in places]
@@ -113,7 +115,9 @@ def scaled_gradients(
 
 
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
-    """Multiply a gradient by a number, in the wider of the two dtypes, into a new tensor."""
+    """Return a gradient multiplied by a number, as a new tensor; the product is computed in the
+    wider of the two dtypes.
+    """
     return (gradient.to(by.dtype) * by).to(gradient.dtype)
 
 
@@ -144,8 +148,8 @@ def run_scaling(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     """Write gradient * by, computed in fp32 and rounded once, to `out`, which may be `gradient`
     itself.
 
-    A kernel reads the number `by` from GPU memory; all tensors must be contiguous. In place, a
-    factor of 1 costs only the launch of the kernel.
+    A kernel reads the number `by` from GPU memory; all tensors must be contiguous. If `out` is
+    `gradient` and `by` is 1, the kernel returns immediately.
     """
     from .scaling_kernels import _head_loss_scaling_scale_kernel
 

@@ -16,8 +16,9 @@ def _head_loss_scaling_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply by one number in fp32, and round once; in place, return immediately if the number is
-    1."""
+    """Multiply a gradient by one number in fp32, and round once; if the gradient is overwritten
+    (IN_PLACE) and the number is 1, return immediately.
+    """
     by = tl.load(by_ptr)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK

@@ -1,4 +1,4 @@
-"""Sizes that losses share: ranges of blocks, and how many elements one program reads at a time.
+"""Sizes that all losses share: ranges of blocks, and how many elements one program reads at a time.
 
 The letters for axes are: N rows (tokens), D hidden size, V vocabulary (classes), R rows of a block,
 W classes of a block.
@@ -12,14 +12,15 @@ from typing import Protocol
 from torch import Tensor
 
 MIB = 2**20
-# Targets that the program that lists the rows that count reads at a time; rows whose gradients a
-# program gathers.
+# Targets that a program reads at a time to list the rows that are not ignored; rows for which a
+# program gathers the numbers of their gradients.
 LISTED = 2048
 GATHERED = 512
 # Elements that a program scales at a time, and programs per multiprocessor.
 SCALED = 4096
 SCALING_PROGRAMS = 8
-# Elements that are widened at a time if a gradient is scaled elsewhere, outside a compiled graph.
+# Elements that are converted to fp32 at a time if a gradient is scaled without the kernel, outside
+# a compiled graph.
 CHUNK = 1 << 22
 
 
@@ -35,7 +36,9 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The tile sizes of an implementation on which its copies of rows depend."""
+    """The properties of an implementation's tiles that the kernel which copies rows needs to
+    know.
+    """
 
     @property
     def rows(self) -> int:

@@ -42,10 +42,12 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A loop that computes gradients, from the logits of its own first step or from recomputed
-    logits."""
+    """A loop that computes gradients, either from logits that the same loop has computed for the
+    statistics, or from recomputed logits.
+    """
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
-        """Compute the gradients of a block's logits, multiply them, and add the products to the
-        results."""
+        """Compute the gradients of a block's logits, multiply them by the weight and by the hidden
+        states, and add the products to the results.
+        """

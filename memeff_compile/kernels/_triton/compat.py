@@ -36,7 +36,9 @@ def takes(kernel: Any, name: str) -> bool:
 
 
 def constant(value: Any) -> Any:
-    """Return a value as a `tl.constexpr`, which is the form in which kernels read it."""
+    """Return a value as a `tl.constexpr`, the form in which kernels can read a constant of their
+    module.
+    """
     import triton.language as tl
 
     return tl.constexpr(value)
@@ -74,8 +76,8 @@ def compile_only(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, 
 
     compiled = kernel.warmup(*arguments, grid=(1,), **constants)
     if compiled is not None:
-        # It is compiled too, and stored on disk. The kernel is not loaded: another thread may be
-        # recording a CUDA graph.
+        # The launch code is compiled too, and stored on disk. The kernel is not loaded onto the
+        # GPU: another thread may be capturing a CUDA graph.
         driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 

@@ -12,17 +12,17 @@ from torch import Tensor
 class Conditions:
     """The conditions under which a query attends to a key, and how the scores are computed."""
 
-    key_mask: Tensor | None  # bool (B or 1, N): keys that count at all, or None
-    # (B or 1, M) and (B or 1, N): a key counts if both are equal; or both None
+    key_mask: Tensor | None  # bool (B or 1, N): keys that at least one query may attend to, or None
+    # (B or 1, M) and (B or 1, N): a query attends to a key only if both are equal; or both None
     query_ids: Tensor | None
     key_ids: Tensor | None
     ahead: int | None  # query m sees keys up to m + ahead, or None for no bound
     behind: int | None  # query m sees keys from m - behind on, or None for no bound
     scale: float  # factor of the scores
     softcap: float  # c > 0 makes a score c * tanh(score / c); 0 leaves it
-    mean: bool  # a query without any key that counts gets the mean of all values, not zeros
-    # bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key counts, or the number
-    # added to the score; then the fields above are not used. None for no mask.
+    mean: bool  # a query without any visible key gets the mean of all values, not zeros
+    # bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key is visible, or the number
+    # added to the score; with a mask, the fields above are not used. None for no mask.
     mask: Tensor | None = None
     mask_tiles: Tensor | None = None  # the result of `mask_tiles.classify` for the mask, or None
 
@@ -46,8 +46,9 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Return whether a query without any key may get the mean of all values, so that its kernel
-        must read every key."""
+        """Return whether some query may have no visible key and then gets the mean of all values,
+        so that the kernel must read every key.
+        """
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:

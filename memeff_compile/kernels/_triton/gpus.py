@@ -18,8 +18,8 @@ class Gpu(NamedTuple):
 
     vendor: str  # `NVIDIA` or `AMD`
     capability: tuple[int, int]  # compute capability
-    # the row of an op's table of shapes that it uses: "hopper" and "blackwell" by their products,
-    # "roomy" and "narrow" by their shared memory
+    # the row that the GPU uses in an op's table of tile shapes: "hopper" and "blackwell" for GPUs
+    # with these tensor cores, "roomy" and "narrow" for others, by the size of their shared memory
     kind: str = "narrow"
     shared: int = 99 << 10  # bytes of shared memory that a program may take
     # ops whose speed was measured here; "grouped_heads" are PyTorch's own kernels, and
@@ -28,7 +28,9 @@ class Gpu(NamedTuple):
 
     @property
     def is_nvidia(self) -> bool:
-        """Return whether NVIDIA made the GPU, so that its capability has NVIDIA's meaning."""
+        """Return whether NVIDIA made the GPU, so that its compute capability has the meaning that
+        NVIDIA defines.
+        """
         return self.vendor == NVIDIA
 
     @property
@@ -52,7 +54,9 @@ class Gpu(NamedTuple):
 
     @property
     def library_workspace(self) -> int:
-        """Return the bytes that PyTorch reserves for cuBLAS in each thread that calls it."""
+        """Return the bytes that PyTorch reserves as cuBLAS's workspace in each thread that calls
+        cuBLAS.
+        """
         return 32 << 20 if self.capability >= (9, 0) else 2 * 4096 + 8 * 16 << 10
 
     @property
@@ -92,4 +96,5 @@ def gpu_of(capability: tuple[int, int], vendor: str = NVIDIA) -> Gpu:
     all GPUs of its vendor have.
     """
     found = GPUS.get(capability) if vendor == NVIDIA else None
-    return found or Gpu(vendor, capability)  # so 9.0 of AMD is no Hopper
+    # so a GPU of AMD with the numbers 9.0 is not taken for a Hopper GPU
+    return found or Gpu(vendor, capability)

@@ -141,13 +141,13 @@ def find_bounds(
     shape: tuple[int, int],  # queries and keys per tile
     *,
     ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
-    mean: bool = False,  # a query may have no key and get the mean of all
+    mean: bool = False,  # a query may have no key and then gets the mean of all values
     lse: Tensor | None = None,  # (B, H, M) fp32: minus infinity tells such queries
 ) -> Tensor:
     """Return, for each program, the range of tiles that it visits, (B, tiles, 4) int32.
 
-    If the mask depends only on positions, the result is `like`, and kernels do not read
-    it.
+    If the mask depends only on positions, the result is the placeholder `like`, which kernels do
+    not read.
     """
     if not (given.has_tables() or mean):
         return like

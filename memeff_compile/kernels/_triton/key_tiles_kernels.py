@@ -60,10 +60,11 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 def _visited(tile, lengths, span, SIZES, IS_BOUND):
     """Return the tiles that a program visits, for masks that depend only on positions.
 
-    A position p of the program's tile sees the other side's positions from p - down to p + up.
-    In each pair of lengths and of tile sizes, the first element belongs to the program's tile;
-    `span` and `IS_BOUND` are pairs (up, down). The four results are the first tile, the first
-    complete tile, the end of the complete tiles, and the end of all tiles.
+    A program with a tile of queries visits tiles of keys, and a program with a tile of keys visits
+    tiles of queries. A position p of the program's tile is combined with the visited positions from
+    p - down to p + up. In each pair of lengths and of tile sizes, the first element belongs to the
+    program's tile; `span` and `IS_BOUND` are pairs (up, down). The four results are the first tile,
+    the first complete tile, the end of the complete tiles, and the end of all tiles.
     """
     ours, others = lengths
     up, down = span
@@ -86,8 +87,9 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
 
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
-    """Return the incomplete tile number `index`, counted first along the lower edge, then along the
-    upper edge."""
+    """Return incomplete tile number `index`: the incomplete tiles before the complete tiles are
+    counted first, then those after the complete tiles.
+    """
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)
 
@@ -148,7 +150,8 @@ def _attention_key_tiles_bounds_kernel(
             key_ids_ptr, mask_ptr, place[None, :], keys, C.HAS_KEY_MASK, C.HAS_IDS
         )
         count = queries
-    # The least that is visited, the most, the first complete one, the first thereafter that is not.
+    # The first visited tile, the last visited tile, the first complete tile, and the first tile
+    # after it that is not complete.
     least, most, whole, broken = batch * 0 + FAR, batch * 0 - 1, batch * 0 + FAR, batch * 0 + FAR
     start, end = first, stop
     if C.MEAN and not C.OURS_ARE_QUERIES:

@@ -2,8 +2,8 @@
 kernels are found by a short key.
 
 A kernel with many constants takes them as one argument, C, and passes C on to device functions.
-Names of constants are capitalised, for the caller and in the kernel: `start(kernel, grid, x,
-ROWS=64)` is C.ROWS == 64 in the kernel.
+Names of constants are capitalised: after `start(kernel, grid, x, ROWS=64)`, the kernel reads C.ROWS
+as 64.
 
 At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
 a key from all of them. For a kernel with thirty arguments, this work takes longer than many kernels
@@ -157,10 +157,10 @@ def launch(
 
 
 class Launches:
-    """Runner of a call's launches in order, with the compiled kernels of an earlier call that had
-    equal `sizes`. A launch uses an earlier compiled kernel if kernel, constants, numbers and dtypes
-    are the same, and if all memory is aligned to 16 bytes. All tensors of a launch must be on the
-    current GPU.
+    """A runner of the kernel launches of one call, in order; it reuses the compiled kernels of an
+    earlier call that had equal `sizes`. A launch uses an earlier compiled kernel if kernel,
+    constants, numbers and dtypes are the same, and if all memory is aligned to 16 bytes. All
+    tensors of a launch must be on the current GPU.
 
     A launch through this class takes a quarter of the host time of `run_kernel`, which matters for
     small calls.
@@ -234,19 +234,24 @@ def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a kernel like `start`, but look the compiled kernel up by all of its constants."""
+    """Run a kernel like `start`, but look up the compiled kernel by a short key that contains all
+    constants.
+    """
     launch(kernel, grid, arguments, constants, tuple(constants.items()))
 
 
 def launch_plain(
     kernel: Any,
     grid: tuple[int, ...],
-    tensors: Sequence[Tensor],  # of the current GPU, or of memory of the host that it reaches
-    numbers: Sequence[int | float],  # after them, the ones that the kernel declares as varying
+    tensors: Sequence[Tensor],  # on the current GPU, or in CPU memory that the GPU can access
+    # the arguments after the tensors; the kernel declares them as varying
+    numbers: Sequence[int | float],
     constants: Mapping[str, Any],
     name: tuple[Any, ...],  # the values that determine `constants`, and the dtype of each tensor
 ) -> None:
-    """Run a kernel like `launch`, but check only the alignment of its tensors."""
+    """Run a kernel like `launch`, but check no property of its tensors except the alignment of
+    their memory.
+    """
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *tensors, *numbers, **constants)
         return
@@ -315,7 +320,7 @@ def _read(
     The function also appends the properties on which the compiler's specialisation depends to `key`
     and `numbers`.
 
-    For other tensors, Triton itself checks whether a kernel can read them.
+    For tensors that are not on the GPU, Triton itself checks whether a kernel can read them.
     """
     given: list[Any] = []
     for argument in arguments:

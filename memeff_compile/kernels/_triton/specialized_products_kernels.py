@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""A kernel in Gluon for the two products of one matrix X (the logits' gradient up to a factor per
-row): one warp loads, and eight warps multiply.
+"""A Gluon kernel that multiplies a matrix X (the logits' gradient up to a factor per row) by the
+weight and by the hidden states: one warp loads operands, and eight warps multiply.
 
 A tile of the weight's gradient (dC) is a sum over few rows, so loading and writing the tile takes
-as long as computing it. The loading warp is whole pipeline stages ahead, even into the next tile,
-and loads the old weight's gradient (dC) during the sum; the new dC is written from the same
-shared memory.
+as long as computing it. The loading warp is several pipeline stages ahead of the other warps, and
+already loads operands of the next tile. While a tile of dC is summed, the loading warp also loads
+the old values of this tile; the new values are written from the same shared memory.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return the sum of products for a tile.
+    """Return one tile of a matrix product: the sum of the products of its operands' tiles.
 
     During the sum, the function releases the shared memory from which the previous tile was
     written.
@@ -180,11 +180,10 @@ def _sum(
 
 @gluon.jit
 def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
-    """Store some columns of a tile of the hidden states' gradient (dE) as a partial sum, which the
-    last program completes.
+    """Store some columns of a tile of the hidden states' gradient (dE) as a partial sum.
 
-    The last program adds up all partial sums, multiplies the total by the scale and writes the
-    result.
+    The last program that finishes its partial sum adds up all partial sums, multiplies the total by
+    the scale and writes the result.
     """
     grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs
     block, first = at
@@ -225,8 +224,9 @@ def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _old_scales(scales, block, column, C: gl.constexpr):
-    """Load the scales of the four slices of a tile (or twice those of its two slices) before they
-    are needed."""
+    """Load the scales of a tile's four slices of columns before they are needed; if the tile has
+    only two slices, return their scales twice.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
     parts: gl.constexpr = C.BN // SLICE
     tile = gl.zeros([C.BM, C.BN], gl.float32, mma)
@@ -252,9 +252,9 @@ def _add_to(part, held, old, scales, at, C: gl.constexpr):
 
     While the weight's gradient (dC) is summed over several blocks of rows, dC is stored in fp16.
     Each class and slice of columns has a power of two as its scale, by which the slice's largest
-    number just fits into the range of fp16. Numbers below 2^-28 of the largest number keep fewer
-    than the eleven significant bits of fp16; their error is smaller than the rounding error of the
-    largest number.
+    number just fits into the range of fp16. Numbers smaller than 2^-28 times the largest number
+    keep fewer than the eleven significant bits of fp16; their error is smaller than the rounding
+    error of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:
@@ -356,14 +356,17 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     order_ptr,
     kept_ptr,
     row_scale_ptr,  # (R,) fp32
-    counter_ptr,  # (1 + tiles of dE,) int32, 0 at first: tiles taken, parts of a tile kept
+    # (1 + tiles of dE,) int32, 0 at first: how many tiles are taken, and how many partial sums of
+    # each tile are stored
+    counter_ptr,
     first_row,
     piece_rows,
     width,
     vocab,
     depth,
     splits,  # S, programs that share the sum of a tile of dE
-    # ADD: to grad_weight; LAST: no block adds to it; MAY_REST: leave it alone where no rows count
+    # ADD: to grad_weight; LAST: no later block adds to it; MAY_REST: do not write it in blocks
+    # without rows
     C: gl.constexpr,
 ):
     """Write the hidden states' gradient (dE) for a block of rows, and add the block's contribution
@@ -371,9 +374,9 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
 
     The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
     computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
-    the other multiprocessors busy during and after that. A program that has finished a tile takes
-    the next one that no program has taken. One program computes all of a tile, so the order in
-    which programs take tiles does not change the results.
+    the other multiprocessors busy meanwhile, and all of them afterwards. A program that has
+    finished a tile takes the next one that no program has taken. One program computes all of a
+    tile, so the order in which programs take tiles does not change the results.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:

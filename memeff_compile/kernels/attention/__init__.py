@@ -1,14 +1,14 @@
 """Attention, forward and backward, with masks described by conditions instead of a stored tensor.
 
-A dense mask contains B x M x N numbers, which every layer reads. Without this op, the chain of
-matmul, softcap, mask and softmax builds M x N numbers for every head. The masks of nearly all
-models combine a few conditions: a key is at most some distance after or before its query, is not
-padding, and belongs to the same document as its query. The kernels read any other mask from memory,
-tile by tile.
+A dense mask contains B x M x N numbers (sequences, queries, keys), which every layer reads. Without
+this op, the chain of matmul, softcap, mask and softmax builds M x N numbers for every head. The
+masks of nearly all models combine a few conditions: a key is at most some distance after or before
+its query, is not padding, and belongs to the same document as its query. The kernels read any other
+mask from memory, tile by tile.
 
     attention            softmax attention over the keys for which all given conditions hold
     attention_backward   the gradients of q, k and v; the scores are computed again, tile by tile
-    attention_mask_tiles   which tiles of a mask are empty and which are full; the GPU computes it
+    attention_mask_tiles   which tiles of a mask are empty and which are full, computed on the GPU
 
 If several query heads share a key-value head, the kernels read that head without copying it.
 """

@@ -12,14 +12,16 @@ from .._triton.conditions import Conditions
 
 @dataclass(frozen=True)
 class Call:
-    """Operands and conditions as the kernels take them."""
+    """The operands and masking conditions of one call of attention, in the form that the kernels
+    take.
+    """
 
     q: Tensor  # with the depth at unit stride
     k: Tensor  # likewise
     v: Tensor  # likewise
     # the conditions; bounds that hide no key are dropped, others kept within the sizes
     given: Conditions
-    mean: bool  # whether a query may have no key and get the mean
+    mean: bool  # whether a query may have no key and then gets the mean of all values
     sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def scales(self) -> tuple[float, float]:

@@ -1,13 +1,15 @@
-"""The forward pass of large calls of `tiles` on Hopper, in Gluon: one warp loads, eight multiply.
+"""The forward pass of large calls of the implementation `tiles` on Hopper, in Gluon: one warp loads
+tiles, and eight warps multiply.
 
 The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel
 supports bounds on positions, sequence ids and masks of keys. `is_faster` returns whether a call
-uses this kernel: only calls of the measured kind do. As in the implementation `tiles`, no sum
-depends on the order in which programs run. The backward pass is in `hopper_gradients`.
+uses this kernel: only calls of the kind for which the kernel was measured to be faster than those
+of `tiles`. As in the implementation `tiles`, no sum depends on the order in which programs run. The
+backward pass is in `hopper_gradients`.
 
-The lower bound of the time equals that of `tiles`: 4 D operations for each visible pair of a query
-and a key, at 790 TFLOP/s. On an H200, causal attention of 4 sequences, 32 heads, 4096 tokens and a
-head dimension of 128 reaches 593 TFLOP/s.
+The lower bound of the time equals that of `tiles`: 4 D operations (D is the head dimension) for
+each visible pair of a query and a key, at 790 TFLOP/s. On an H200, causal attention of 4 sequences,
+32 heads, 4096 tokens and a head dimension of 128 reaches 593 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -57,11 +59,11 @@ def shape_for(*, has_tables: bool) -> Shape:
 
 
 def is_faster(call: Call) -> bool:
-    """Return whether a call of `tiles` is of a kind for which the Gluon kernel of this module was
-    faster.
+    """Return whether a call is of a kind for which the Gluon kernel of this module was faster than
+    the kernel of the implementation `tiles`.
 
-    We did not measure ids and masks of keys with today's tile shape; with another shape, short
-    documents were slower.
+    The result is false for calls with sequence ids or masks of keys: they were not measured with
+    the present tile shape, and with an earlier shape this kernel was slower for short documents.
     """
     batch, heads, _, queries, keys, depth = call.sizes
     is_large = depth >= MEASURED and batch * heads * queries * keys >= LEAST_PAIRS
@@ -71,7 +73,7 @@ def is_faster(call: Call) -> bool:
 
 
 def serves(call: Call) -> bool:
-    """Return whether the kernel supports a call of `tiles`."""
+    """Return whether the Gluon kernel supports a call of the implementation `tiles`."""
     given, depth = call.given, call.sizes[5]
     is_plain = given.mask is None and not given.softcap and not call.mean and given.scale > 0
     if not (is_plain and call.q.is_cuda and gpu(call.q.device).is_hopper):

@@ -1,12 +1,13 @@
-"""The backward pass of large calls of `tiles` on Hopper, in Gluon: one warp loads, eight multiply.
+"""The backward pass of large calls of the implementation `tiles` on Hopper, in Gluon: one warp
+loads tiles, and eight warps multiply.
 
 These kernels support the calls that the forward kernel in `hopper` supports, if the mask depends
-only on positions.
-`is_faster` returns whether a call uses these kernels: only calls of the measured kinds do. As in
-the implementation `tiles`, no sum depends on the order in which programs run.
+only on positions. `is_faster` returns whether a call uses these kernels: only calls of the kinds
+for which the kernels were measured to be faster than those of `tiles`. As in the implementation
+`tiles`, no sum depends on the order in which programs run.
 
-The lower bound of the time equals that of `tiles`: 14 D operations for each visible pair of a query
-and a key, at 790 TFLOP/s, because each of the two kernels computes the scores.
+The lower bound of the time is 14 D operations (D is the head dimension) for each visible pair of a
+query and a key, at 790 TFLOP/s: each of the two kernels computes the scores.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def plan_for(depth: int, keys: int) -> Plan:
 
 
 def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
-    """Return whether a backward call of `tiles` is of a kind for which these kernels were faster.
+    """Return whether a backward call is of a kind for which these kernels were faster than the
+    kernels of the implementation `tiles`.
 
     `grad` is the gradient of the result `out`.
     """
@@ -80,7 +82,7 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
 
 
 def serves(call: Call, grad: Tensor, out: Tensor) -> bool:
-    """Return whether the kernels support a backward call of `tiles`."""
+    """Return whether the Gluon kernels support a backward call of the implementation `tiles`."""
     if call.given.has_tables() or not hopper.serves(call):
         return False
     return all(map(hopper.is_loadable, (grad, out)))
@@ -119,7 +121,9 @@ def gradients(
 def _query_gradient(
     call: Call, grad: Tensor, out: Tensor, lse: Tensor, shape: Shape
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of q, and two numbers for each query, which the other kernel reads."""
+    """Return the gradient of q, and two numbers for each query, which the kernel for the gradients
+    of k and v reads.
+    """
     from .._triton.gluon import tiles_of_heads
     from . import hopper_gradients_kernels as kernels
 
@@ -165,7 +169,9 @@ def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tup
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Return memory for a gradient, in which all heads of a position are adjacent."""
+    """Return uninitialized memory for a tensor's gradient, in which all heads of a position are
+    adjacent.
+    """
     batch, heads, length, depth = tensor.shape
     return tensor.new_empty((batch, length, heads, depth)).transpose(1, 2)
 

@@ -4,9 +4,9 @@ groups of four warps multiply.
 
 One kernel computes the gradient of queries: each group of warps owns 64 queries, and both groups
 share the tiles of keys and values. The other kernel computes the gradients of keys and values: each
-group owns 64 keys and keeps both sums in registers, and both groups share the tiles of queries and
-of output gradients. A program computes one tile after another, the longest first, and all programs
-get about the same work.
+group owns 64 keys and keeps the sums for their two gradients in registers, and both groups share
+the tiles of queries and of output gradients. A program computes one tile in each round, and tiles
+with the most work come first, so that all programs get about the same work.
 
 As in `hopper_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
 masking conditions only in pairs in which some keys are hidden. The kernels support masks that
@@ -103,9 +103,11 @@ def _load_own_queries(descs, memory, bars, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def _load_query_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
-    """Load the tiles of each program's queries, and the keys and values that they visit.
+    """Load the program's tiles of queries, and the tiles of keys and values that each of them
+    visits.
 
-    The first keys and values come before the queries, because their memory is free earlier.
+    The first keys and values are loaded before the queries, because shared memory for keys and
+    values becomes free earlier than that for queries.
     """
     _, _, _, k_desc, v_desc = descs
     _, _, _, k_memory, v_memory = memory
@@ -150,8 +152,10 @@ def _query_step(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start three products: the scores of a tile, the output gradients times its values, and the
-    previous tile's slopes times its keys; compute the tile's slopes during the third product."""
+    """Start three products: the scores of a tile of keys, the output gradients times the tile's
+    values, and the slopes (gradients of the scores) of the previous tile times that tile's keys;
+    compute this tile's slopes during the third product.
+    """
     acc, slope, turns = sums
     q_memory, grad_memory, _, k_memory, v_memory = memory
     _, _, k_full, k_empty, v_full, v_empty, in_turn = bars
@@ -207,8 +211,9 @@ def _query_gradient(
 ):
     """Compute the gradient of the queries of one group of warps.
 
-    The group also writes the numbers that the other kernel reads for each query: lse in base 2,
-    infinity for a query without keys, and the sum of the output gradient times the output.
+    For each query, the group also writes two numbers that the kernel for keys and values reads: the
+    log-sum-exp in base 2 (infinity for a query without keys), and the sum of the output gradient
+    times the output.
     """
     q_memory, grad_memory, out_memory, k_memory, _ = memory
     own_full, own_empty, _, k_empty, _, _, _ = bars
@@ -363,7 +368,8 @@ def _attention_hopper_gradients_query_kernel(
 @gluon.jit
 def _key_tile(turn, bounds_ptr, work, C: gl.constexpr):
     """Return the tile of keys that a program computes in a round, the tile's sequence and key head
-    together and apart, and the tiles of queries that it visits."""
+    (as one index, and as two), and the tiles of queries that the program visits.
+    """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
     # The first keys are seen by most queries under causal masks: they come first.
     tile, row = _place_of(turn, batch_groups, tiles, section)
@@ -400,8 +406,9 @@ def _load_own_keys(descs, memory, bars, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def _load_key_gradient(descs, memory, bars, stats_ptr, bounds_ptr, work, C: gl.constexpr):
-    """Load the tiles of each program's keys and values, and the queries and output gradients that
-    see them, with two numbers for each query."""
+    """Load the program's tiles of keys and values; for each, load the tiles of queries and output
+    gradients that see it, with two numbers for each query.
+    """
     _, _, q_desc, grad_desc = descs
     _, _, q_memory, grad_memory, sums_memory, delta_memory = memory
     _, _, full, empty = bars

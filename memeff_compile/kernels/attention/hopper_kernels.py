@@ -8,7 +8,7 @@ group multiplies. A program computes one tile of queries after another, and the 
 loads the next tile.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
-masking conditions only in pairs in which some keys are hidden; it visits these pairs first.
+masking conditions only in pairs in which some keys are hidden; pairs with hidden keys come first.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _place_of(turn, rows, tiles, width):
     """Return which tile a program computes in a given round, and the tile's sequence and head as
     one index.
 
-    The first tiles in this order take longest. Every other round runs backwards over the programs,
-    so all programs finish at about the same time. Sequences and heads are processed in sections, so
-    that the keys and values of a section stay in the L2 cache.
+    The first tiles in this order take longest. In every other round, programs take tiles in the
+    reverse order, so all programs finish at about the same time. Sequences and heads are processed
+    in sections, so that the keys and values of a section stay in the L2 cache.
     """
     programs = gl.num_programs(0)
     index = gl.program_id(0)
@@ -72,8 +72,9 @@ def _place_of(turn, rows, tiles, width):
 
 @gluon.jit
 def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: gl.constexpr):
-    """Return the first visited tile, the first and the end of the complete tiles, the number of
-    incomplete tiles, and the number of all visited tiles."""
+    """Return the first visited tile, the first complete tile, the end of the complete tiles, the
+    number of incomplete tiles, and the number of all visited tiles.
+    """
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C
     )
@@ -122,7 +123,7 @@ def _keys_shown(mask_ptr, key, keys, C: gl.constexpr):
 
 @gluon.jit
 def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
-    """Reshape a tile that a descriptor of four axes loads to a matrix."""
+    """Return a tile that was loaded through a descriptor of four axes as a matrix."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return seen_as(memory, memory.dtype, [ROWS, C.DEPTH_BLOCK], layout)
 

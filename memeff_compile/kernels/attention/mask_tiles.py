@@ -61,7 +61,8 @@ def table_shape(mask: Tensor) -> tuple[Any, ...]:
 
 
 def classify(
-    mask: Tensor,  # bool, true where a key counts, or floating, added to scores; any size may be 1
+    # bool, true where a key is visible, or floating, added to scores; any size may be 1
+    mask: Tensor,
 ) -> Tensor:
     """Return the code of each tile of a mask: empty, full or partial.
 
@@ -87,8 +88,8 @@ def classify_in_kernel(mask: Tensor) -> Tensor:
         )
         is_bias = mask.dtype.is_floating_point
         numbers = {"IS_BIAS": is_bias, "TILE": TILE, "HIDDEN": HIDDEN, "SEEN": SEEN}
-        # A number added in one tile matters relative to the numbers added in other tiles of its
-        # rows.
+        # Whether a number added in one tile hides a key depends on the numbers added in other tiles
+        # of the same rows.
         parts = 1 if is_bias else tiles_of(tiles, CLASSIFY["CHUNK"])
         kernel, grid = kernels._attention_mask_tiles_kernel, (batch * heads * bands, parts)
         launch(kernel, grid, arguments, {**numbers, **CLASSIFY}, (is_bias,))

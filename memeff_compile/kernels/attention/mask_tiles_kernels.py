@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NOWHERE = tl.constexpr(4)  # beyond the mask: neither keeps a tile from being full nor from empty
+# the code of positions beyond the mask: a tile that contains them can be full or empty
+NOWHERE = tl.constexpr(4)
 
 
 @triton.jit
@@ -64,7 +65,8 @@ def _attention_mask_tiles_kernel(
         code = tl.where(is_full != 0, 2, code)
         tl.store(codes_ptr + tile, code.to(tl.uint8), mask=tile < tiles)
     if C.IS_BIAS:
-        # A low tile is empty where each of its queries has another key, which is known only now.
+        # A tile of only very low numbers is empty if each of its queries has a visible key
+        # elsewhere, which is known only now.
         every = tl.min((seen | (is_row == 0).to(tl.int32)), axis=0)
         tl.debug_barrier()
         for chunk in tl.range(0, (tiles + C.CHUNK - 1) // C.CHUNK, num_stages=1):

@@ -1,5 +1,5 @@
-"""The bytes before and after the rewrite, as formulas in B (sequences), H (query heads), M, N and
-D.
+"""The bytes that attention needs without this op and with it, as formulas in B (sequences), H
+(query heads), M, N and D.
 
 M is the number of queries, N the number of keys, D the head dimension; each may be a symbol or a
 number. The formulas do not count q, k, v, the output and the gradients.
@@ -36,5 +36,7 @@ def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
 
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     """Return the bytes that the backward pass allocates in addition to the gradients: two fp32
-    numbers per query. On Hopper, large calls allocate them for a multiple of 128 queries."""
+    numbers per query. On Hopper, large calls allocate these numbers for a number of queries that is
+    rounded up to a multiple of 128.
+    """
     return 8 * sympy.sympify(batch) * heads * queries

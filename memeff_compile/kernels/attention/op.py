@@ -183,7 +183,9 @@ def _not_alone(given: _Call) -> str | None:
 
 
 def _conditions(name: str, given: _Call) -> Conditions:
-    """Return the masking conditions of a call, or raise an error if the op does not support it."""
+    """Return the masking conditions of a call, or raise an error if the op does not support the
+    call.
+    """
     require(name, _unlike(given))
     factor = given.q.shape[3] ** -0.5 if given.scale is None else given.scale
     bounds, is_mean = (given.ahead, given.behind), given.empty_rows == "mean"

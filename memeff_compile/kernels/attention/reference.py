@@ -110,8 +110,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
     The first result is (B, H, M, D), with its memory in the order (B, M, H, D); the second is (B,
     H, M) in fp32 or fp64, with minus infinity for a query that attends to no key. If the mask is a
-    bias, the second result is (2, B, H, M): the largest score, and the logarithm relative to that
-    score.
+    bias, the second result is (2, B, H, M): the largest score, and the logarithm of the sum of
+    weights relative to that score.
     """
     batch, heads, queries, depth = q.shape
     every = _operands(q, k, v, given)
@@ -139,7 +139,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return the softmax weight of each key for a query that attends to no key."""
+    """Return the softmax weight that each key gets from a query that attends to no key."""
     return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
 
 

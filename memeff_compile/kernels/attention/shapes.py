@@ -27,7 +27,8 @@ class Shape:
     # more; both sums do not fit in the registers of wide heads
     is_split: bool = False
     registers: int | None = None  # the most a thread may use, or None for no limit
-    by_head: bool = False  # programs of one head start together, not those of one tile of all heads
+    # programs of one head start together, instead of the programs for the same tile of all heads
+    by_head: bool = False
 
 
 def _row(*shapes: tuple[Any, ...]) -> dict[int, Shape]:
@@ -35,8 +36,8 @@ def _row(*shapes: tuple[Any, ...]) -> dict[int, Shape]:
     return {depth: Shape(*shape) for depth, shape in zip((64, 128, 256), shapes, strict=True)}
 
 
-# By the room that shared memory leaves, then by kernel: rows, keys, warps and stages for padded
-# head dimensions of 64, 128 and 256, and whether the last is split.
+# By the kind of GPU, then by kernel: rows, keys, warps and stages for padded head dimensions of 64,
+# 128 and 256, and whether the kernel for 256 is split.
 _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
     "hopper": {  # 227 KiB, products of warp groups; the fastest of a sweep on an H200
         "forward": _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),

@@ -6,8 +6,8 @@ sizes, so a CUDA graph can capture the calls. The kernels use no atomic operatio
 inputs give the same bits.
 
 The lower bound of the time is the arithmetic: in each attention head, the forward pass needs 4 D
-floating-point operations per visible pair of query and key, and the backward pass, which computes
-the scores twice, needs 10 D.
+floating-point operations (D is the head dimension) per visible pair of query and key, and the
+backward pass needs 10 D.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return attention over the keys that no mask excludes, in bf16 or fp16, with the results of
-    `reference.attend`. Without a `plan`, calls for which `hopper` is faster run there.
+    `reference.attend`. Without a `plan`, calls for which `hopper.is_faster` is true run the kernel
+    of `hopper`.
     """
     from . import tiles_kernels as kernels
 

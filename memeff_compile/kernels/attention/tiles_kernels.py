@@ -143,8 +143,8 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 
 @triton.jit
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load a tile of keys; return raw scores before and after the mask tensor, three vectors about
-    the keys, the keys and the values.
+    """Load a tile of keys and values; return the raw scores before and after the mask is applied,
+    three vectors about the keys, the keys, and the values.
 
     The three vectors are the keys' positions, whether each key lies inside the tensor, and whether
     each key is visible.
@@ -428,7 +428,7 @@ def _key_gradient_tile(
             delta = tl.load(delta_ptr + stat + query, mask=is_row, other=0.0)
         else:
             delta = tl.load(delta_ptr + stat + query)
-        # The sum starts at -delta, which need not be kept until the product is there.
+        # The sum starts at -delta, so registers need not hold delta until the product is complete.
         minus = tl.broadcast_to((-delta)[None, :], (k.shape[0], C.ROWS))
         slope = weight * dot(v, tl.trans(grad), minus, C.UPCAST)
         if C.SOFTCAP:

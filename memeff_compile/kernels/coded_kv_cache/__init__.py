@@ -8,8 +8,8 @@ keys to the queries, and the scales of the values to the softmax weights.
     coded_kv_cache_view       returns decoded keys and values, in the layout of a static cache
     coded_kv_cache_attention  attends with one query per sequence to everything in the cache
 
-Papers: KIVI, arXiv 2402.02750 (keys per channel, values per token); BitNet a4.8, arXiv 2411.04965
-(one scale per head, table 3).
+Papers: KIVI, arXiv 2402.02750 (scales per channel for keys, per token for values); BitNet a4.8,
+arXiv 2411.04965 (one scale per head, table 3).
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Fit and apply linear maps that make the keys and values of two adjacent layers similar.
 
-Per attention head, the keys and values of adjacent layers differ mostly by a mean and a rotation.
-The maps of a pair of layers are: the mean of each layer's rows; for each head of the upper layer,
-the matching head of the lower layer; and an orthogonal matrix per head, which rotates the upper
-layer's rows towards those of the lower layer. An aligned row is `row - mean` in the lower layer,
-and `(row - mean) @ turn` in the upper layer; the number of the lower layer's head is its *slot* in
-the shared tensors.
+A row is the key or the value of one token in one attention head. The rows of a head in two adjacent
+layers differ mostly by a mean and a rotation. The maps of a pair of layers are: the mean of each
+layer's rows; for each head of the upper layer, the matching head of the lower layer; and an
+orthogonal matrix per head, which rotates the upper layer's rows towards those of the lower layer.
+An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer,
+where `turn` is the orthogonal matrix; the number of the lower layer's head is its *slot* in the
+shared tensors.
 
 These functions read no value on the CPU, and use only matrix products.
 """
@@ -53,26 +54,28 @@ class Sums(NamedTuple):
     """Sums over rows of keys and values from which the maps are fitted, computed in plain PyTorch
     or by kernels."""
 
-    # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows that count
+    # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows for which `counted` is true
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
     # (B, H, 2, D, D) for keys and values, or (B, H, 1, D, D) for one kind, by the upper layer's
-    # heads: sums of a row of the upper layer times that of its slot, both less their means
+    # heads: sums of a row of the upper layer times the matching head's row of the lower layer,
+    # after subtracting the means from both
     products: Callable[[Sequence[Tensor], Tensor, Maps], Tensor]
 
 
 def fit(
     maps: Maps,
-    # keys and values of the lower layer, then of the upper, each (B, H, N, D); or values alone,
-    # where maps are of values alone
+    # keys and values of the lower layer, then of the upper layer, each (B, H, N, D); or only
+    # values, if only values are merged
     rows: Sequence[Tensor],
     counted: Tensor,  # bool (B, N), the rows that the maps are fitted on
     sums: Sums | None = None,  # by default those of plain PyTorch
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
-    span: int = 0,  # positions after the rows' that later keys will have
+    span: int = 0,  # how many positions after those of the rows later keys will have
 ) -> None:
     """Write the maps that bring the rows of two layers closest to each other.
 
-    With `angles`, each key counts as if it were repeated at all later positions.
+    With the `angles` of a rotary embedding, each key counts as if it were repeated at the next
+    `span` positions.
 
     If the given rotations are not the identity, they were fitted to other rows before. `fit` keeps
     these rotations and their slots if the new rows are too few to fit better ones: the keys of a
@@ -114,8 +117,8 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the slot of each head of the upper layer, (H), which is the same for all sequences,
-    and the sums of products.
+    """Return the slot (the matching head of the lower layer) of each head of the upper layer, (H),
+    which is the same for all sequences, and the sums of products.
 
     The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
     these sums are the rotations. `rows` and `counted` have the same meaning as in `fit`. `slots`
@@ -176,14 +179,17 @@ def in_order(x: Tensor, heads: Tensor) -> Tensor:
 
 
 def upper_heads(maps: Maps) -> Tensor:
-    """Return the index of the upper layer's head for each slot, (B, H)."""
+    """Return the index of the upper layer's head for each slot (head of the lower layer), (B,
+    H).
+    """
     heads: Tensor = maps.slots.argsort(1)
     return heads
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
-    """Return aligned rows, in the order of the slots, in fp32 or fp64. `rows` has the same meaning
-    as in `fit`."""
+    """Return aligned rows, in the order of the slots (heads of the lower layer), in fp32 or fp64.
+    `rows` has the same meaning as in `fit`.
+    """
     heads, kinds = upper_heads(maps), len(rows) // 2
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in range(kinds)]
     with _exact(rows[0]):
@@ -238,9 +244,10 @@ def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
     """Return a similarity (B, H, H) between each head of the upper layer and each head of the lower
     layer.
 
-    The similarity is the norm of the product of both heads' rows, divided by the norms of their
-    rows. An orthogonal map of one head's rows does not change this similarity. `rows` and their
-    `means`, (B, H, 2, D), belong to both layers. On a GPU, 16-bit rows are multiplied in 16 bits.
+    The similarity is the norm of the matrix product of the two heads' rows, divided by the norms of
+    the two matrices of rows. An orthogonal map of one head's rows does not change this similarity.
+    `rows` contains the rows of both layers, and `means`, (B, H, 2, D), their means. On a GPU,
+    16-bit rows are multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]
@@ -291,10 +298,10 @@ def matched(likeness: Tensor) -> Tensor:
 def polar(x: Tensor, more: Tensor | None = None) -> Tensor:
     """Return the orthogonal matrices nearest to x, (..., D, D), computed with matrix products only.
 
-    The function first adds the matrix `more`, scaled to a share of x's norm times the root of D; by
-    default, `more` is a small multiple of the identity. The method is the Newton-Schulz iteration,
-    scaled for the smallest singular value that is still possible, so that each of the first steps
-    multiplies small singular values by 2.6.
+    The function first adds to x the matrix `more`, multiplied by x's norm divided by the root of D;
+    by default, `more` is a small multiple of the identity. The method is the Newton-Schulz
+    iteration, scaled for the smallest singular value that x can still have at each step, so that
+    each of the first steps multiplies small singular values by 2.6.
     """
     depth = x.shape[-1]
     size = x.norm(dim=(-2, -1), keepdim=True)

@@ -27,9 +27,9 @@ def cut(bits: int, depth: int) -> tuple[int, int]:
     """Return how many programs encode one group of tokens when one token is appended, and how many
     warps each program has.
 
-    The numbers were measured on an H200: more programs encode a group faster, but slow down the
-    decoding steps in which no group is encoded. Rows wider than 128 do not fit the registers of one
-    warp.
+    The returned numbers were the best on an H200: more programs encode a group faster, but slow
+    down the decoding steps in which no group is encoded. Rows of more than 128 channels do not fit
+    into the registers of one warp.
     """
     return (1, 4) if bits >= 4 else (4, 1 if depth <= 128 else 2)
 
@@ -39,7 +39,7 @@ def append(
     k: Tensor,  # (B, H, T, D), any strides
     v: Tensor,  # likewise
     bits: int,  # of a code
-    recent: int,  # tokens at the end that are never in codes
+    recent: int,  # latest tokens, which are never stored as codes
     limit: int,  # tokens that the cache holds
     *,
     warps: int | None = None,  # per program, by default the result of `cut`
@@ -65,7 +65,7 @@ def append(
     best = cut(min(bits, v_bits), depth) if new == 1 else (1, WARPS)
     pieces, warps = best[0] if pieces is None else pieces, best[1] if warps is None else warps
     if new > 1 or recent == 0 or depth < 64:
-        # Several new tokens may complete a group, which one program then has to encode alone.
+        # If several tokens are appended, a single program encodes a group that they complete.
         pieces = 1
     sizes = heads, k_codes.shape[2], new, limit
     given = cells_of(k), cells_of(v), Pool(*pool), sizes

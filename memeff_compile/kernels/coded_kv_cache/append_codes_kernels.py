@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append to a low-bit KV cache: they write the window of latest tokens and the exact
-first tokens, and encode groups.
+"""Kernels that append tokens to a low-bit KV cache: they write the window of latest tokens and the
+exact first tokens, and encode groups.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
 tokens in order. When the window is full, a program encodes the oldest group. If several tokens are
@@ -9,8 +9,8 @@ with more programs; these groups are never stored exactly. Programs read the cac
 tokens from GPU memory. The last program to finish writes the new number of tokens, after all
 programs have read the old one.
 
-The codes equal those of the reference implementation: divisions are rounded to nearest, and halves
-up.
+The codes equal those of the reference implementation: divisions are rounded to the nearest fp32
+number, and a quotient halfway between two codes is rounded up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def bits_of(C, IS_VALUE):
 
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
-    """Return x / step, rounded to nearest; with IS_FAST, fused multiply-adds replace branches."""
+    """Return x / step, rounded to the nearest fp32 number; with IS_FAST, fused multiply-adds
+    replace the branches of a division.
+    """
     if IS_FAST:
         # Scaling by powers of two keeps the following numbers away from the limits of fp32.
         by = tl.where(step < 2.0**-40, 2.0**64, tl.where(step > 2.0**40, 2.0**-64, 1.0))
@@ -57,7 +59,9 @@ def _over(x, step, IS_FAST: tl.constexpr):
 def _codes(
     x, step, zero, BITS: tl.constexpr, IS_PER_HEAD: tl.constexpr, IS_FAST: tl.constexpr = False
 ):
-    """Return the codes of x as int32; with IS_PER_HEAD, `zero` is not used."""
+    """Return the codes of x as int32; with IS_PER_HEAD, codes are symmetric around zero, and the
+    zero point `zero` is not used.
+    """
     if IS_PER_HEAD:
         TOP: tl.constexpr = 1 << (BITS - 1)
         number = tl.floor(_over(x, step, IS_FAST) + 0.5)
@@ -87,8 +91,9 @@ def _between(x, is_left_out):
 
 @triton.jit
 def _scaled(low, high, most, scales_base, place):
-    """Store the scale step and the zero point for numbers from `low` to `high`; return both as
-    stored."""
+    """Store the scale step and the zero point for numbers from `low` to `high`; return both as they
+    were rounded for storage.
+    """
     kind: tl.constexpr = scales_base.dtype.element_ty
     step, zero = _steps(low, high, most, scales_base)
     tl.store(scales_base + 2 * place, step.to(kind))
@@ -126,8 +131,8 @@ def _put(
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Add the codes of one column block to the bytes and the high bits, and return both; 8-bit
-    codes are stored immediately.
+    """Add the codes of one column block to the bytes that are being packed, and to the high bits of
+    3-bit codes, and return both; 8-bit codes are stored immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -208,7 +213,9 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Quantise some tokens and columns of a group with given scale steps, and store the codes."""
+    """Quantise some tokens and columns of a group of tokens with given scale steps, and store the
+    codes.
+    """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -354,7 +361,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
     before = length
     behind = _behind(length, coded, new, C)
     if length + new > limit:
-        # An overflow must be visible: attention returns nan until a reset.
+        # The user must notice an overflow: attention returns nan until the cache is reset.
         nothing = tl.full((C.DEPTH,), float("nan"), tl.float32)
         last = (length + C.WINDOW - 1) % C.WINDOW
         tl.store(window + last * C.DEPTH + depth, nothing.to(room[2].dtype.element_ty))
@@ -390,7 +397,9 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values, and copy the exact tokens among them."""
+    """Encode some groups of new keys, or of new values, and copy the tokens of these groups that
+    stay exact.
+    """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)

@@ -1,5 +1,6 @@
-"""Launch the kernels that append tokens to two adjacent layers that share a cache. The kernels need
-a CUDA GPU of sm_80 or later; the CPU does not wait for the GPU."""
+"""Launch the kernels that append tokens to the cache that two adjacent layers share. The kernels
+need a CUDA GPU of sm_80 or later; the CPU does not wait for the GPU.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def append_pair(
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # (B, H, T, D) each, any strides
     bits: int,  # of a code, or PLAIN
-    recent: int,  # tokens at the end that are never merged
+    recent: int,  # latest tokens, which are never merged
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
 ) -> None:
@@ -88,8 +89,9 @@ def append_pair(
 
 
 def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels that encode directions shared by two
-    layers."""
+    """Return the compile-time constants of the kernels that encode the directions of keys and
+    values that two layers share.
+    """
     return {
         "DEPTH": depth,
         "BITS": bits,
@@ -106,8 +108,9 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge the first tokens of an empty cache with kernels; the result is that of
-    `pair_reference.merge`."""
+    """Merge the first tokens of an empty cache with kernels; the cache then contains the same as
+    after `pair_reference.merge`.
+    """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
     spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
@@ -149,7 +152,9 @@ def align_prompt(
     heads: Tensor,  # (B, H) int32, the upper layer's head of each slot
     group: int,  # tokens per program
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the same aligned rows as `alignment.aligned`, ordered by slot, in fp32."""
+    """Return the same aligned rows as `alignment.aligned`, ordered by slot (head of the lower
+    layer), in fp32.
+    """
     from . import alignment_kernels as kernels
 
     batch, kv_heads, count, depth = keys[0].shape
@@ -280,8 +285,9 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """Store the shared directions of a prompt's keys, or values, and the lengths for both
-    layers."""
+    """Store, for a prompt's keys or for its values, the direction that both layers share per token,
+    and each layer's length.
+    """
     from . import append_pairs_kernels as kernels
 
     shared, lower, upper, _ = pair

@@ -1,17 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append to two layers that share directions: they write the windows of latest tokens
-and merge groups.
+"""Kernels that append tokens to the caches of two layers that share directions (one vector of
+length one for the keys, or the values, of both layers).
 
-One program per sequence and key-value head processes the keys and values of both layers, because
-all four tensors together decide which rows stay unmerged. A shared direction is a weighted sum of a
-row of the lower layer and a row of the upper layer. The two weights of that sum follow from three
-sums over channels, so a program reads the rows twice, a few channels at a time: once for the sums,
-once to encode them. Programs read the cache's number of tokens from GPU memory; the last program
-writes the new number.
+New tokens go to the windows of latest tokens; complete groups of tokens are merged. One program per
+sequence and key-value head processes the keys and values of both layers, because all four tensors
+together decide which rows (keys or values of a token) stay unmerged. A shared direction is a
+weighted sum of a row of the lower layer and a row of the upper layer. The two weights follow from
+three sums over the channels of both rows, so a program reads the rows twice, a few channels at a
+time: once to compute the three sums, once to compute and encode the direction. Programs read the
+cache's number of tokens from GPU memory; the last program writes the new number.
 
-Separate kernels merge the groups of a prompt. The first of these measures the distances between the
-rows of both layers. The second runs after the rows that stay unmerged are chosen, and encodes keys
-or values. Both kernels read the key and value tensors that the model passes.
+Two other kernels merge the groups of a prompt. The first measures the distances between the rows of
+both layers. Then plain PyTorch chooses the rows that stay unmerged, and the second kernel encodes
+keys or values. Both kernels read the key and value tensors that the model passes.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def _factors(cosine, m, n, t, RULE: tl.constexpr):
 
 @triton.jit
 def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return some columns of the shared direction, (tokens, columns); for values the result is
-    transposed."""
+    """Return some columns of the shared directions, (tokens, columns) for keys and (columns,
+    tokens) for values.
+    """
     x = _load_rows(lower, slot, column, DEPTH, 1, IS_VALUE)
     y = _load_rows(upper, slot, column, DEPTH, 1, IS_VALUE)
     return x * a[None, :] + y * b[None, :] if IS_VALUE else x * a[:, None] + y * b[:, None]
@@ -212,7 +214,8 @@ def _code_directions(
         tl.store(lower_norms + 2 * token, lower_norm.to(lower_norms.dtype.element_ty))
         tl.store(upper_norms + 2 * token, upper_norm.to(upper_norms.dtype.element_ty))
     else:
-        # The scales have the lower layer's lengths, and one norm is how much longer the upper's is.
+        # The scales contain the lower layer's lengths; a norm is the ratio of the upper layer's
+        # length to the lower layer's.
         lower_norm = tl.maximum(lower_norm, 1e-3 * upper_norm)
         for share in tl.static_range(C.DEPTH // C.CHANNELS):
             place = scales_base + 2 * (share * C.GROUP + token)
@@ -224,7 +227,9 @@ def _code_directions(
 
 @triton.jit
 def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
-    """Copy the rows that stay unmerged from a window to the memory for unmerged rows."""
+    """Copy the rows (keys or values) that stay unmerged from a window of latest tokens to the
+    memory for unmerged rows.
+    """
     for part in tl.static_range(DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
         x = tl.load(window + slot[:, None] * DEPTH + column[None, :])

@@ -1,5 +1,6 @@
-"""Launch the kernels that append to pairs of layers that share values. The kernels need CUDA, sm_80
-or later; the CPU does not wait for the GPU."""
+"""Launch the kernels that append tokens to the caches of two layers that share values. The kernels
+need a CUDA GPU of sm_80 or later; the CPU does not wait for the GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +28,17 @@ def append(
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # (B, H, T, D) each, any strides
     bits: int,  # of a key's code
-    recent: int,  # tokens at the end that are never in codes
+    recent: int,  # latest tokens, which are never stored as codes
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how values are merged
     *,
     is_first: bool = False,  # the cache is empty: fit the maps to these tokens
 ) -> None:
-    """Write tokens of both layers, or of the upper one, and encode the groups that are complete.
+    """Write tokens of both layers, or of the upper layer only, and encode the groups that are
+    complete.
 
     Beyond `limit`, or if the two layers have different lengths, no token is written, and attention
-    returns nan until a reset.
+    then returns nan until the cache is reset.
     """
     if is_first and lower_new is not None:
         _append_first(pair, lower_new, upper_new, bits, recent, limit, settings)

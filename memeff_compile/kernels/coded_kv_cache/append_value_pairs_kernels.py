@@ -1,13 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append to two layers that share values: they write windows and encode groups.
+"""Kernels that append tokens to the caches of two layers that share values: they write the windows
+of latest tokens and encode groups of older tokens.
 
-Three programs per sequence and key-value head process the new tokens: one the lower layer's keys,
-one the upper layer's, and one the values of both. The programs read windows that they write
-themselves, or that an earlier launch has written, so they need not wait for each other. Programs
-read the number of tokens in GPU memory; the last program writes the new number.
+Three programs per sequence and key-value head process the new tokens: one writes the lower layer's
+keys, one the upper layer's keys, and one the values of both layers. A program reads only windows
+that it writes itself, or that an earlier launch has written, so programs need not wait for each
+other. Programs read the cache's number of tokens from GPU memory; the last program writes the new
+number.
 
-A separate kernel merges the values of a prompt; the keys of the prompt are encoded as in any layer
-with codes.
+A separate kernel merges the values of a prompt; the keys of the prompt are encoded by the same
+kernels as for a layer that shares no values.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def _share_group(
     t,
     C: tl.constexpr,
 ):
-    """Align the values of a group, and encode their shared directions and lengths."""
+    """Align the values of a group of tokens, encode the directions that both layers share, and
+    store the values' lengths.
+    """
     lower, lower_slot, lower_row, upper, upper_slot, upper_row = rows
     pair, mine = heads
     ROWS: tl.constexpr = C.GROUP * C.DEPTH
@@ -57,7 +61,8 @@ def _share_group(
 @triton.jit
 def _keep_early(window, kept, coded, first, C: tl.constexpr):
     """If the group that starts at position `coded` contains the sequence's exact first tokens, copy
-    these tokens from a window."""
+    these tokens from a window of latest tokens.
+    """
     if C.KEPT > 0:
         place = (coded + tl.arange(0, C.GROUP)).to(tl.int32)
         row = place - first

@@ -2,8 +2,8 @@
 
 Each token and head has one scale, and codes are symmetric around zero, as in a `KVCache` with
 scheme "per_head". The backward pass treats the rounding as the identity (straight-through
-gradient). Table 3 of BitNet a4.8 has three settings: 4-bit keys and values; 4-bit queries too; or
-4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
+gradient). Table 3 of BitNet a4.8 has three settings: 4-bit keys and values; 4-bit queries, keys and
+values; or 4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def quantized_heads(
 
 
 def _rounded(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return code * step, after rounding the step to the dtype in which a cache stores steps."""
+    """Return heads encoded and decoded again: code * step, where the scale step is rounded to the
+    dtype in which a cache stores it.
+    """
     top = 2 ** (bits - 1) - 1
     step = (values.abs().amax(-1, keepdim=True) / values.new_full((1,), top)).to(dtype)
     step = step.masked_fill(step == 0, 1.0).to(values.dtype)

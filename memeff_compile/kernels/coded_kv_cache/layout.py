@@ -66,9 +66,10 @@ class Shared(NamedTuple):
     v_scales: Any
     places: Any
     starts: Any  # (B, H) int32, each sequence's first token
-    bound: Any  # (B, H) fp32, the distance beyond which a row is kept
-    kept_count: Any  # (B, H) int32, the rows kept besides the first tokens
-    left_over: Any  # (B, H) int32, the rows that had no room
+    bound: Any  # (B, H) fp32, the distance beyond which a row stays unmerged
+    kept_count: Any  # (B, H) int32, the number of unmerged rows in addition to the first tokens
+    # (B, H) int32, the number of rows that were merged because no memory for unmerged rows was left
+    left_over: Any
 
 
 class Own(NamedTuple):
@@ -91,7 +92,8 @@ class SharedValues(NamedTuple):
 
     v_codes: Any
     v_scales: Any  # with the lengths of the lower layer's values
-    norms: Any  # (B, H, groups * group), by which the upper layer's values are longer
+    # (B, H, groups * group), ratios of the upper layer's lengths of values to the lower layer's
+    norms: Any
     places: Any  # of the first tokens, as all layers of the cache have them
 
 
@@ -153,7 +155,7 @@ class Layout:
     bits: int  # of a code
     scheme: str = "kivi"  # one of `SCHEMES`
     group: int = 64  # tokens that are coded together
-    recent: int = 128  # tokens at the end that are never in codes
+    recent: int = 128  # latest tokens, which are never stored as codes
     kept: int = 4  # tokens at the beginning that are stored exactly
     value_bits: int | None = None  # of a value's code, by default as many as of a key's
 
@@ -228,7 +230,9 @@ def group_of(block: int, depth: int, bits: int) -> int:
 
 
 def value_bits_of(k_block: int, v_block: int, bits: int) -> int:
-    """Return the bits of values' codes, from the bytes of blocks and the bits of keys' codes."""
+    """Return how many bits the codes of values have, given the bytes of a block of keys and of a
+    block of values, and the bits of the keys' codes.
+    """
     return bits * v_block // k_block
 
 
@@ -280,8 +284,8 @@ def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
     """Return groups of codes as bytes in the memory order of the cache.
 
-    8-, 4-, 3- or 2-bit codes, (..., group, D) uint8, become (..., group * D * bits / 8) bytes; for
-    values, channels come first.
+    8-, 4-, 3- or 2-bit codes, (..., group, D) uint8, become (..., group * D * bits / 8) bytes; keys
+    are stored token by token, values channel by channel.
     """
     parts = [pack(codes & 3, 2) if bits == 3 else pack(codes, bits)]
     if bits == 3:

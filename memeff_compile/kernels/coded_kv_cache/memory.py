@@ -22,7 +22,8 @@ def bytes_per_token(
     depth: Size,  # likewise
     bits: int,  # of a code
     *,
-    group: Size,  # tokens that share the scales of a channel of keys; 0 for one per token and head
+    # tokens that share the scales of a channel of keys; 0 if each token and head has one scale
+    group: Size,
     shares: Size,  # groups of channels of a value that have separate scales; not read with group 0
     itemsize: int = 2,  # bytes of a scale
     value_bits: int | None = None,  # of a value's code, by default as many as of a key's
@@ -69,17 +70,18 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 
 
 def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int = 2) -> int:
-    """Return the bytes of the maps that align two layers: the means, and one matrix per head, of
-    keys and of values; with one kind of rows, only of values."""
+    """Return the bytes of the maps that align two layers: the means and one matrix per head, for
+    keys and for values; if `kinds` is 1, only for values.
+    """
     return batch * heads * (kinds * layout.depth * (layout.depth + 2) * itemsize + 4)
 
 
 def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of two layers that share values, for `tokens` tokens, without maps and the
-    positions of first tokens.
+    """Return the bytes of the caches of two layers that share values, for `tokens` tokens, without
+    the alignment maps and the positions of first tokens.
 
     Codes and scales of values and a norm per token are stored once per pair; codes and scales of
-    keys, windows and first tokens twice.
+    keys, windows and first tokens are stored once per layer.
     """
     rows = layout.groups(tokens) * layout.group
     each = bytes_of_value_pair(layout, heads, itemsize)
@@ -88,7 +90,9 @@ def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsi
 
 
 def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
-    """Return the bytes of one token in two layers that share values."""
+    """Return the bytes of one token in the caches of two layers that share values, for both layers
+    together.
+    """
     both = replace(layout, value_bits=0)
     of_values = bytes_of_token(layout, heads, itemsize) - bytes_of_token(both, heads, itemsize)
     shares = layout.depth // layout.channel_group
@@ -98,8 +102,8 @@ def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
 
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of two layers that share directions, for `tokens` tokens, without their
-    alignment maps.
+    """Return the bytes of the caches of two layers that share directions, for `tokens` tokens,
+    without the alignment maps.
 
     The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
     first tokens. A pair of layers stores codes, scales and positions of unmerged rows once; it

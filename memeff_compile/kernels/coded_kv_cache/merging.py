@@ -1,8 +1,9 @@
 """Merge the keys, or the values, of two adjacent layers into one shared direction and two lengths.
 
-A row is the key or value vector of one head and token. A row of each layer, as a pair, becomes one
-shared direction and two lengths; if the two rows point too far apart, both stay unmerged. The
-rotary embedding does not matter for merging, because it rotates both rows of a pair alike.
+A row is the key or value vector of one head and token. The two layers' rows of the same token
+become one shared direction (a vector of length one) and two lengths; if the angle between the two
+rows is too large, both rows stay unmerged. The rotary embedding does not matter for merging,
+because it rotates both rows of a pair alike.
 
 Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
 """
@@ -53,8 +54,9 @@ def shared_direction(
     lower: Tensor,  # (..., D)
     upper: Tensor,  # likewise
     *,
-    # ``slerp``, on the arc between the two, at `t` of it from the lower; ``average``, their
-    # weighted mean, brought to length one; ``max_norm``, that of the longer row
+    # ``slerp``: the point on the arc between the two rows' directions at the fraction `t` of the
+    # arc, counted from the lower layer's; ``average``: their weighted mean, scaled to length one;
+    # ``max_norm``: the direction of the longer row
     rule: str = "slerp",
     t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
@@ -73,8 +75,8 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), above which a row stays unmerged; for ``similar``, below which
-    it stays unmerged.
+    """Return the distance, (B, H), above which a row stays unmerged; if `reading` is ``similar``,
+    rows below this distance stay unmerged.
 
     The function uses only the distances (B, H, N) for which `counted` is true; if none are, it
     returns nan. `gamma` is the fraction of the range of distances in which rows stay unmerged. A
@@ -92,7 +94,7 @@ def kept_rows(
     apart: Tensor,  # (B, H, N) distances
     counted: Tensor,  # bool (B, H, N), rows that may be kept
     bound: Tensor,  # (B, H), from `threshold`
-    room: Tensor,  # (B, H) int64, rows that there is room for
+    room: Tensor,  # (B, H) int64, the number of unmerged rows for which memory is left
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,12 +121,13 @@ def kept_rows(
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
-    ``norm`` preserves the row's length; ``projection`` minimises the error. The factor has shape
-    (...) in fp32 or fp64; it is 0 where the decoded direction is zero.
+    The scale ``norm`` preserves the row's length; the scale ``projection`` minimises the error of
+    the restored row. The factor has shape (...) in fp32 or fp64; it is 0 where the decoded
+    direction is zero.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":
         found = (x * decoded).sum(-1) / decoded.square().sum(-1).clamp_min(1e-24)
-        return found.clamp_min(0.0)  # a negative one would mean that the row is kept
+        return found.clamp_min(0.0)  # a negative length would mark the row as unmerged
     length: Tensor = x.norm(dim=-1) / decoded.norm(dim=-1).clamp_min(1e-12)
     return length

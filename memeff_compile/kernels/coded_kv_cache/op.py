@@ -58,7 +58,9 @@ _WRITTEN = ", ".join(
 def supports(
     q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
 ) -> str | None:
-    """Return a sentence that says why attention does not support a pool, or None if it does."""
+    """Return a sentence that says why attention does not support a pool (a cache's ten tensors), or
+    None if it does.
+    """
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 
@@ -238,8 +240,9 @@ def _fake_append(*args: Any) -> None:
 
 
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the means, rotations and slots passed to a call, or empty tensors if the call has
-    none."""
+    """Return the alignment maps passed to a call (means, rotations and matching heads), or empty
+    tensors if the call has none.
+    """
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots
 

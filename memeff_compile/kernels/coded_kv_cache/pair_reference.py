@@ -1,5 +1,5 @@
-"""Append to the caches of two layers that share directions, in plain PyTorch (the reference
-implementation).
+"""The reference implementation, in plain PyTorch, of appending to two layers whose caches share
+directions.
 
 The functions are correct on any device and in any floating dtype. `merge` takes the position in the
 cache as an argument and does not wait for the device; `append` reads the number of tokens on the
@@ -78,7 +78,7 @@ def append(
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # keys and values of the upper layer
     bits: int,  # of a code, or PLAIN
-    recent: int,  # tokens at the end that are never merged
+    recent: int,  # latest tokens, which are never merged
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
     *,
@@ -108,12 +108,14 @@ def append(
             old = held[:, :, slots]
             rows.append(old if part is None else _joined(old, part))
     if is_first and maps is not None:
-        # Both layers' tokens are all here: the first ones that a cache gets decide on its maps.
+        # The first tokens of both layers are present: the maps of a cache are fitted to the first
+        # tokens that it gets.
         position = torch.arange(end, device=device)
         behind = position - pair.shared.starts[:, :1]
         later = min(limit, _HORIZON * end) - end
         alignment.fit(maps, rows, behind >= settings.keep_first, sums, angles, later)
-    # All rows of a prompt compete for the room together; later rows compete group by group.
+    # All rows of a prompt compete together for the memory for unmerged rows; later rows compete
+    # group by group.
     step = max(1, due) * group if is_first else group
     for at in range(0, due * group, step):
         some = [x[:, :, at : at + step] for x in rows]
@@ -174,8 +176,9 @@ def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
 
 
 def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tensor]:
-    """Return rows in the form in which they are compared and merged: ordered by slot, and aligned
-    if there are alignment maps."""
+    """Return rows in the form in which they are compared and merged: ordered by slot (head of the
+    lower layer), and aligned if there are alignment maps.
+    """
     some = [x[:, :, span] for x in rows]
     return some if maps is None else alignment.aligned(some, maps)
 
@@ -190,8 +193,9 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the rows that `keep` chose into the memory for unmerged rows; the first given row has
-    position `coded`."""
+    """Copy the rows that `keep` chose into the memory for unmerged rows; the first row of `rows`
+    has the position `coded` in the cache.
+    """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
     of_upper = places if maps is None else alignment.in_order(places, maps.slots)

@@ -1,4 +1,4 @@
-"""Average keys, and products of keys, over the positions that the keys might have had.
+"""Average keys, and products of two keys, over later positions at which the same keys could appear.
 
 A rotary embedding rotates the channels i and i + D / 2 of a key, as a point of a plane, by an angle
 in proportion to the position. So a key that appears again `s` positions later is the same key
@@ -27,11 +27,13 @@ def mean_product(
     angles: Tensor,  # as `mean_key` takes them
     span: int,
 ) -> Tensor:
-    """Return the mean of the product of two keys that both move through the positions, as in
-    `mean_key`."""
+    """Return the mean of the product of two keys over the same shifts of both keys' positions: from
+    their own positions to `span` positions later.
+    """
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))
-    # A 2 x 2 block is a part that turns by the difference of both angles, and one by their sum.
+    # A 2 x 2 block is the sum of a part that rotates by the difference of both angles and a part
+    # that rotates by the sum of both angles.
     near = _turned((a + d) / 2, (c - b) / 2, angles[:, None] - angles, span)
     far = _turned((a - d) / 2, (c + b) / 2, angles[:, None] + angles, span)
     upper = torch.cat([near[0] + far[0], far[1] - near[1]], -1)

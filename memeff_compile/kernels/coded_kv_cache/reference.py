@@ -1,11 +1,11 @@
 """The reference implementation: encode, append, decode and attend in plain PyTorch.
 
 This implementation is correct on any device and in any floating dtype. The CPU reads the number of
-tokens, which makes it wait if the cache is on a GPU. Arithmetic runs in float32, or in float64 for
-float64 caches. Scales are stored in the cache's dtype, and codes are computed with these stored
+tokens, so it waits for the GPU if the cache is on one. Arithmetic runs in float32, or in float64
+for float64 caches. Scales are stored in the cache's dtype, and codes are computed with these stored
 scales.
 
-Papers: KIVI (per-channel keys, per-token values), BitNet a4.8 (one scale per head).
+Papers: KIVI (scales per channel for keys, per token for values), BitNet a4.8 (one scale per head).
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ def view(
         decoded = F.pad(decoded[:, :, :tokens], (0, 0, 0, max(0, short))).to(dtype)
         whole = torch.where(is_recent, window[:, :, in_window], decoded)
         whole = torch.where(is_recent | is_coded, whole, 0.0)
-        # the extra last row receives tokens that are not yet kept
+        # the extra last row receives the entries of the memory for exact tokens that contain no
+        # token yet
         room = F.pad(whole, (0, 0, 0, 1))
         room.scatter_(2, there[..., None].expand(kept.shape), kept)
         results.append(room[:, :, :tokens].contiguous())

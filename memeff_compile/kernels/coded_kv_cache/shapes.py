@@ -60,8 +60,9 @@ def halves_for(repeat: int, bits: int) -> int:
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:
-    """Return the number of channels in one product; these channels have codes in the same bytes or
-    have the same scale."""
+    """Return the number of channels that one matrix product covers: as many as a row of codes has
+    bytes, or, for 8-bit codes, the channels that share a scale.
+    """
     if bits == 8:
         return channels
     return depth // 4 if bits == 3 else depth * bits // 8

@@ -1,5 +1,5 @@
-"""The attention implementation `codes`: several programs share the codes of a low-bit cache. This
-implementation needs a CUDA GPU of sm_80 or later.
+"""The attention implementation `codes`: several programs divide the codes of a low-bit cache among
+themselves. This implementation needs a CUDA GPU of sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, and the launch grid depends only on static
 sizes, so a CUDA graph can capture the calls and replay them while the cache fills up. The kernels

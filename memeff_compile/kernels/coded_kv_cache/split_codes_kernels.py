@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""The two kernels of the implementation `codes`: one attends to a share of the cache, one combines
-the partial results.
+"""The two kernels of the attention implementation `codes`: each program of the first attends to a
+share of the cache, and the second combines the partial results.
 
 Program i of n processes steps i, i + n, i + 2n and so on; a step is a few groups of codes. After
 the codes, the program processes tiles of the window and of the exact first tokens in the same
@@ -8,12 +8,13 @@ order. Scores have tokens as rows and query heads as columns, so that keys and v
 operand of their product: the kernel reads this operand as bytes and unpacks it in registers, and
 eight query heads fill a tile. If the query heads fill at most half of a tile, two groups of tokens
 share it (HALVES): the first half of the columns has the queries for one group, the second half
-those for the next group. Each product belongs to one of the two groups, and the kernel uses only
-the columns of that group. At the end, the two halves of the columns are two separate partial
-results. Codes stay integers: the query is multiplied by the keys' scales, the softmax weight by the
-values' scales, and zero points are added once per step. Softmax weights are summed per token in
-registers, and across tokens only at the end, so a step has just two reductions: the zero points of
-keys, and the largest score. The sums run in a fixed order.
+those for the next group. Each product multiplies the codes of one of the two groups by all columns,
+and the kernel uses only the half of the columns that belongs to that group. At the end, the two
+halves of the columns are two separate partial results. Codes are not decoded: the query is
+multiplied by the keys' scales, the softmax weight by the values' scales, and zero points are added
+once per step. Softmax weights are summed per token in registers, and across tokens only at the end,
+so a step has just two reductions: the zero points of keys, and the largest score. The sums run in a
+fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and
@@ -174,8 +175,8 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 def _pair_of(base, place):
     """Return two neighbouring numbers in fp32; 16-bit numbers are read with one load.
 
-    Triton does not prefetch loads of less than four bytes, and waiting for such a load takes longer
-    than the rest of a loop iteration.
+    One load has four bytes: Triton does not prefetch smaller loads, and waiting for one takes
+    longer than the rest of a loop iteration.
     """
     kind: tl.constexpr = base.dtype.element_ty
     if kind == tl.bfloat16:
@@ -343,13 +344,13 @@ def _coded_kv_cache_split_codes_attention_kernel(
     half = rows // LANES
     depth = tl.arange(0, C.DEPTH)
     width = tl.arange(0, C.WIDTH)
-    tokens = tl.arange(0, C.GROUP)  # in the order in which their codes come, as channels of keys
+    tokens = tl.arange(0, C.GROUP)  # in the order of their codes in memory, as channels of keys
     tokens = tokens % (C.GROUP // 2) * 2 + tokens // (C.GROUP // 2)
     q_base = q_ptr + kv_head * C.REPEAT * stride_q_head + batch * stride_q_batch
     largest = tl.full((C.ROWS,), float("-inf"), dtype=tl.float32)
     sums = tl.zeros((C.GROUP, C.ROWS), dtype=tl.float32)
     accs = ()
-    others = ()  # of the second half, whose columns alone count there
+    others = ()  # those of the second half: only that half of the columns is used there
     zeros = ()
     # Channels of keys in the order in which their codes come: a part's even ones, then its odd.
     inside = depth % K_WIDTH
@@ -472,7 +473,7 @@ def _coded_kv_cache_split_codes_attention_kernel(
                 score *= k_norm
                 if C.IS_ALIGNED:
                     score += of_mean[None, :]
-                is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
+                is_seen = is_seen & (k_norm >= 0.0)  # a key with a negative norm is stored exactly
             elif C.KEPT > 0:
                 is_seen = is_seen & ((position < first) | (position >= first + C.KEPT))
             if C.HAS_NORMS or C.HAS_VALUE_NORMS:
@@ -584,7 +585,8 @@ def _coded_kv_cache_split_codes_attention_kernel(
     share_of = split * C.HALVES + half
     shares = splits * C.HALVES
     if C.IS_TURNED:
-        # The sum of merged values is turned back when all shares are there: it has its own.
+        # The sum of merged values is rotated back when all shares are complete, so these shares are
+        # separate.
         shares += splits
         is_row = rows % LANES < C.REPEAT
         merged = (largest, total, whole)
@@ -668,7 +670,7 @@ def _coded_kv_cache_split_codes_turn_kernel(
     sizes,  # HEADS, and query heads per key-value head
     DEPTH: tl.constexpr,
     CHUNK: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # query heads that one program turns by the same map
+    AT_ONCE: tl.constexpr,  # query heads that one program rotates by the same map
 ):
     """Rotate queries in the same way as the keys of an aligned layer were rotated."""
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
@@ -697,7 +699,7 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     CHUNK: tl.constexpr,
     MERGED_BLOCK: tl.constexpr,
     EXACT_BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # rows that one program turns by the same map
+    AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
     """Combine partial results, and rotate the part of the result that comes from merged tokens back

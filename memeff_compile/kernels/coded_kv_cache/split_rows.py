@@ -1,8 +1,8 @@
-"""The attention implementation `rows`: it reads directions that two layers share, stored without
-codes. This implementation needs a CUDA GPU of sm_80 or later.
+"""The attention implementation `rows`, for caches that store the directions that two layers share
+as plain numbers instead of codes. This implementation needs a CUDA GPU of sm_80 or later.
 
-The implementation `rows` works like `codes`, on numbers instead of codes: the CPU never waits for
-the GPU, the launch grid depends only on static sizes, and kernels use no atomic operations.
+The implementation `rows` works like the implementation `codes`: the CPU never waits for the GPU,
+the launch grid depends only on static sizes, and kernels use no atomic operations.
 """
 
 from __future__ import annotations

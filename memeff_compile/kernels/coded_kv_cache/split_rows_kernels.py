@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels of the implementation `rows`: attention over shared directions that are not encoded, each
-with a length.
+"""Kernels of the implementation `rows`: attention over directions (vectors of length one) that two
+layers share, each with a length per layer.
 
-Program i of n processes tiles i, i + n and so on of the directions, then those of the window and of
-the unmerged rows, all in one softmax. A key's length multiplies its score; a value's length
-multiplies its softmax weight. Scores have tokens as rows and query heads as columns, as in
+Program i of n processes tiles i, i + n and so on of the directions, then of the window of latest
+tokens and of the unmerged rows, all in one softmax. A key's length multiplies its score; a value's
+length multiplies its softmax weight. Scores have tokens as rows and query heads as columns, as in
 `split_codes_kernels`, whose second kernel combines the partial results.
 """
 
@@ -21,7 +21,7 @@ from .split_codes_kernels import _pair_of, _seen
 @triton.jit
 def _attend(
     bases,
-    at,  # rows of the tile, which of them are loaded, and which count
+    at,  # rows of the tile, which of them are loaded, and which are visible
     norms,  # (TILE,) fp32
     q,  # (D, ROWS)
     scale,

@@ -1,4 +1,5 @@
-"""The op memeff::coded_kv_cache_append_values, for two layers that share only values.
+"""The op memeff::coded_kv_cache_append_values, which appends to the caches of two layers that share
+only values.
 
 Each of the two layers has its own encoded keys; both layers share the codes of the values. In a
 decoding step, the lower layer writes its token by `coded_kv_cache_append_lower`, before the upper

@@ -1,7 +1,7 @@
 """Append to the caches of two layers that share values and have their own keys, in plain PyTorch.
 
-The function is correct on any device and in any floating dtype, and reads the number of tokens on
-the CPU.
+`append` is correct on any device and in any floating dtype, and reads the number of tokens on the
+CPU.
 
 Paper: MiniCache, arXiv 2405.14366, here only for values.
 """
@@ -35,7 +35,7 @@ def append(
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # keys and values of the upper layer
     bits: int,  # of a key's code
-    recent: int,  # tokens at the end that are never in codes
+    recent: int,  # latest tokens, which are never stored as codes
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how values are merged
     *,

@@ -1,11 +1,12 @@
 """The GPU implementation `triton` of compressed weights: it launches the kernels of all codecs.
 This implementation needs a CUDA GPU of sm_80 or later.
 
-A codec stores weights whose exponent has no code in lists. When a weight is encoded, the CPU reads
-the lengths of these lists from the GPU. If memory for the lists is already allocated, the CPU reads
-the lengths later (`Outcome`), and does not wait for the GPU. Decoding and products read no value on
-the CPU, so a CUDA graph can capture them. The kernels sum without atomic operations, so the same
-inputs give the same bits.
+Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
+lists. When a weight is encoded, the CPU reads the lengths of these lists from the GPU. If memory
+for the lists is already allocated, the CPU reads the lengths later (`Outcome`), and does not wait
+for the GPU. When a weight is decoded or multiplied, the CPU reads no value from the GPU, so a CUDA
+graph can capture these calls. The kernels sum without atomic operations, so the same inputs give
+the same bits.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Room:
     """Spare memory in lists whose length depends on a weight's values, so that later values of the
     weight fit, too."""
 
-    share: float = 0.0  # more than is needed now, as a share of it
-    least: int = 0  # more than is needed now, in elements
+    share: float = 0.0  # memory beyond what is needed now, as a share of that
+    least: int = 0  # memory beyond what is needed now, in elements
 
     def length(self, needed: int) -> int:
         """Return how many elements to allocate for a list of which `needed` elements are used."""
@@ -112,12 +113,15 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return how many 16-bit numbers the spill buffer needs for a weight of a given size."""
+    """Return how many 16-bit numbers the spill buffer (memory for a weight whose codes do not fit)
+    needs for a weight of a given size.
+    """
     return HEADING + padded(count)
 
 
 class Outcome:
-    """The result of encoding into existing lists: whether the codes fitted.
+    """The result of encoding a weight into existing tensors: whether the tensors' lists were long
+    enough.
 
     The CPU knows the result only after the GPU has run the kernels.
     """
@@ -128,13 +132,15 @@ class Outcome:
         rooms: Sequence[int],  # those they have
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
-        """Store the needed and the available list lengths, and the spill buffer."""
+        """Store the needed and the available list lengths, and the spill buffer, which receives the
+        value if a list is too short.
+        """
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Launch a copy of the new value to the spill buffer, which is used if its codes do not
-        fit; afterwards the value may be freed.
+        """Start to copy the new value to the spill buffer, from which it is read if its codes do
+        not fit; once this method has returned, the value may be freed.
 
         The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory; it has
         space for a header in addition to the value.
@@ -162,7 +168,7 @@ class Outcome:
         """Wait for the GPU and return whether all lists were long enough."""
         if self._event is not None:
             self._event.synchronize()
-        elif self._needed.is_cuda:  # the refuge may not be written yet
+        elif self._needed.is_cuda:  # the spill buffer may not be written yet
             torch.cuda.synchronize(self._needed.device)
         needed = self._needed
         if self._refuge is not None:
@@ -171,7 +177,8 @@ class Outcome:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return a spill buffer: CPU memory for ``count`` weights that GPU kernels can write to.
+    """Return a spill buffer for weights whose codes do not fit: CPU memory for ``count`` elements,
+    which GPU kernels can write to.
 
     The spill buffer has dtype int16 and is pinned. Return None if no pinned memory is available, or
     if a trial shows that the GPU does not write to it.
@@ -195,7 +202,8 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     """Return how often each of the 256 exponents occurs, as int32; only every `every`-th run of
-    weights is counted."""
+    consecutive weights is counted.
+    """
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (
         -(-patterns.numel() // (RUN * every)),
@@ -223,8 +231,7 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
 
 
 def _encode(patterns: Tensor, form: Format, room: Room) -> list[Tensor]:
-    """Return the tensors that encode bit patterns without loss, whatever mantissa bits the format
-    keeps."""
+    """Return the tensors that encode bit patterns without loss, even if the format is lossy."""
     if form.codec == "win4":
         counts, header = histogram(patterns, sampled(patterns.numel())), _empty(patterns, 1)
         # The window is chosen without waiting for the GPU.
@@ -268,11 +275,11 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes and signs of a weight; if an optimizer `step` is given, write those of the
-    updated weight.
+    """Write the codes and signs of a weight; if `by`, an optimizer step, is given, first update the
+    weight.
 
-    Return the counts of patches (exponents outside of the window) that `_list_win4` takes. The
-    lists of old patches are read only with a `step`.
+    Return the counts of patches (weights whose exponent is outside of the window) that `_list_win4`
+    takes. The old weight's patches are read only if there is an optimizer step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -316,7 +323,9 @@ def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
 
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
-    """Return where each chunk of weights begins in the bit streams and in the list of patches."""
+    """Return where each chunk of weights begins in the bit streams and in the list of patches
+    (weights stored whole).
+    """
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     tensors = (patterns, header, counts)
@@ -328,7 +337,9 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches, (starts, positions, values), whose starts are already written."""
+    """Fill a list of patches (weights stored whole): write positions and values; the index at which
+    each chunk's patches start is already written.
+    """
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
         tensors, sizes = (patterns, header, *lists), (4, ("BLOCK", 1024))
@@ -420,7 +431,7 @@ def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tenso
 
 
 def steps(form: Format, gradient: Tensor) -> bool:
-    """Return whether `step` can write to the memory of a gradient."""
+    """Return whether `step` supports a gradient, whose memory it overwrites."""
     return (
         form.is_lossless
         and gradient.dtype == torch.bfloat16
@@ -434,10 +445,10 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     """Overwrite a gradient with the updated weight, in the memory of the gradient.
 
     The updated weight equals, bit for bit, that of `torch.optim.SGD` on the decoded weight on the
-    same GPU. Afterwards the coded tensors contain no weight until `encode_soon` has encoded the new
-    one into them; pass this function's result to `encode_soon`. The codec must be lossless, and
-    `steps` must have returned True for the gradient. If memory runs out, this function raises an
-    error and has changed no coded tensor.
+    same GPU. Afterwards the coded tensors contain no valid weight until `encode_soon` has encoded
+    the updated weight into them; pass this function's result to `encode_soon`. The codec must be
+    lossless, and `steps` must have returned True for the gradient. If memory runs out, this
+    function raises an error and has changed no coded tensor.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)
@@ -469,10 +480,12 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the decoded bit patterns of a weight to a buffer of whole chunks, followed by zeros.
+    """Write the decoded bit patterns of a weight to a buffer whose size is a multiple of the chunk
+    size, and zeros after them.
 
-    With an optimizer step, the buffer first contains a gradient and then the updated weight; for
-    win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit numbers.
+    With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight;
+    for win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit
+    numbers.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -499,7 +512,8 @@ def fuses(
     shape: Sequence[int],  # (N, K) of the weight
     device: torch.device | None = None,  # the weight's device; for one token any
     *,
-    trains: bool = False,  # a gradient is needed: products then have the dense layer's bits
+    # a gradient is needed: products then equal those of a dense layer bit for bit
+    trains: bool = False,
 ) -> bool:
     """Return whether the kernel of a product with a given number of tokens decodes the weight
     itself."""
@@ -516,8 +530,8 @@ WIN4 = Format("win4")
 class _Product(NamedTuple):
     """The operands of a product with a compressed weight.
 
-    The operands are the tokens, the coded tensors, a bias, the weight's shape (N, K), and its
-    codec.
+    The operands are the tokens, the weight's coded tensors, a bias, and the weight's shape (N, K)
+    and codec.
     """
 
     x: Tensor
@@ -527,8 +541,9 @@ class _Product(NamedTuple):
     form: Format
 
     def operand(self, out: Tensor) -> Multiplied:
-        """Return the arguments of a kernel that describe the weight, and a tensor for its
-        result."""
+        """Return the kernel arguments that describe the weight, and a tensor for the kernel's
+        result.
+        """
         norms = self.parts[-1:] if self.form.is_lossless else ()  # which are not read then
         bias = out if self.bias is None else self.bias
         return Multiplied._make((*self.parts, *norms, bias, out, self.shape[0]))
@@ -705,7 +720,8 @@ def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor
 
 def _add(shares: Tensor, out: Tensor) -> Tensor:
     """Add the programs' partial sums, (splits, M, columns), and write the totals to the last
-    columns of (M, N)."""
+    columns of the output, (M, N).
+    """
     size, block = shares[0].numel(), shapes.SUM_BLOCK
     grid, sizes = (-(-size // block),), {"SPLITS": shares.shape[0], "BLOCK": block}
     operands = (shares, out, size, shares.shape[2], out.shape[1])

@@ -1,9 +1,9 @@
-"""Describe into which tensors each codec splits a bf16 weight, and name them.
+"""Describe into which tensors each codec splits a bf16 weight, and name these tensors.
 
-A weight is read in row-major order, as a flat run of 16-bit patterns padded with zeros to whole
-chunks. Every codec stores the sign and mantissa of each pattern as one byte, and encodes the
-exponent. All codecs use this order inside a group of 256 weights, so that a kernel rebuilds two
-neighbouring weights at once, in one 32-bit word:
+A weight is read in row-major order, as a flat run of 16-bit patterns, which zeros extend to a whole
+number of chunks (blocks of fixed size). Every codec stores the sign and mantissa of each pattern as
+one byte, and encodes the exponent. All codecs use the following order inside a group of 256
+weights, so that a kernel rebuilds two neighbouring weights at once, in one 32-bit word:
 
     group[64 * q + 2 * j + h] is half h of pair q (0 to 3) of thread j (0 to 31) of a warp
 
@@ -217,7 +217,8 @@ def _piece_lists(count: int) -> int:
 
 def piece_words(count: int, room: int) -> int:
     """Return the length of a weight's allocation in 32-bit words, with space for at least `room`
-    patches."""
+    patches (weights stored whole).
+    """
     return _piece_lists(count) + -(-room // (2 * PIECE_APART)) * 2 * PIECE_APART
 
 
@@ -231,7 +232,8 @@ def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
     """Return the position and length of each coded tensor inside a weight's allocation, in 32-bit
     words.
 
-    The tensors are in the order of `Format.parts`; the lists of patches have two numbers per word.
+    The tensors are in the order of `Format.parts`; the lists of patches (weights stored whole) have
+    two numbers per word.
     """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     signs = PIECE_APART + chunks * (CHUNK // 8)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply several tokens by win4 weights, in Gluon: a kernel decodes the codes to tensor-core
-operands in registers.
+"""Multiply several tokens (rows of x) by weights compressed with the codec win4, in Gluon: a kernel
+decodes the codes to tensor-core operands in registers.
 
 A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights already form
 such words, called pair words. Each thread loads only the codes of the weights that it passes to the
@@ -45,7 +45,8 @@ def _odd_bytes(word):
 def _scaled_pair(pair, scale):
     """Multiply the two bf16 numbers in each pair word by the two of another pair word, and round.
 
-    Adding -0.0 preserves the sign of zeros.
+    The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
+    -0.0 into 0.0.
     """
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
@@ -85,8 +86,9 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return two weights in one 32-bit word, with their codes as exponents; lossless weights pass
-    their sign and mantissa bits in two words."""
+    """Return two weights in one 32-bit word, with their codes as exponents; the sign and mantissa
+    bits of lossless weights are given as two words.
+    """
     if FIELD == 8:
         word = fields[PAIR // 2]
         signs = _even_bytes(word) if PAIR % 2 == 0 else _odd_bytes(word)
@@ -116,7 +118,9 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
-    """Return 32-bit words that each contain a block's normaliser (scale) times 2^base twice."""
+    """Return 32-bit words that each contain the same bf16 number twice: a block's normaliser
+    (scale) times 2^base.
+    """
     scale = power
     if C.BLOCK > 0:
         scale = power | (norms[0].to(gl.int32)[:, :, None] * 0x00010001)
@@ -139,8 +143,8 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return where some rows lie (first chunk, number of chunks, position in the first chunk), and
-    the range of their patches (weights stored whole).
+    """Return where some rows of the weight are stored (first chunk, number of chunks, position in
+    the first chunk), and the range of their patches (weights stored whole).
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -186,8 +190,9 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches of some rows; the warps of a program share the
-    work."""
+    """Add the products of x with the patches (weights stored whole) of some rows; the warps of a
+    program share the work.
+    """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -221,7 +226,9 @@ def patched(
 
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
-    """Return the row of each loaded patch inside the tile, and its column; no patch has row -1."""
+    """Return the row of each loaded patch (a weight stored whole) inside the tile, and the patch's
+    column; the row is -1 for an entry that is not a patch of the tile.
+    """
     own = own_patches(mma, C)
     plain: gl.constexpr = own.type.layout.parent
     chunk, chunks, inside, _, end = found
@@ -237,7 +244,7 @@ def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, 
 
 @gluon.jit
 def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.constexpr):
-    """Load the numbers of x by which patches are multiplied."""
+    """Load the numbers of x by which patches (weights stored whole) are multiplied."""
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     column = gl.convert_layout(column, gl.SliceLayout(2, right))
     at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
@@ -246,7 +253,9 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add the products of patches with their columns of x."""
+    """Add the products of patches (weights stored whole) with the columns of x that belong to
+    them.
+    """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
     its_row = gl.convert_layout(its_row, gl.SliceLayout(1, left))
@@ -268,11 +277,12 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with patches as `patched` does, without the first ROUNDS rounds.
+    """Add the products of x with patches (weights stored whole) as `patched` does, without the
+    first ROUNDS rounds.
 
-    It multiplies fewer patches at a time, and loads the ends of chunks in each round. The two
-    functions are separate because a common one made products with few mantissa bits slower: it took
-    more registers (docs/measured/compressed-weights.md).
+    This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
+    One function for all rounds took more registers, which made products with few mantissa bits
+    slower (docs/measured/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -327,7 +337,9 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
-    """Add the products of the first or last two pairs of each lane in one group of each warp."""
+    """Add the products of two of the four pairs of weights that each lane of a warp has in a
+    group.
+    """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
     power, zeros, lane = place
     codes, _, _, norms_0, norms_1, norms_2, norms_3 = loaded
@@ -355,8 +367,8 @@ def _matrix_tile(
 ):
     """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns.
 
-    If GROUPS is known, each warp loads two groups before it waits for anything, and adds the
-    patches last.
+    If the number of groups is a compile-time constant (GROUPS), each warp starts to load two groups
+    before it waits for the first of them, and adds the patches (weights stored whole) last.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
@@ -417,7 +429,7 @@ def _matrix_tile(
         given = (its_token, tokens_count, length)
         acc = _later_patches(acc, x_ptr, lists, patches, found, *given, C, 1)
     else:
-        # Patches come first, as the codes of the first group are on their way.
+        # Patches are added first, while the codes of the first group are being loaded.
         given = (its_token, tokens_count, length)
         if C.PATCHES == 32:
             acc = patched(acc, x_ptr, lists, patches, found, *given, C)
@@ -458,8 +470,9 @@ def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.
 def _coded_weight_matrix_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
-    """Multiply some tokens by 2 or 3 weights of the same width, with the same sums as
-    `_coded_weight_matrix_win4_kernel`."""
+    """Multiply some tokens by 2 or 3 weights of the same width, summed in the same order as by
+    `_coded_weight_matrix_win4_kernel`.
+    """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
     second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS
@@ -491,8 +504,9 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return 32-bit words that each contain the normaliser (scale) of a row's block times 2^base
-    twice."""
+    """Return 32-bit words that each contain the same bf16 number twice: the normaliser (scale) of a
+    row's block times 2^base.
+    """
     if C.BLOCK == 0:
         return power
     return power | (norm.to(gl.int32)[:, None] * 0x00010001)
@@ -565,7 +579,7 @@ def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
     """Load NOTED patches (weights stored whole), from index `begin` on, before they are needed, so
     that later pipeline steps do not wait for memory.
 
-    The position after the last patch (a weight stored whole) is -1.
+    The position of an entry after the last patch is -1.
     """
     several: gl.constexpr = gl.BlockedLayout(
         [C.NOTED // (32 * C.WARPS), 16], [32, 1], [C.WARPS, 1], [1, 0]
@@ -584,7 +598,9 @@ def _note_patches(
     row_length,
     C: gl.constexpr,
 ):
-    """Store the rows, columns and values of the loaded patches in shared memory."""
+    """Store the rows, columns and values of the loaded patches (weights stored whole) in shared
+    memory.
+    """
     rows_note, columns_note, values_note = notes
     chunk, chunks, inside, _, _ = found
     each, place, value = loaded
@@ -604,14 +620,18 @@ def _note_patches(
 
 @gluon.jit
 def _noted(notes, batch, layout: gl.constexpr):
-    """Return 64 of the patches that `_note_patches` stored in shared memory."""
+    """Return 64 of the patches (weights stored whole) that `_note_patches` stored in shared
+    memory.
+    """
     several: gl.constexpr = [notes.shape[0] // 64, 64]
     return seen_as(notes, notes.dtype, several, notes.layout).index(batch).load(layout)
 
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying the columns of x that 64 patches need to a slot of shared memory."""
+    """Start copying the columns of x that 64 patches (weights stored whole) are multiplied by to
+    shared memory.
+    """
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
     load_pointers(slot, at, mask=(token < xt_stride)[None, :])
@@ -655,7 +675,7 @@ def _coded_weight_matrix_win4_wide_kernel(
     Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead of the
     products. While the tensor cores multiply one step, the operand of the next step is decoded. The
     kernel multiplies the patches (weights stored whole) last: each 64 patches form one more step,
-    with the columns of x that they need.
+    together with the columns of x that they are multiplied by.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -735,7 +755,7 @@ def _coded_weight_matrix_win4_wide_kernel(
         following_second = _half_operand(code, (sign, later), power, norms, 1, left, C)
         far = origin + gl.minimum(half + 1, halves - 1)
         norms_0, norms_1, norms_2, norms_3 = _half_norms(norms_ptr, its_groups, far, is_row, C)
-        # All products except the latest are done, so their slot is free.
+        # All products except the latest are complete, so their slot in shared memory is free.
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         second = following_second
         before = step - 1 + C.X_STAGES

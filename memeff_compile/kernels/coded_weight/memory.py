@@ -1,5 +1,6 @@
-"""The bytes before and after the rewrite, as formulas in N (rows of the weight) and K (its
-columns)."""
+"""The bytes of a linear's weight without and with compression, as formulas in N (rows of the
+weight) and K (columns of the weight).
+"""
 
 from __future__ import annotations
 

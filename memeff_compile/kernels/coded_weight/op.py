@@ -6,8 +6,8 @@ Autograd sees only the op `coded_weight_linear`. This op takes the weight as one
 the weight is split into its coded tensors, so an inner compiler sees these tensors as arguments.
 `coded_weight_product` chooses at run time: for a few tokens, one kernel decodes and multiplies;
 otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix library
-multiplies. If a gradient is needed, `coded_weight_decode` and an ordinary linear run instead, so
-that results equal the dense layer's bit for bit (`trained_product`).
+multiplies. If a gradient is needed, the op `coded_weight_decode` and an ordinary linear run
+instead, so that results equal those of a dense layer bit for bit (`trained_product`).
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return the codec of a weight; raise an error if products do not support it."""
+    """Return the codec of a weight; raise an error if products do not support the operands."""
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):
@@ -247,9 +247,10 @@ def trained_product(given: Product, folds: bool) -> Tensor:
     """Decode the weight and multiply as a dense layer does, for a result that needs a gradient.
 
     An inner compiler sees an ordinary linear: it may split off the bias, and it calls the linear
-    with less overhead than a custom op. The argument `at` prevents the compiler from decoding
-    early, and from decoding once for all layers. For weights that require gradients, inputs with
-    unusual strides are copied into contiguous rows.
+    with less overhead than a custom op. The op that decodes gets x as its argument `at`, so the
+    compiler can neither decode a weight before its layer's input x exists, nor decode a weight only
+    once if several layers share it. For weights that require gradients, inputs with unusual strides
+    are copied into contiguous rows.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions that the kernels of all codecs share: pairs of weights in one 32-bit word,
-patches, histograms.
+"""Device functions that the kernels of all codecs share, for pairs of weights in one 32-bit word,
+for patches (weights stored whole), and for histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
-of each weight come from one byte; the kernel inserts the exponents between them, for both weights
-at once.
+of each weight come from one byte; the kernel inserts the exponents between sign and mantissa, for
+both weights at once.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def scaled_pair(pair, scale):
     """Multiply the two bf16 numbers of a pair word by the two of another pair word, and round to
     nearest, ties to even.
 
-    Adding -0.0 preserves the sign of a zero.
+    The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
+    -0.0 into 0.0.
     """
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -151,8 +152,9 @@ def scaled_pair(pair, scale):
 
 @triton.jit
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
-    """Return the result of `scaled_pair` for finite numbers; without PACKED, use ordinary
-    operations."""
+    """Return the result of `scaled_pair` for finite numbers; without PACKED, compute it by ordinary
+    operations instead of one instruction for both numbers.
+    """
     if PACKED:
         found = scaled_pair(pair, scale)
     else:
@@ -200,8 +202,9 @@ def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, B
 
 @triton.jit
 def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Return 32-bit words that each contain a power of two times a group's normaliser (scale)
-    twice, of shape (groups, 1 or 32)."""
+    """Return 32-bit words, (groups, 1 or 32), that each contain the same bf16 number twice: a power
+    of two times a group's normaliser (scale).
+    """
     is_in = group >= 0
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK).to(tl.int32)[:, None]
     if BLOCK == 32:
@@ -215,7 +218,7 @@ def first_patches(patches, PATCHES: tl.constexpr):
     """Load the first patches (weights stored whole), from index `begin` on, before they are needed,
     so that storing the patches does not wait.
 
-    The loaded position after the last patch (a weight stored whole) is -1.
+    The loaded position of an entry after the last patch is -1.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)
@@ -271,8 +274,9 @@ def _coded_weight_pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches of one chunk of a `tier` weight, in order; patches beyond the end of the
-    list are dropped."""
+    """Write the patches (weights stored whole) of one chunk of a `tier` weight, in order; patches
+    beyond the end of the list are dropped.
+    """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     if tl.load(starts_ptr + chunk + 1) > at:
@@ -282,7 +286,9 @@ def _coded_weight_pair_patches_kernel(
             is_patch = is_tier_patch(pattern.to(tl.int32), header_ptr)
             count = is_patch.to(tl.int32)
             found = tl.sum(count, 0)
-            if found > 0:  # seldom: a prefix sum costs more than reading the weights
+            # only for the few chunks with patches: a prefix sum takes longer than reading the
+            # weights
+            if found > 0:
                 rank = at + tl.cumsum(count, 0) - count
                 is_patch &= rank < room
                 tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
@@ -309,8 +315,9 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths that COUNT lists need to a spill buffer; if a list was too short, also
-    write the weight's value there."""
+    """Write to a spill buffer the lengths that COUNT lists need; if a list was too short, also
+    write the weight's value there.
+    """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
         is_short |= (tl.load(needed_ptr + 1) > room_1) | (tl.load(needed_ptr + 2) > room_2)
@@ -329,7 +336,7 @@ def _coded_weight_pair_shelter_kernel(
 def _coded_weight_pair_histogram_kernel(
     weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Count the exponents of every `every`-th run of BLOCKS * BLOCK weights.
+    """Count the exponents in every `every`-th run of BLOCKS * BLOCK consecutive weights.
 
     The counts do not depend on the order of the programs.
     """

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels for win4 weights that each have one allocation; one launch updates several weights.
+"""Kernels for win4 weights whose coded tensors lie in one allocation per weight; one launch applies
+the optimizer step to several weights and encodes them again.
 
 For a small weight, launching a kernel takes longer on the CPU than decoding takes on the GPU. The
 positions of a weight's tensors inside its allocation follow from the weight's size, so a kernel
-takes one pointer per weight (`layout`).
+takes one pointer per weight (the module `layout` computes the positions).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
     """Return a tuple that describes the weight on which a program of the kernel works.
 
     The tuple contains the weight's index, the program's index within the weight, the allocation,
-    the values, the number of chunks, the number of chunks of earlier weights, and the space for
-    patches. This function chooses the weight, so that the code after it is compiled only once.
+    the values, the number of chunks, the number of chunks of earlier weights, and the number of
+    patches (elements stored whole) for which the allocation has space. Only this function branches
+    on the weight's index, so that the kernel's other code is compiled once, not once per weight.
     """
     number = 0
     begin = 0
@@ -62,7 +64,7 @@ def _coded_weight_piece_decode_kernel(
     C: tl.constexpr,
     # CHUNKS and ROOM: of the weight
 ):
-    """Decode WORDS * 8 elements of a weight that has one allocation."""
+    """Decode WORDS * 8 elements of a weight whose coded tensors lie in one allocation."""
     parts = _parts(piece_ptr, C.CHUNKS, C.ROOM)
     decode_some(tl.program_id(0), parts, weight_ptr, C.WORDS, C.PATCHES)
 
@@ -91,8 +93,9 @@ def _coded_weight_piece_encode_kernel(
     C: tl.constexpr,
     # COUNT: weights; for each of them CHUNKS and ROOMS; ENDS: chunks of it and those before it
 ):
-    """Update and encode one chunk of one of several weights, and overwrite the chunk's gradients
-    with the new values."""
+    """Apply the optimizer step to one chunk of one of several weights, encode the chunk, and
+    overwrite its gradients with the new values.
+    """
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),
@@ -128,7 +131,7 @@ def _coded_weight_piece_lists_kernel(
     C: tl.constexpr,
     # LISTING: programs of a weight, at most PROGRAMS, and those before it
 ):
-    """Write a share of the patch lists of one of several weights."""
+    """Write a share of the lists of patches (elements stored whole) of one of several weights."""
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),

@@ -1,5 +1,6 @@
 """The optimizer step on compressed weights (codec `win4`), for several weights in one launch; each
-weight's codes and lists lie in one allocation."""
+weight's coded tensors lie in one allocation.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
-    """Copy the coded tensors of a weight of `count` elements into one allocation, which is new or
-    given."""
+    """Copy the coded tensors of a weight of `count` elements into one allocation: `piece`, or a new
+    one.
+    """
     if piece is None:
         words = piece_words(count, parts[3].numel())
         piece = torch.zeros(words, dtype=torch.int32, device=parts[0].device)
@@ -58,8 +60,9 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The launches that update and encode weights of given sizes, and write their lists of
-    patches."""
+    """The launches that update and encode weights of given sizes, and write their lists of patches
+    (elements stored whole).
+    """
 
     chunks: int
     rooms: tuple[int, ...]
@@ -69,7 +72,9 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(*sizes: tuple[int, int]) -> _Plan:
-    """Plan the launches for several weights, each given as (elements, words of its allocation)."""
+    """Plan the launches for several weights, each given as a pair: its number of elements, and the
+    number of 32-bit words of its allocation.
+    """
     chunks = tuple(padded(count) // CHUNK for count, _ in sizes)
     rooms = tuple(piece_room(*size) for size in sizes)
     each = tuple(-(-count // shapes.LISTS_PROGRAMS) for count in chunks)
@@ -176,10 +181,10 @@ class Outcomes:
 def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Tensor:
     """Update weights with their gradients and encode them in place, all in one launch.
 
-    The gradients are bf16 in whole chunks, and the kernel overwrites them with the new weights.
-    Each weight gets the same bits as from `codecs.step` followed by `encode_soon`. The allocations
-    are invalid until `list_patches` has processed this function's result. If memory runs out, this
-    function raises an error and has changed no weight.
+    The gradients are bf16, padded to whole chunks, and the kernel overwrites them with the new
+    weights. Each weight gets the same bits as from `codecs.step` followed by `encode_soon`. The
+    allocations are invalid until `list_patches` has processed this function's result. If memory
+    runs out, this function raises an error and has changed no weight.
     """
     plan = _planned(pieces, gradients)
     rates, _ = moves(by)
@@ -196,10 +201,11 @@ def list_patches(
     found: Tensor,  # the result of `move`
     refuge: Tensor,  # host memory of `sheltered_together` elements, for weights that do not fit
 ) -> Outcomes:
-    """Write the patch lists of all weights that `move` updated, in one launch.
+    """Write the lists of patches (elements stored whole) of all weights that `move` updated, in one
+    launch.
 
-    If the codes of a weight do not fit, its value is in the spill buffer and its allocation is
-    invalid.
+    If the codes of a weight do not fit into its allocation, the weight's value is in the spill
+    buffer, and the allocation is invalid.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

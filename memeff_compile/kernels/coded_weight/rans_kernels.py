@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GPU kernels of the codec rans: one warp decodes a chunk with 32 interleaved streams, one symbol
-per step.
+"""GPU kernels of the codec rans: one warp decodes a chunk of weights from 32 interleaved streams;
+each thread decodes one symbol per step.
 
 The words of a step are contiguous, so a prefix sum over the warp gives the position of each
 thread's new word.

@@ -40,7 +40,9 @@ STREAM_TAIL = 3
 
 
 def as_patterns(weight: Tensor) -> Tensor:
-    """Return a bf16 tensor as flat int16 bit patterns, padded with zeros to whole chunks."""
+    """Return a bf16 tensor as flat int16 bit patterns, padded with zeros to a multiple of the chunk
+    size.
+    """
     flat = weight.detach().contiguous().reshape(-1).view(torch.int16)
     missing = padded(flat.numel()) - flat.numel()
     # Kernels read two weights as one word.
@@ -50,7 +52,8 @@ def as_patterns(weight: Tensor) -> Tensor:
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     """Return how often each of the 256 exponents occurs, as int64; only every `every`-th run of
-    weights is counted."""
+    consecutive weights is counted.
+    """
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
     patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
     for piece in patterns.split(PIECE):
@@ -121,8 +124,9 @@ def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one list of patches (starts, positions, values) from the lists of consecutive
-    blocks."""
+    """Return one list of patches (weights stored whole), as starts, positions and values, from the
+    lists of consecutive blocks.
+    """
     counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
     starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     return starts, places, values
@@ -368,7 +372,7 @@ def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def widen(patterns: Tensor, norms: Tensor, form: Format) -> Tensor:
-    """Multiply each block by its normaliser.
+    """Multiply each block of weights by its normaliser (scale).
 
     This function inverts `normalise`, except for the mantissa bits that `normalise` dropped.
     """
@@ -400,8 +404,9 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 def with_signs(
     parts: Sequence[Tensor], form: Format, whole: Tensor, patterns: Tensor
 ) -> list[Tensor]:
-    """Return coded exponents and the sign and mantissa fields of `patterns`; each patch gets its
-    bits in `whole`, which is the weight that is encoded."""
+    """Return the coded exponents `parts` together with the sign and mantissa fields of `patterns`;
+    each patch (a weight stored whole) gets its bits from `whole`, the weight to encode.
+    """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)
         where = _patched(starts, places)

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels that multiply one token by lossless or lossy win4 weights and decode the weights
-themselves.
+"""Kernels that multiply one token by weights compressed with the codec win4, lossless or lossy, and
+decode the weights themselves.
 
 A win4 code is a weight's exponent minus the number `base`. Used directly as an exponent, a code
 gives a tiny number, which the kernel then multiplies by 2^base; code 0 without mantissa bits is
-zero. For a lossy weight, the scale also contains the normaliser, and one instruction multiplies and
-rounds both weights of a pair word, so the kernel multiplies by exactly the weights that decoding
-would give.
+zero. For a lossy weight, the scale also contains the normaliser of the weight's block, and one
+instruction multiplies and rounds both weights of a pair word (a 32-bit word of two bf16 weights),
+so the kernel multiplies x by exactly the weights that decoding would give.
 
 In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
 """
@@ -33,8 +33,8 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Return where some rows lie (first chunk, number of chunks, position in the first chunk), and
-    the range of their patches (weights stored whole).
+    """Return where some rows of the weight are stored (first chunk, number of chunks, position in
+    the first chunk), and the range of their patches (weights stored whole).
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -58,7 +58,7 @@ def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUN
     """Return the row and column of each patch (a weight stored whole); rows are counted from the
     program's first row.
 
-    A patch (a weight stored whole) before the program's first row gets row -1.
+    A patch before the program's first row gets row -1.
     """
     number = tl.arange(0, CHUNKS)
     ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
@@ -200,7 +200,8 @@ def _exact_rows(
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
     """Load the codes and fields of some groups of weights of each row, (ROWS, GROUPS, 32), and the
-    groups' normalisers."""
+    groups' normalisers (scales).
+    """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
         is_in = (group < groups)[None, :] & (row >= 0)[:, None]
@@ -309,8 +310,9 @@ def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
 def _coded_weight_row_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width, with the same sums as
-    `_coded_weight_row_win4_kernel`."""
+    """Multiply one token by 2 or 3 weights of the same width, summed in the same order as by
+    `_coded_weight_row_win4_kernel`.
+    """
     program = tl.program_id(0)
     first = tl.cdiv(weight_0.rows, C.TILE_0[2])
     second = first + tl.cdiv(weight_1.rows, C.TILE_1[2])

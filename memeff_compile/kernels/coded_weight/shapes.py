@@ -42,18 +42,19 @@ class MatrixTile:
     tokens: int
     warps: int  # each has a share of the columns
     patches: int = 32  # patches that a warp multiplies at once
-    is_early: bool = False  # two groups of codes are loaded before anything is awaited
+    is_early: bool = False  # two groups of codes are loaded before the program waits for the first
 
 
 @dataclass(frozen=True)
 class WideTile:
-    """The tile of the kernel for more tokens on Hopper GPUs, in which a program decodes each weight
-    once for all its tokens."""
+    """The tile of the kernel for more than a few tokens on Hopper GPUs, in which a program decodes
+    each weight once for all its tokens.
+    """
 
     rows: int  # 64 or 128, of the weight
     tokens: int  # of x; a power of two
-    x_stages: int = 4  # pieces of 64 columns of x in shared memory
-    stages: int = 3  # pieces of 128 columns of codes there
+    x_stages: int = 4  # blocks of 64 columns of x in shared memory
+    stages: int = 3  # blocks of 128 columns of codes in shared memory
     splits: int = 1  # programs that share the columns of a row
     whole: int = 0  # the first tiles of rows, which have a program each nevertheless
 
@@ -64,7 +65,7 @@ class WideTile:
 
     @property
     def noted(self) -> int:
-        """Return how many patches a program processes at once."""
+        """Return how many patches (weights stored whole) a program processes at once."""
         return 4 * self.rows
 
 
@@ -133,8 +134,9 @@ LEAST_FULL = 0.6
 
 
 def _fills_rounds(programs: int, places: int) -> bool:
-    """Return whether programs need one round of the GPU's places, or use most of the places of
-    all rounds."""
+    """Return whether programs keep the GPU busy, which runs `places` programs at a time: one round
+    is enough, or most places of all rounds are used.
+    """
     rounds = -(-programs // places)
     return rounds == 1 or programs >= LEAST_FULL * rounds * places
 
@@ -206,11 +208,11 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 
 @lru_cache(maxsize=4096)
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
-    """Return the tile for more tokens (M) on Hopper GPUs, or None if decoding the weight first is
-    faster.
+    """Return the tile for more than a few tokens (M) on Hopper GPUs, or None if decoding the weight
+    first is faster.
 
-    The function returns the tile with the shortest predicted time. The programs' partial
-    sums never take more memory than the decoded weight would.
+    The function returns the tile with the shortest predicted time. The programs' partial sums never
+    take more memory than the decoded weight would take.
     """
     size, weights = (tokens, rows, columns), rows * columns
     read = max(7.0, weights / _READ, 3.5 + weights * tokens / _MULTIPLIED)
@@ -244,9 +246,10 @@ def fits_halves(block: int, columns: int, mantissa: int) -> bool:
 def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> MatrixTile:
     """Return the tile for one token multiplied in fp16 that was fastest on an H200.
 
-    Queries, keys and values of usual models have one tile, so that one launch multiplies them.
-    Fewer warps would be up to 7 % faster, but only for 4096 x 4096. With more than 32 groups of
-    columns, four warps are enough for any number of rows: eight were 10 % slower for 4096 x 14336.
+    The weights for queries, keys and values of usual models get the same tile, so that one launch
+    multiplies all three. Fewer warps would be up to 7 % faster for a weight of 4096 x 4096, but not
+    for other sizes. With more than 32 groups of columns, four warps are enough for any number of
+    rows: eight warps were 10 % slower for a weight of 4096 x 14336.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4
     if groups > 32:

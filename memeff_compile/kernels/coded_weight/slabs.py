@@ -1,8 +1,9 @@
 """Pack the lists of many compressed weights into a few large allocations.
 
-A codec stores weights whose exponent has no code in lists of irregular length. PyTorch's allocator
-rounds a separate allocation for each list up, by as much as one MiB; for linears of Llama-3-8B's
-shape with `tier` this costs 71 MiB. In a shared allocation, lists are stored without gaps.
+Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
+lists of irregular length. If each list had its own allocation, PyTorch's allocator would round the
+list's size up, by as much as one MiB; for linears of Llama-3-8B's shape with the codec `tier`, this
+costs 71 MiB. In a shared allocation, lists are stored without gaps.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def side_by_side(
     The function fills a new allocation before it frees the old lists, weight by weight, so one
     extra allocation is needed temporarily. The weights may have different codecs and devices, and
     their values do not change. The function also adds spare memory to a list that already has some.
-    Weights that have one allocation each stay where they are.
+    A weight whose coded tensors lie in one allocation stays where it is.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:

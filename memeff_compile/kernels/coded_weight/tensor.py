@@ -62,8 +62,8 @@ class Unsettled:
         weight.unsettled = self
 
     def encoded(self, outcome: codecs.Outcome | bool, refuge: Tensor | None = None) -> None:
-        """Record whether the codes fitted, and which spill buffer contains the value; the dense
-        value may then be freed.
+        """Record whether the codes fitted into the old codes' memory, and which spill buffer
+        contains the value; the dense value may then be freed.
 
         The dense value is kept until the spill buffer contains it, even if an error occurs before.
         """
@@ -97,8 +97,8 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """New values of several weights that each have one allocation, encoded together; otherwise like
-    `Unsettled`.
+    """New values of several weights that are encoded together; each weight's coded tensors lie in
+    one allocation. Otherwise this class is like `Unsettled`.
 
     This object keeps the weights' gradients until `encode` is called. Code that reads one of the
     weights first calls `encode`. All gradients come from one CUDA stream, and the kernels run on
@@ -131,8 +131,8 @@ class UnsettledTogether:
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
         """Add a weight and its gradient.
 
-        The gradient's memory must be padded to whole chunks, and after this call no other code may
-        use the gradient.
+        The gradient's memory must be padded to a multiple of the chunk size, and after this call no
+        other code may use the gradient.
         """
         self.weights.append(weight)
         self.counts.append(gradient.numel())
@@ -140,8 +140,8 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Update and encode the weights, and pass a spill buffer for weights whose codes do not
-        fit.
+        """Update and encode the weights; a weight whose codes do not fit is written to the spill
+        buffer `refuge`.
 
         Raise CodedWeightError if memory runs out before the update; the weights are then unchanged.
         """
@@ -207,15 +207,16 @@ class CodedWeight(Tensor):
     """A weight that is stored in compressed form."""
 
     codec: str  # its name, as `encode` takes it
-    room: codecs.Room  # spare room of lists that have to be made again
+    room: codecs.Room  # spare memory of lists that have to be allocated again
     place: torch.device  # of the parts
-    shares_with: CodedWeight | None = None  # the weight whose parts `.data` and `.detach()` show
-    piece: Tensor | None = None  # the memory of all parts, where they are one piece
+    # the weight whose coded tensors `.data` and `.detach()` share
+    shares_with: CodedWeight | None = None
+    piece: Tensor | None = None  # the memory of all coded tensors, if they lie in one allocation
     unsettled: Unsettled | UnsettledTogether | None = (
         None  # a new value that may still turn out not to have fitted
     )
-    times_anew: int = 0  # how often the weight was encoded into new parts
-    decodes_for_ops = True  # a rewrite may pass it to an op that gets it decoded
+    times_anew: int = 0  # how often the weight was encoded into newly allocated tensors
+    decodes_for_ops = True  # a pass may hand the weight to an op that takes the decoded weight
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
     @staticmethod
@@ -238,12 +239,12 @@ class CodedWeight(Tensor):
 
     def __init__(
         self,
-        # in the order of `parse(codec).parts`, or one piece of memory that has all of them
+        # in the order of `parse(codec).parts`, or one allocation that contains all of them
         parts: Sequence[Tensor],
         codec: str = "",  # the codec's name
         shape: Sequence[int] = (),  # of the weight
         requires_grad: bool = False,  # as of any tensor
-        # spare room of lists that have to be made again
+        # spare memory of lists that have to be allocated again
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
         """Create the weight from the coded tensors that `op.encode` returned."""
@@ -415,8 +416,8 @@ class CodedWeight(Tensor):
             return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
-        """Overwrite a gradient that `steps` allows with the weight after an optimizer step, like
-        `codecs.step`.
+        """Overwrite a gradient, for which `steps` has returned True, with the weight after an
+        optimizer step, like `codecs.step`.
 
         The weight is invalid until its new value is stored, with this function's result passed as
         `counts`.
@@ -432,8 +433,9 @@ class CodedWeight(Tensor):
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
-        """Replace one coded tensor by other memory with the same values, or with the values of a
-        new encoding."""
+        """Replace one coded tensor by a tensor `part` in other memory, which contains the same
+        values or those of a new encoding.
+        """
         for owner in self._owners():
             setattr(owner, name, part)
             for known in ("_number", "_memory_number"):
@@ -800,7 +802,9 @@ _READ_ONLY: dict[type, type] = {
 
 
 def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStorage:
-    """Return a storage without bytes, only for reading; the storage has an identity and a size."""
+    """Return a read-only storage that contains no bytes: other code can only read its size, and
+    whether two storages are the same.
+    """
     if isinstance(weight, CodedWeightView) and type(weight.plain) is Tensor:
         held = vars(weight)
         if "_storage" not in held:
@@ -890,7 +894,9 @@ def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeigh
 
 
 def _view(weight: CodedWeight, size: Sequence[int]) -> object:
-    """Support views of the same shape and flat views, because FSDP2 makes both of a shard."""
+    """Return a view of the weight in the same shape, or a flat one; FSDP2 creates both kinds of
+    views of a shard.
+    """
     if tuple(size) == tuple(weight.shape):
         return _share(weight)
     if len(size) != 1 or size[0] not in (-1, weight.numel()):

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GPU kernels of the codec `tier`: a thread reads sixteen 2-bit codes from one stream, and further
-bits from two more streams.
+"""GPU kernels of the codec `tier`: a thread decodes sixteen weights, with one 2-bit code each from
+a first stream, and further bits from a second and a third stream.
 
-A thread's position in the second stream is the number of 2-bit codes equal to 3 in all words before
-its own. The kernel finds this position with one bit count and one prefix sum per sixteen weights. A
-second bit count and a second prefix sum give the thread's position in the third stream.
+A 2-bit code of 3 means that the weight has more bits in the second stream. So a thread's position
+there is the number of 2-bit codes equal to 3 in all words before the thread's own word. The kernel
+finds this position with one bit count and one prefix sum per sixteen weights. A second bit count
+and a second prefix sum give the thread's position in the third stream.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def _count_bits(word):
 
 @triton.jit
 def _threes(word):
-    """Return a word with the lower bit set in each two-bit field that contains a 3."""
+    """Return a word in which, for each two-bit field of the given word that contains a 3, the
+    field's lower bit is set.
+    """
     return word & (word >> 1) & 0x55555555
 
 
@@ -75,8 +78,9 @@ def _windows(header_ptr):
 
 @triton.jit
 def _take(first_codes, FIELD: tl.constexpr, second, third, windows):
-    """Return the exponent that belongs to one 2-bit code, and the bits that remain in the second
-    and third stream."""
+    """Return the exponent that belongs to one 2-bit code, and the remaining bits of the second and
+    the third stream.
+    """
     narrow, middle, wide = windows
     code = (first_codes >> (2 * FIELD)) & 3
     in_second = code == 3
@@ -196,7 +200,7 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
     """Count a chunk's words in the second stream, its words in the third stream, and its patches
     (weights stored whole).
 
-    A patch is a weight whose exponent is outside of all windows, so the weight is stored whole.
+    A weight is stored whole, as a patch, if its exponent is outside of all windows.
     """
     chunk = tl.program_id(0).to(tl.int64)
     windows = _windows(header_ptr)

@@ -1,18 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply one token by lossy win4 weights, in Gluon; the kernel decodes the codes to fp16 numbers.
+"""Multiply one token by weights compressed with a lossy mode of the codec win4, in Gluon; the
+kernel decodes the codes to fp16 numbers.
 
-For these weights, the decoding instructions take longer than reading the codes. A 4-bit code and at
+For lossy weights, the decoding instructions take longer than reading the codes. A 4-bit code and at
 most 3 mantissa bits fit into fp16, so one instruction assembles four weights, and another
-instruction expands two of them. The kernel multiplies the sum over each group by the group's
-normaliser (scale), instead of multiplying each weight.
+instruction expands two of them. The kernel multiplies the sum of products over each group by the
+group's normaliser (scale), instead of multiplying each weight by it.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below
-2^15. Numbers in x below 2^-29 of the largest lose bits; their error is at most 2^-39 of the
-largest. The tensor core multiplies 16 rows by 8 columns; all 8 columns are the same token.
+2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits; their error is at
+most 2^-39 times the largest number. The tensor core multiplies 16 rows by 8 columns; all 8 columns
+are the same token.
 
 The kernel may permute the columns (K), as long as weights and x have the same order. Word w of a
 group of 256 columns contains the columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
-operand 2 o + h contains, for every word, the columns of both i.
+operand 2 o + h contains, for every word, the columns with i = 0 and with i = 1.
 
 The letters for axes are explained in `matrix_kernels`.
 """
@@ -162,7 +164,8 @@ def _store_x(xs, x_ptr, scale, C: gl.constexpr):
 def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constexpr):
     """Compute 16 outputs for one token; each warp sums over a share of the columns.
 
-    The constants are those of `matrix_tile`; GROUPS is K / 256, and BLOCK is at least 256.
+    The constants are those of `matrix_kernels._matrix_tile`; GROUPS is K / 256, and BLOCK is at
+    least 256.
     """
     rows_count = weight.rows
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
@@ -239,8 +242,9 @@ def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
 def _coded_weight_token_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, groups, C: gl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width; each product has the same order of
-    sums as a separate call."""
+    """Multiply one token by 2 or 3 weights of the same width; each product is summed in the same
+    order as in a separate call.
+    """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
     second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS

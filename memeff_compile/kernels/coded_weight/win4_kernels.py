@@ -158,7 +158,8 @@ def _coded(pattern, base):
 @triton.jit
 def _coded_pair(pair, base, PAIR: tl.constexpr):
     """Return the codes of a pair of weights at their bit positions in a word, their sign bytes, and
-    the number of patches among them."""
+    the number of patches (weights stored whole) in the pair.
+    """
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
     codes = (low_code | (high_code << 16)) << (4 * PAIR)
@@ -382,8 +383,9 @@ def _coded_weight_win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of columns of x twice: in the order that the wide kernel reads, and
-    transposed."""
+    """Write one group of columns of x twice: in the order that the wide kernel of `matrix_kernels`
+    reads, and transposed.
+    """
     group = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < tokens_count)[:, None]

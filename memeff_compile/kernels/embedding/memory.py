@@ -1,5 +1,5 @@
-"""The bytes before and after the rewrite, as formulas in N (tokens looked up), D (hidden size) and
-V (table rows).
+"""The bytes that an embedding's gradient needs without and with this package's ops, as formulas in
+N (tokens looked up), D (hidden size) and V (table rows).
 
 The formulas do not count the inputs, nor the one returned gradient of the table.
 """
@@ -22,7 +22,8 @@ def bytes_before(
     *,
     dtype: torch.dtype,  # dtype of the table
     compiled: bool = True,  # compiled by Inductor, or run op by op
-    # rows of a rank if DTensor splits the table by rows and no tied head gives a gradient
+    # rows of a rank if DTensor splits the table by rows and no output projection that shares the
+    # weight gives a gradient
     held: Size | None = None,
 ) -> sympy.Expr:
     """Return the bytes of the V x D buffers that the embedding's gradient needs without the op
@@ -51,7 +52,9 @@ def bytes_after(
     # bytes of the partial sums: a symbol for a short formula, or by default those of `piece_bytes`
     pieces: sympy.Expr | None = None,
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes of partial sums, sorted ids and index vectors."""
+    """Return an upper bound of the bytes that the embedding's gradient needs with the op: partial
+    sums, sorted ids and index vectors.
+    """
     if pieces is None:
         pieces = piece_bytes(tokens, depth, dtype=dtype, engine=engine)
     return pieces + INDEX_BYTES_PER_TOKEN * sympy.sympify(tokens)

@@ -11,8 +11,9 @@ autograd passes two gradients to the lookup's backward pass: that of the rows an
 projection's weight. The backward pass adds the first gradient to the second in place, so the table
 needs only one gradient buffer.
 
-With `first_row`, both ops treat the weight as one rank's shard of a table; the shard starts at row
-`first_row`. Ids whose rows other ranks store get zeros in the lookup, and no gradient.
+With `first_row`, `embedding` and `embedding_tied` treat the weight as one rank's shard of a table;
+the shard starts at row `first_row`. Ids whose rows other ranks store get zeros in the lookup, and
+no gradient.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class _Places(NamedTuple):
     first_row: int | None  # the id of the weight's first row, where other ranks hold other rows
 
     def of(self, ids: Tensor) -> tuple[Tensor, int]:
-        """Return each id's row, or -1 if another rank stores it, and the row of `padding_idx` or
-        -1."""
+        """Return each id's row in this rank's weight, or -1 if another rank stores it; return the
+        row of `padding_idx` in the same way.
+        """
         if self.first_row is None:
             return ids, self.padding_idx
         here = (ids >= self.first_row) & (ids < self.first_row + self.vocab)
@@ -136,8 +138,8 @@ class _TiedEmbedding(torch.autograd.Function):
             alone = embedding_backward(grad_rows, places, ctx.places.vocab, padding_idx)
             # with create_graph=True every step must stay differentiable
             return alone if grad_weight is None else grad_weight + alone, None, None, None
-        # This buffer has no other reader: the graph feeds the table only to fused heads, whose
-        # backward ops return fresh tensors.
+        # No other code reads this buffer: in the graph, only fused losses read the table, and their
+        # backward ops return new tensors.
         embedding_accumulate(grad_weight, grad_rows, places, padding_idx)
         return grad_weight, None, None, None
 

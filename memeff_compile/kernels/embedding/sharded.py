@@ -71,8 +71,9 @@ def parts_of(table: Any) -> tuple[int, int]:
 
 
 class _OverRanks(torch.autograd.Function):
-    """DTensor.from_local with a correct second derivative; PyTorch's own second derivative ignores
-    the rows of other ranks."""
+    """An autograd function like DTensor.from_local, but with a correct second derivative: that of
+    PyTorch ignores the rows of other ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:

@@ -2,12 +2,12 @@
 """The two kernels of the implementation `sorted`: one for runs inside one chunk, one for runs that
 cross chunks.
 
-After the sort, tokens with the same id are neighbours: such a sequence is a run. A chunk is CHUNK
-consecutive positions in sorted order. The program for a chunk sums and writes each run that lies
-completely inside the chunk. For a run that extends over several chunks, each of these chunks writes
-a partial sum, and the second kernel adds the partial sums in order. So the GPU sums even a run of
-half the batch's tokens in parallel. Sums are fp32 in a fixed order, so every execution gives the
-same bits.
+After the sort, tokens with the same id are neighbours: a run is all tokens with one id. A chunk is
+CHUNK consecutive positions in sorted order. The program for a chunk sums and writes each run that
+lies completely inside the chunk. For a run that extends over several chunks, each of these chunks
+writes a partial sum, and the second kernel adds the partial sums in order. So the GPU sums even a
+run of half the batch's tokens in parallel. Sums are fp32 in a fixed order, so every execution gives
+the same bits.
 
 In variable names, places are positions in the sorted tokens (N), and columns are features (D).
 """
@@ -128,6 +128,7 @@ def _embedding_sorted_rows_borders_kernel(
 
 
 def block_for(depth: int, largest: int) -> int:
-    """Return how many columns a program processes, such as 128 for (64, 1024) and 1024 for (2304,
-    1024)."""
+    """Return how many columns a program processes, such as 128 for a `depth` of 64, and 1024 for a
+    `depth` of 2304, if `largest` is 1024.
+    """
     return min(largest, max(128, 1 << (depth - 1).bit_length()))

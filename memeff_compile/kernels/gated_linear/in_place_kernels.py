@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels for the gated product, and for its gradients, which they write over their inputs.
+"""A kernel for the gated product, and a kernel for the product's gradients, which writes the
+gradients over its inputs.
 
 Every program processes BLOCK numbers: it reads all of them before it writes any, and it accesses no
 other numbers. The kernels compute in fp32 and round once; offsets are 64-bit.

@@ -1,4 +1,5 @@
-"""The bytes before and after the rewrite, as formulas in N (tokens) and I (intermediate size).
+"""The bytes that a gated MLP's backward pass needs without and with this package's op, as formulas
+in N (tokens) and I (intermediate size).
 
 The formulas count the tensors of size (N, I) that exist at once while the backward pass computes
 the product and the gradients of gate and up.

@@ -3,8 +3,8 @@ tensors, autograd.
 
 The forward pass has no side effects and saves gate, up and the weight. The backward pass copies
 gate and up and calls `gated_linear_backward`, which overwrites the copies with the gradients. The
-GPU's matrix library computes the products; this folder's kernels compute the elementwise steps
-between them.
+GPU's matrix library computes the matrix products; this folder's kernels compute the elementwise
+steps between these products.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def _backward(given: _Gradients) -> Tensor:
 
 
 def _in_place(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Run the kernel on the buffers, flattened to one row of contiguous numbers."""
+    """Run the backward kernel on its three buffers, each flattened to one row of contiguous
+    numbers.
+    """
     flat_gate, flat_up = gate.contiguous(), up.contiguous()
     _engine(gate).gradients(flat_gate.view(-1), flat_up.view(-1), grad, activation)
     for given, flat in ((gate, flat_gate), (up, flat_up)):

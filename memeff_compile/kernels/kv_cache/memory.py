@@ -1,5 +1,5 @@
-"""The bytes before and after the rewrite, as formulas in B (sequences), H (query heads), N, M and
-D.
+"""The bytes that attention over a cache needs without and with this package's op, as formulas in B
+(sequences), H (query heads), N, M and D.
 
 N is the cache's length, M the number of queries, D the head dimension; each may be a symbol or a
 number. The formulas do not count the cache, the queries and the output.
@@ -27,8 +27,8 @@ def bytes_after(
 ) -> sympy.Expr:
     """Return the bytes of the fp32 partial results that the kernel's programs write.
 
-    `splits_for` is the number of programs that share a row; a single program writes no partial
-    result.
+    `splits` is the result of `splits_for`, the number of programs among which the keys of a query
+    are divided; a single program writes no partial result.
     """
     if splits == 1:
         return sympy.Integer(0)

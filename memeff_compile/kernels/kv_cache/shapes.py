@@ -22,9 +22,10 @@ MAX_SPLITS = 64
 MAX_PROGRAMS = 3
 """The most programs per multiprocessor that are counted on: registers allow no more."""
 
-# The cost of a launch, in units of one tile per program on a full GPU: the first loads of a
-# program, the kernel that adds shares, and the minimum that few programs need for one tile each.
-# Chosen to pick the fastest of `benchmarks/ops/kv_decode.py --part sweep` on an H200.
+# The cost of a launch, in units of the time for one tile per program on a full GPU: the first loads
+# of a program, the kernel that adds the partial results, and the minimum that few programs need for
+# one tile each. These numbers were chosen so that the function picks the fastest sizes of
+# `benchmarks/ops/kv_decode.py --part sweep` on an H200.
 _START = 0.5
 _COMBINE = 1.6
 _COMBINE_PER_SHARE = 0.05

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of the implementation `split`: one attends to a share of the keys, one combines
-the partial results.
+"""The two kernels of the implementation `split`: each program of the first attends to a share of
+the keys, and the second combines the partial results.
 
 The rows of a tile are pairs (query, query head) that share one key-value head, so each key and
 value is loaded once. Program i of n processes the key tiles i, i + n, i + 2n and so on, up to the

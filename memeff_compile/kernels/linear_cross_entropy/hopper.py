@@ -1,9 +1,10 @@
 """The implementation `hopper`: Triton kernels for every product of the output projection, on GPUs
 of compute capability 9.0.
 
-The forward pass processes all rows. The forward pass reduces each tile of logits to a maximum and a
-sum per row, and merges these numbers in a fixed order. The tile that contains a row's target also
-stores the target's logit; no other logit is written to memory.
+Below, E is the hidden states (N x D), C the weight (V x D), dE and dC are their gradients, and rows
+are tokens. The forward pass reduces each tile of logits to a maximum and a sum per row, and merges
+these numbers in a fixed order. The tile that contains a row's target also stores the target's
+logit; no other logit is written to memory.
 
 The backward pass usually processes blocks of R rows one after another. For each block, the kernels
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
@@ -12,26 +13,27 @@ of these rows, and add the block's contribution to the weight gradient dC. Until
 weight's gradient (dC) is stored in fp16, with one power of two for each class and SLICE features,
 because its sums need three more bits than bf16 has.
 
-A second form of the backward pass processes blocks of classes one after another. The form with
-blocks of classes takes less memory, and supports fp16 and a workspace limit. For a block of W
-classes, the second form writes the rows of dC once, and adds G C to dE in fp32, with one reduction
-per element and launch. With the minimal workspace, the logits' gradient G and the fp32 sums use
-memory of the weight's gradient.
+A second form of the backward pass processes blocks of W classes one after another. This form takes
+less memory than the first, and supports fp16 and a workspace limit. For each block, it writes the
+rows of dC once, and adds the product of G and the block's rows of C to dE in fp32, with one
+reduction per element and launch. With the minimal workspace, the logits' gradient G and the fp32
+sums use memory of the weight's gradient.
 
 A loss that is a single number takes three matrix products for each block of rows. The first product
 writes X (the probabilities up to one factor per row) in 16 bits, and computes fp32 statistics from
-the same registers. When a row's log-sum-exp is known, the other operands of the products with X
-(the logits' gradient up to a factor per row) are multiplied by the row's factor. For R rows, X
-takes 2RV bytes. The kernels compute rows again if their logits are far from the expected range; the
-GPU decides which rows.
+the same registers. The missing factor of a row follows from its log-sum-exp; the other two products
+multiply X by operands that already contain this factor. For R rows, X takes 2RV bytes. The kernels
+compute rows again if their logits are far from the expected range; the GPU decides which rows.
 
 Ignored rows are left out of all products, by a permutation of the rows that the GPU computes. The
 CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (only
 bf16 for blocks of rows), a hidden size that is a multiple of 8, and a contiguous weight.
 
-Expected seconds on an H200, forward plus backward: 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12; for
-a loss that is a single number 3 * 2NDV / 700e12. For a loss that is a single number, the lower
-bounds of the time (at 790e12 operations per second) and the predicted times are:
+On an H200, which reaches 700e12 operations and reads or writes 4.28e12 bytes per second, forward
+plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds:
+four products, and the sums of dE once per block. A loss that is a single number should take 3 *
+2NDV / 700e12 seconds. For a loss that is a single number, the lower bounds of the time (at 790e12
+operations per second) and the predicted times are:
 
     N, D, V = 8192, 4096, 128256    32.7 and 38 ms
     N, D, V = 8192, 2304, 256000    36.7 and 45 ms
@@ -146,8 +148,9 @@ class Forward(Statistics):
 
 
 class _Gradient:
-    """Writer of the logits' gradient G for some rows and classes, from known statistics of the
-    rows."""
+    """A kernel launch that writes the logits' gradient G for some rows and classes, from known
+    statistics of the rows.
+    """
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class _Gradient:
         # hidden states that are not gathered, the order of their rows, and the stride of rows
         where: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
     ) -> None:
-        """Compute the logits again and write their gradient."""
+        """Compute the logits of some rows and classes again, and write their gradient into `g`."""
         shapes, settings, kept = self.shapes, self.settings, self.selection.kept
         start(
             kernels._linear_cross_entropy_hopper_gradient_kernel,
@@ -342,9 +345,8 @@ class ByRows(RowWalk):
     """A loop over blocks of R rows that computes X, the logits' gradient of a block up to a factor
     per row, and then the gradients from X.
 
-    X has R rows, and its columns are the vocabulary in whole tiles. X is the gradient of the
-    block's logits, up to one factor per row. `step` is R, `columns` is the width of a tile of X,
-    and `tiles` is the number of tiles.
+    X has R rows, and one column per class, padded to whole tiles. The attribute `step` is R,
+    `columns` is the width of a tile of X, and `tiles` is the number of tiles.
     """
 
     def __init__(
@@ -382,8 +384,8 @@ class ByRows(RowWalk):
             self.splits = splits_of(*sizes, shapes, needs_weight=of_weight)
         if self.splits > 1:
             self.parts = self.floats(self.splits - 1, self.step, self.depth)
-        # Per block: a counter of the products, and a flag for a base that was far off. Each block
-        # has a multiple of 16 bytes, so that all use the same compiled kernels.
+        # For each block: a counter for the products' tiles, and a flag that says whether a base was
+        # far off. Each block has a multiple of 16 bytes, so that all use the same compiled kernels.
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
@@ -413,7 +415,7 @@ class ByRows(RowWalk):
 
             kernel = specialized._linear_cross_entropy_hopper_specialized_products_kernel
             parts, splits, slices = [self.scales, self.parts], [self.splits], SLICE
-            del constants["num_stages"]  # this kernel sets its stages itself
+            del constants["num_stages"]  # the kernel itself chooses the number of pipeline stages
             constants |= {"BM": rows, "HAS_SCALES": self.scales is not None}
             constants["LAST"] = block.stop == self.extent
         # Arguments of gradients that are not requested are never read, but some tensor must be
@@ -421,7 +423,7 @@ class ByRows(RowWalk):
 
         may_rest = block.number > 0
         if self.scales is not None and block.stop == self.extent:
-            may_rest = False  # the sums have to become bf16
+            may_rest = False  # the sums must be converted to bf16
         scaled = self.weight if factor is None else factor
         written = self.x if self.grad_weight is None else self.grad_weight
         wide = step, columns
@@ -561,7 +563,8 @@ class Total(ByRows, Statistics):
 
     def meet(self, block: Block, ranks: Ranks) -> None:
         """Exchange the statistics of some rows with other ranks, and compute these rows' losses
-        from all of them."""
+        from the statistics of all ranks.
+        """
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))
@@ -597,7 +600,8 @@ def backward(
 ) -> BackwardByRows | BackwardByClasses:
     """Return the backward pass that computes the gradients that `output_mask` requests.
 
-    Blocks of rows are faster but take more memory, so they are used if the workspace is automatic.
+    A backward pass by blocks of rows is faster than one by blocks of classes but takes more memory,
+    so it is used if the workspace is automatic.
     """
     is_by_rows = triton_compat.has_gluon() and not settings.workspace
     if is_by_rows and given.hidden.dtype == torch.bfloat16:
@@ -630,6 +634,7 @@ def add_columns(
 
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
-    """Return whether a tile of the logits' gradient G needs no more registers than the plain loss
-    needs."""
+    """Return whether a tile of the logits' gradient G needs no more registers than for a loss
+    without bias, softcap and sums of logits.
+    """
     return bias is None and not (settings.softcap or settings.with_logit_sum)

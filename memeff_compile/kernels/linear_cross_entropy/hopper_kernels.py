@@ -3,16 +3,17 @@
 logits in registers.
 
 The epilogue (the code after a tile's product) uses the tile of logits in one of three ways: it
-reduces the tile to statistics of its rows; or, if the statistics are known, it writes a tile of the
-logits' gradient G; or, if the statistics are not known yet, it writes a tile of X (the logits'
-gradient up to a factor per row). X_ij = exp(z_ij
-- base_i), times dz/ds with a softcap, rounded once to 16 bits; base_i is a number near the row's
-largest logit. The base is known before the logits are computed, so writing X (the logits' gradient
-up to a factor per row) need not wait for the log-sum-exp. The factor that turns X (the logits'
-gradient up to a factor per row) into gradients, exp(base_i - lse_i) times the scale, is one number
-per row; the two products with X apply this factor. At a row's target, X contains (p - 1) / factor,
-so that no difference of 16-bit numbers loses precision. If ranks split the vocabulary, they
-exchange their log-sum-exps after X (the logits' gradient up to a factor per row) is written.
+reduces the tile to statistics of its rows (tokens); or, if the statistics are known, it writes a
+tile of the logits' gradient G; or, if they are not known yet, it writes a tile of X (the logits'
+gradient up to a factor per row).
+
+An element of X is X_ij = exp(z_ij - base_i), times dz/ds with a softcap (s is the product before
+the softcap), rounded once to 16 bits; base_i is a number near the row's largest logit. The base is
+known before the logits are computed, so writing X need not wait for the log-sum-exp. The factor
+that turns row i of X into gradients is exp(base_i - lse_i) times the scale, where lse_i is the
+row's log-sum-exp; the two products with X apply this factor. At a row's target, X contains (p - 1)
+/ factor, where p is the target's probability, so that no difference of 16-bit numbers loses
+precision. If ranks split the vocabulary, they exchange their log-sum-exps after X is written.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current one. The kernels process compact rows: ignored rows are left
@@ -41,7 +42,7 @@ from .._head_loss.logits_kernels import (
 )
 from .._triton.products_kernels import dot
 
-# Logarithms of probabilities are cut off at this number: exp2 of it is 0, and 0 times it is 0,
+# Logarithms of probabilities are cut off at this number, whose exp2 is 0: 0 times this number is 0,
 # whereas 0 times minus infinity is nan.
 LOWEST = tl.constexpr(-256.0)
 # Lower bound for the share of a row's mass in this rank's classes when its target is among them: X
@@ -214,7 +215,8 @@ def _linear_cross_entropy_hopper_merge_kernel(
 
 @triton.jit
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
-    """Return G = dloss/ds for one tile in fp32, with zeros in rows and columns beyond the tensor.
+    """Return G = dloss/ds for one tile in fp32, with zeros in rows and columns beyond the tensor; s
+    is the matrix product from which the logits are computed.
 
     `place` contains the rows' indices, which of the rows exist, and the columns' indices.
     """
@@ -280,7 +282,7 @@ def _linear_cross_entropy_hopper_gradient_kernel(
     rows_here = group_rows
     if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
-        if not C.GATHER:  # a walk with GATHER processes all rows at once
+        if not C.GATHER:  # a loop with GATHER processes all rows at once
             rows_here = tl.minimum(group_rows, tl.maximum(rows_here - first_row, 0))
     row_blocks = tl.cdiv(rows_here, C.BM)
     tiles = row_blocks * tl.cdiv(width, C.BN)
@@ -350,7 +352,8 @@ def _linear_cross_entropy_hopper_class_products_kernel(
     C: tl.constexpr,
     # ADD: add to grad_hidden instead of overwriting it
 ):
-    """Write dC = G^T E for a block of classes, then add G C to dE, in one launch.
+    """Write the weight's gradient dC = G^T E for a block of classes, then add G C to the hidden
+    states' gradient dE, in one launch; E is the hidden states, C the block's rows of the weight.
 
     The tiles of the second product use the multiprocessors that the first product's last programs
     leave idle.
@@ -415,7 +418,7 @@ def _linear_cross_entropy_hopper_base_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Write each row's base, which is subtracted from its logits; the base is the logit of the
+    """Write each row's base, a number that is subtracted from the row's logits: the logit of the
     row's target.
 
     In a trained model, a row's largest logit is usually slightly above its target's logit. If
@@ -593,7 +596,9 @@ def _linear_cross_entropy_hopper_loss_kernel(
 @triton.jit
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
     """Write X (the logits' gradient up to a factor per row) at each row's target: (p - 1) / (1 /
-    mass), with p - 1 = 2^-nll2 - 1."""
+    mass). Here p = 2^-nll2 is the target's probability, nll2 the loss in base 2, and mass the sum
+    of the row's exp(z - base).
+    """
     ptrs, mask = at
     scale, softcap = cap
     x = (tl.exp2(-nll2) - 1.0) * mass
@@ -690,16 +695,16 @@ def _linear_cross_entropy_hopper_products_kernel(
     width,
     vocab,
     depth,
-    C: tl.constexpr,  # ADD: to grad_weight; MAY_REST: leave that alone where no rows count
+    C: tl.constexpr,  # ADD: to grad_weight; MAY_REST: do not write it in blocks without rows
 ):
     """Write the hidden states' gradient (dE) of a block of rows, and add the block's contribution
     to the weight's gradient (dC), in one launch.
 
     The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
     computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
-    the other multiprocessors busy during and after that. A program that has finished a tile takes
-    the next one that no program has taken. One program computes all of a tile, so the order in
-    which programs take tiles does not change the results.
+    the other multiprocessors busy meanwhile, and all of them afterwards. A program that has
+    finished a tile takes the next one that no program has taken. One program computes all of a
+    tile, so the order in which programs take tiles does not change the results.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     depth_blocks = tl.cdiv(depth, C.BN)

@@ -1,21 +1,22 @@
 """The implementation `library`: matrix products by cuBLAS, with a Triton kernel after each product.
 
-The forward pass computes S = E C_v^T in fp32 (from 16-bit inputs), for one strip of classes after
-another. After each strip, a kernel merges S into a running maximum and sum per row.
+The forward pass computes the products S = E C_v^T in fp32, also from 16-bit inputs, for one strip
+of classes after another. E is the hidden states, C_v the rows of the weight for these classes; dE
+and dC_v are their gradients. After each strip, a kernel merges S into a running maximum and sum per
+row.
 
 The backward pass computes the same strips of S again, one block of classes after another. A kernel
 turns each strip into the logits' gradient G in the input dtype. Then cuBLAS writes dC_v = G^T E
 into the block's rows of the weight's gradient (once, without an fp32 copy), and adds G C_v to dE in
 fp32. The logits' gradient G has its own buffer. Writing the logits' gradient G over the fp32 strip
-would save no memory, because a narrower strip takes the same bytes; the results would also depend
-on the order in which warps read and write.
+would save no memory, because a separate buffer for G and a narrower strip together take the same
+bytes; the results would also depend on the order in which warps read and write.
 
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
 implementation processes blocks of rows instead. For each such block, it computes S for the whole
 vocabulary once and adds the low-rank product. A kernel computes the rows' statistics from S, and
-then the logits' gradient G from S. From the logits' gradient G, it computes the hidden states'
-gradient (dE) and the gradient of `low` for these rows. The gradient of `up` is summed over the
-blocks in fp32.
+then the logits' gradient G from S. Products with G are the hidden states' gradient (dE) and the
+gradient of `low` for these rows. The gradient of `up` is summed over the blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
 on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.
@@ -25,10 +26,11 @@ On an H200, forward plus backward pass take at least this many seconds:
     + 10 NV / 4.28e12       S read in forward; S read and G written in backward (16-bit inputs)
     + 8 ND * blocks / 4.28e12   dE read and written once per block
     (+ 8 NV / 4.28e12       S written twice, partly hidden behind the product that writes it)
-For N, D, V = 16384, 2048, 128256: 43.6 + 4.9 + 2.0 (+ 3.9) ms. For N, D, V = 8192, 2304, 256000 it
-is 48.9 + 4.9 + 2.4 (+ 3.9) ms. A frozen output projection with an adapter takes at least 2 * 2NDV /
-790e12 and, in 16 bits, 26 NV / 4.28e12 seconds (S written, added to and read twice; G written once
-and read by three products). For N, D, V = 8192, 4096, 128256 that is 21.8 + 6.4 ms.
+For N, D, V = 16384, 2048, 128256, these terms are 43.6 + 4.9 + 2.0 (+ 3.9) ms; for N, D, V = 8192,
+2304, 256000, they are 48.9 + 4.9 + 2.4 (+ 3.9) ms. A frozen output projection with an adapter takes
+at least 2 * 2NDV / 790e12 and, in 16 bits, 26 NV / 4.28e12 seconds (S written, added to and read
+twice; G written once and read by three products). For N, D, V = 8192, 4096, 128256 that is 21.8 +
+6.4 ms.
 """
 
 from __future__ import annotations
@@ -86,8 +88,9 @@ class Forward(Statistics):
 
 
 class Backward(Differentiating):
-    """A backward pass over blocks of classes, which computes the logits again, one strip after
-    another."""
+    """A backward pass over blocks of classes, which computes the logits again, one strip of classes
+    after another.
+    """
 
     def __init__(
         self,
@@ -249,7 +252,7 @@ def _merge(
 
     The strip starts at the class `first`.
 
-    The last strip of a call also writes the results.
+    When the function processes the last strip of a call, it also writes the results.
     """
     (_, weight, bias, target, column_weight, *_), (rows, width) = given, s.shape
     start(
@@ -278,7 +281,8 @@ def _differentiate(
     first: int,
     settings: Settings,
 ) -> None:
-    """Turn a strip of products into the gradients of the products, in the buffer `g`.
+    """Turn a strip of products into the gradients of the loss with respect to these products, in
+    the buffer `g`.
 
     `g` has the input dtype and unit stride along columns, and may be `s` itself; `grads` are the
     contiguous fp32 gradients of the per-row results.

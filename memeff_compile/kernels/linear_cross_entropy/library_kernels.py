@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The two kernels of the implementation `library`: one turns matrix products into row statistics,
-the other turns them into gradients.
+the other turns matrix products into gradients.
 
 Each program processes one row of an N x W block of fp32 products, so no two programs share a sum,
 and every run gives the same bits. 16-bit vectors are converted to fp32 right after each load, so

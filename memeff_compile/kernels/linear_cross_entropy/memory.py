@@ -1,9 +1,9 @@
-"""The bytes before and after the rewrite, as formulas in N (rows), D (hidden size) and V
-(vocabulary).
+"""The bytes that a language model's loss needs without and with this package's op, as formulas in N
+(rows), D (hidden size) and V (vocabulary).
 
-The formulas count the largest buffers, except the inputs and the returned gradients. `before`
-counts the full N x V buffers of a model without this op. `after` is an upper bound of the op's
-bytes: blocks, per-row vectors and the fp32 sum of the hidden states' gradient.
+The formulas count the largest buffers, except the inputs and the returned gradients. `bytes_before`
+counts the full N x V buffers of a model without this op. `bytes_after` is an upper bound of the
+op's bytes: for blocks, per-row vectors and the fp32 sum of the hidden states' gradient.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ def bytes_before(
     bf16, the formula gives 4000 MiB; the measured peak was 4001 MiB.
 
     In eager mode, the forward pass has the logits, an fp32 copy if the model casts them, and the
-    output of log_softmax. Eager PyTorch's backward pass has that output, its gradient and the
-    gradient of its input, each in the cast's dtype, and the logits if they are returned. Measured
-    for the same shape: 24000 MiB (22839 more than the two returned gradients, which do not exist
-    yet at the peak); the formula gives 24000 MiB.
+    output of log_softmax. Eager PyTorch's backward pass has the output of log_softmax and the
+    gradients of the output and of the input of log_softmax, each in the cast's dtype, and the
+    logits if they are returned. For the same shape, the measured peak was 24000 MiB, and the
+    formula gives 24000 MiB. That is 22839 MiB more than the two returned gradients, which are
+    allocated only after the peak.
     """
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits
@@ -100,7 +101,7 @@ class How(NamedTuple):
 class Pieces(NamedTuple):
     """The size of the blocks of logits that exist at one time.
 
-    Its fields are the bytes of these blocks, and the number of columns whose weights are copied.
+    The fields are the bytes of these blocks, and the number of columns whose weights are copied.
     """
 
     bytes: sympy.Expr
@@ -116,8 +117,9 @@ def bytes_after(
     workspace of blocks (each at most half as wide as a vocabulary of more than 64 columns), the
     vectors of N elements, and for 16-bit inputs the fp32 sum of the hidden states' gradient (4ND).
     For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of blocks of the
-    weight, and on a CPU the copies of the rows that are not ignored. `how` is a `How`; `pieces` may
-    contain symbols, for a short formula, and is by default the result of `piece_sizes`.
+    weight, and on a CPU the copies of the rows that are not ignored. `how` contains the fields of
+    `How`; `pieces` may contain symbols, for a short formula, and is by default the result of
+    `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given
@@ -127,7 +129,7 @@ def bytes_after(
     has_sums = itemsize == 2 and training and not given.goes_by_rows
     sums = 4 * n * d if has_sums else sympy.Integer(0)
     if engine in ("hopper", "library"):
-        # state, the five results, the cotangents made contiguous, target checks
+        # state, the five results, contiguous copies of the results' gradients, target checks
         return pieces.bytes + sums + 64 * n
     # 16-bit: hidden in fp32, two blocks of the weight in fp32 and its gradient before rounding
     widened = 4 * n * d + 12 * pieces.columns * d if itemsize == 2 else sympy.Integer(0)
@@ -187,10 +189,10 @@ def total_bytes(
     """Return an upper bound of the bytes of a loss that is a single number, without inputs,
     gradients and 64 bytes per row.
 
-    On a GPU, the bound counts X, the statistics of its tiles, and the rows multiplied by their
-    scale. In plain PyTorch, the bound counts a block of logits, two more blocks with a softcap, the
-    rows that are not ignored and, for 16-bit inputs, the fp32 sums of the weight's gradient and a
-    block of the weight.
+    On a GPU, the bound counts X (the logits' gradient up to a factor per row), the statistics of
+    X's tiles, and the rows multiplied by their scale. In plain PyTorch, the bound counts a block of
+    logits, two more blocks with a softcap, the rows that are not ignored and, for 16-bit inputs,
+    the fp32 sums of the weight's gradient and a block of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
@@ -207,8 +209,9 @@ def total_bytes(
 def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
-    """Return the same bound as `total_bytes`, for a frozen output projection with a LoRA adapter in
-    `library`."""
+    """Return the same bound as `total_bytes`, for the implementation `library` and a frozen output
+    projection with a LoRA adapter.
+    """
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
     return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)
@@ -233,7 +236,7 @@ def hopper_bytes(
     if rows.is_number:
         height = hopper_rows(int(rows), depth, vocab, workspace, shapes)
         return sympy.Integer(walk_bytes(int(rows), height, depth, vocab, shapes))
-    # The walk of a tile, with all partial sums, counted for each tile of the rows.
+    # The bytes for a block of one tile, with all partial sums, counted for each tile of the rows.
     least = walk_bytes(2 * shapes.rows, shapes.rows, depth, vocab, shapes)
     tallest = least + 4 * (MOST_SPLITS - 1) * shapes.rows * depth
     limit = AUTO_BYTES

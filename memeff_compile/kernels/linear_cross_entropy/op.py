@@ -5,12 +5,12 @@ adapter of the output projection:
 
     linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
     linear_cross_entropy_total  one number and the gradients of that number,
-                                total = sum over rows of row_weight_i * nll_i, over norm
+                                total = (sum over rows i of row_weight_i * nll_i) / norm
 
 The first op saves its inputs, one lse per row and, if requested, one entropy per row; its backward
-op computes the logits again. The forward pass of the second op also computes its gradients, up to a
-factor, from the same logits, so a training step takes three matrix products instead of four. The
-second op's backward pass multiplies these gradients by the gradient of the loss
+op computes the logits again. The forward pass of the second op also computes its operands'
+gradients from the same logits, so a training step takes three matrix products instead of four. The
+second op's backward pass only multiplies these gradients by the gradient of the loss
 (`_head_loss.scaling`).
 
 Four more ops support output projections whose classes are split over ranks (`vocabulary_parallel`):
@@ -193,7 +193,7 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 class _Shard(NamedTuple):
     """The arguments of `linear_cross_entropy_total_shard`."""
 
-    loss: ScalarLoss  # targets are classes of the whole head
+    loss: ScalarLoss  # targets are classes of the whole output projection
     counts: Tensor  # (P,) int64: how many rows each rank has
     shard: Shard
     group: str
@@ -373,8 +373,9 @@ def _adapted_total(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
 
 
 def _direct(called: library.Function, compute: library.Function) -> library.Function:
-    """Return an op's Python function for Inductor's code, which passes optional tensors by
-    keyword."""
+    """Return an op's Python function in the form that the code which Inductor generates calls:
+    optional tensors are passed by keyword.
+    """
 
     def direct(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
         named = [settings.pop(name) for name in ("low", "up") if name in settings]

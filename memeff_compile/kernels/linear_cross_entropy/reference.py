@@ -3,11 +3,11 @@
 For 16-bit and fp32 inputs, matrix products are fp32 and are not rounded before exp; for fp64 inputs
 they are fp64. Gradients of the logits are computed in full precision, including the target's term.
 For a loss per row, this implementation processes blocks of classes, and rounds the gradients of the
-logits once to the input dtype, like `library`. For a loss that is a single number, it processes
-blocks of rows: it computes a block's logits once for the whole vocabulary, reduces them to row
-statistics, and then overwrites them with their gradient. The weight's gradient is summed over the
-blocks in fp32 (fp64 for fp64). On a CPU, rows with an ignored target are left out, because reading
-the targets there does not wait for a device.
+logits once to the input dtype, as the implementation `library` does. For a loss that is a single
+number, this implementation processes blocks of rows: it computes a block's logits once for the
+whole vocabulary, reduces them to row statistics, and then overwrites them with their gradient. The
+weight's gradient is summed over the blocks in fp32 (fp64 for fp64). On a CPU, rows with an ignored
+target are left out, because reading the targets there does not wait for a device.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ from .shapes import (
 )
 from .walk import kept_rows
 
-# exp of it is 0 in fp32 and in fp64. Logarithms of probabilities are cut off here where they are
-# multiplied by that probability, so that an impossible column (-inf) adds 0 and not nan.
+# A number whose exp is 0 in fp32 and in fp64. Logarithms of probabilities are cut off at this
+# number before they are multiplied by the probabilities, so that an impossible column (-inf) adds 0
+# and not nan.
 LOG_ZERO = -1000.0
 
 
 class Forward(Statistics):
-    """A forward pass over blocks of classes, which keeps each row's maximum and sums relative to
-    it."""
+    """A forward pass over blocks of classes, which keeps for each row the maximum and sums relative
+    to this maximum.
+    """
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.settings, self.rows = settings, given.target.shape[0]
@@ -131,7 +133,7 @@ class _Factors(NamedTuple):
 
     The terms of the gradient are p, 1 at the target, the class weight, and p (log p + entropy).
     Every term must be multiplied by the logits' scale, so the per-row gradients (N elements each)
-    are multiplied by it beforehand.
+    are multiplied by the scale beforehand.
     """
 
     probability: Tensor
@@ -167,7 +169,7 @@ class Backward(Differentiating):
             if settings.with_logit_sum:
                 grads = grads._replace(logit_sum=grads.logit_sum.masked_fill(is_ignored, 0))
             if not settings.keeps_ignored_rows:
-                # exp(z - inf) is 0, so whatever their logits, these rows get no gradient.
+                # exp(z - inf) is 0, so ignored rows get no gradient, whatever their logits are.
                 self.lse = self.lse.masked_fill(is_ignored, torch.inf)
         scale = settings.scale
         self.factors = _Factors(
@@ -282,7 +284,8 @@ class Total(Statistics, Differentiating):
             self.step = self.ranks.height
             if self.kept is None and given.ignore_index is not None:
                 self.kept = counted_first(target)
-        # All ranks exchange equally often for any targets: also for blocks in which no row counts.
+        # All ranks exchange statistics equally often, whatever the targets: also for blocks in
+        # which all rows are ignored.
         self.extent = counted if self.ranks is None else rows
         self.buffer = hidden.new_empty(min(self.step, counted), len(weight), dtype=self.dtype)
 
@@ -342,7 +345,7 @@ class Total(Statistics, Differentiating):
         if self.slope is not None:
             g.mul_(self.slope)
         if self.is_ignored is not None and not self.leaves_out:
-            g.masked_fill_(self.is_ignored, 0)  # also where a row of nan was to be left out
+            g.masked_fill_(self.is_ignored, 0)  # also if an ignored row contains nan
         if self.sums is not None:
             self.sums.addmm_(g.t(), self.x)
         if self.bias_sums is not None:
@@ -354,8 +357,9 @@ class Total(Statistics, Differentiating):
             self.grad_hidden[self.here] = part.to(self.grad_hidden.dtype)
 
     def _columns(self) -> list[tuple[int, int]]:
-        """Return ranges of columns for the blocks; if the weight must be widened, a block's copy of
-        it is no larger than the buffer of logits."""
+        """Return ranges of columns for the blocks; if the weight must be converted to a wider
+        dtype, the converted copy of a block's rows is no larger than the buffer of logits.
+        """
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]
@@ -385,7 +389,9 @@ def _rows(
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Return `rows` rows: `part` at the indices `kept`, and zeros in the other rows."""
+    """Return a tensor with `rows` rows that contains the rows of `part` at the indices `kept`, and
+    zeros in all other rows.
+    """
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole

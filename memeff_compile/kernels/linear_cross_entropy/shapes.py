@@ -19,8 +19,9 @@ from ..sizes import Size
 
 # The narrowest block of classes. A smaller workspace is exceeded rather than refused.
 MIN_WIDTH = 64
-# A workspace of at most this much is spent on vectors and one narrow block; sums and blocks then
-# live inside the weight gradient, where it is wide enough.
+# With a workspace of at most this many bytes (the minimal mode), only vectors and one narrow block
+# get memory of their own; sums and blocks use the memory of the weight's gradient if that is large
+# enough.
 MINIMAL_BYTES = 8 * MIB
 SPARE_BYTES = 4 * MIB
 # The widest block of G inside the weight gradient, as a share of the budget outside it.
@@ -46,7 +47,7 @@ def _half_vocab(vocab: int) -> int:
 REFERENCE_AUTO_BYTES = {"cpu": 8 * MIB}
 REFERENCE_AUTO_BYTES_ELSEWHERE = 64 * MIB
 REFERENCE_AUTO_COLUMNS = 256
-# Rows of the lowest block: the weight is read once per block.
+# The fewest rows of a block: the weight is read once per block.
 REFERENCE_MIN_ROWS = 64
 
 
@@ -93,10 +94,11 @@ def reference_rows(
 # short product leaves multiprocessors idle. Rows: piece-widths.jsonl of the results.
 LIBRARY_AUTO_BYTES = 64 * MIB
 LIBRARY_AUTO_BYTES_PER_ROW = 16 * 1024
-# Of an adapted head, rows of the lowest block, because the weight is read once per block, and bytes
-# of the tallest.
+# For an output projection with a LoRA adapter: the fewest rows of a block, because the weight is
+# read once per block, and the most bytes of a block.
 LIBRARY_MIN_ROWS, LIBRARY_MAX_BYTES = 128, 544 * MIB
-# Numbers per row that are kept between strips; the widest strip of a program, and its warps.
+# Numbers per row that are stored between strips; the most columns that a program processes at once,
+# and the program's warps.
 LIBRARY_STATE = 5
 LIBRARY_MAX_BLOCK = 2048
 LIBRARY_WARPS = 4
@@ -157,8 +159,8 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
     These steps are the product for the weight's gradient, in tiles of 128 x 256, and the addition
     of the block's contribution to the gradient of the hidden states.
 
-    The result is in seconds per row. The time per column of the other two products does not depend
-    on the width.
+    The result is in seconds per row. The time per column of a block's other two products, for the
+    logits and for the gradient of the hidden states, does not depend on the width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
@@ -196,14 +198,14 @@ HOPPER_AUTO_BYTES = 64 * MIB
 HOPPER_AUTO_BYTES_PER_ROW = 13824
 # The narrowest of these blocks; a smaller workspace is exceeded rather than refused.
 HOPPER_MIN_WIDTH = 256
-# Blocks of rows, automatic workspace: as few as fit into AUTO_BYTES with all buffers of the walk.
-# Each block reads and writes dC once, and around the sum of each of its tiles it takes the time of
-# five steps of the sum: 12.1, 12.7 and 14.0 ms in one, two and four blocks of 2048 x 5120 x 131072
-# on an H200 (`nvidia-h200/gradients-in-forward.jsonl`).
+# Blocks of rows, automatic workspace: as few as fit into AUTO_BYTES together with all other
+# buffers. Each block reads and writes dC once, and around the sum of each of its tiles it takes the
+# time of five steps of the sum: 12.1, 12.7 and 14.0 ms in one, two and four blocks of 2048 x 5120 x
+# 131072 on an H200 (`nvidia-h200/gradients-in-forward.jsonl`).
 AUTO_BYTES = 640 * MIB
 
-# A sum is shared by at most so many programs, in blocks of at most so many rows, and at most so
-# many bytes of it are kept; the work around the sum of a tile takes as long as some of its steps.
+# The most programs that share a sum, the most rows of a block in which they do, and the most bytes
+# of partial sums; the work around the sum of a tile takes as long as TILE_STEPS of the sum's steps.
 MOST_SPLITS = 4
 PARTS_BYTES = 32 * MIB
 TALLEST_SPLIT = 2048
@@ -243,8 +245,9 @@ class Shapes(NamedTuple):
         }
 
     def gradient_columns(self, *, is_plain: bool) -> int:
-        """Return the number of columns of a tile of the logits' gradient G, which is smaller if a
-        softcap, a bias or gathered rows need registers."""
+        """Return the number of columns of a tile of the logits' gradient G: fewer if a softcap, a
+        bias or gathered rows need registers.
+        """
         return self.columns if is_plain else self.rows
 
 
@@ -319,12 +322,13 @@ def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
 
 
 class Room(NamedTuple):
-    """The memory that a minimal backward pass uses: the rows of the weight's gradient from
-    `first_column` on.
+    """The memory that a backward pass with the minimal workspace uses: the rows of the weight's
+    gradient from `first_column` on.
 
-    Example: with 8 rows of 4 features, a column of the logits' gradient G takes twice the bytes of
-    a row of the weight's gradient, so a block that ends at the last column leaves memory for one
-    third of the remaining columns.
+    Example: with 8 rows (tokens) and 4 features, a column of the logits' gradient G takes twice the
+    bytes of a row of the weight's gradient. A block of classes needs memory for its columns of G
+    and for its rows of the weight's gradient, so at most one third of the remaining classes form
+    the next block.
     """
 
     first_column: int
@@ -363,7 +367,7 @@ def room_inside(
 
 
 def slices_of(depth: int, shapes: Shapes) -> int:
-    """Return how many slices of SLICE features a gradient has, padded to whole tiles."""
+    """Return how many slices of SLICE features the weight's gradient has, padded to whole tiles."""
     columns = product_tile(depth, shapes)[1]
     return -(-depth // columns) * columns // SLICE
 
@@ -379,16 +383,26 @@ def hopper_rows(
     """Return the number of rows of a block: whole tiles, so that all blocks have about equal
     height.
 
+    A block that is taller than a tile of the hidden states' gradient (dE) consists of whole tiles
+    of it. Otherwise each block would end with a tile that is partly empty but takes as long as a
+    whole one.
+
     The number is the same for all GPUs, because ranks may have different GPUs, and a report may
     describe another machine.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
+    product, _ = product_tile(depth, shapes)
     tiles, width = -(-rows // tile), -(-vocab // shapes.columns) * shapes.columns
     fitting = (workspace or AUTO_BYTES) // (2 * width) // tile
     fitting = min(max(fitting, 1), tiles)
     for count in range(-(-tiles // fitting), tiles):
         height = -(-tiles // count) * tile
-        if workspace or walk_bytes(rows, height, depth, vocab, shapes) <= AUTO_BYTES:
+        if count > 1 and height > product:
+            height = -(-height // product) * product
+        is_fitting = height <= fitting * tile
+        if not workspace:
+            is_fitting = walk_bytes(rows, height, depth, vocab, shapes) <= AUTO_BYTES
+        if is_fitting:
             return height
     return tile
 
@@ -419,7 +433,7 @@ def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight
     hidden_tiles = -(-rows // tile[0]) * columns
     hidden_steps = -(-vocab // shapes.step)
     weight_tiles = -(-vocab // tile[0]) * columns if needs_weight else 0
-    # The work around the sum of a tile takes as long as some of its steps.
+    # The work around the sum of a tile takes as long as TILE_STEPS of the sum's steps.
     weight_steps = weight_tiles * (-(-rows // shapes.step) + TILE_STEPS)
 
     def time(splits: int) -> float:
@@ -431,7 +445,8 @@ def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight
     return min(fitting, key=time)
 
 
-# Rows whose likeliest classes' logits are computed at a time, if classes are split over ranks.
+# If classes are split over ranks: the number of rows for which the logits of the likeliest classes
+# are computed at a time.
 ROWS_AT_A_TIME = 512
 # Rows and tiles of statistics that a program merges at a time; tiles of rows whose tiles of G are
 # computed next to each other.

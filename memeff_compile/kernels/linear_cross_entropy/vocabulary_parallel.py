@@ -29,8 +29,8 @@ use the total of the first rank.
 All ranks must have the same number of rows, so they first gather their row counts; if the counts
 differ, every rank raises an error. The gathered data and the number of gathers depend only on the
 number of rows, the classes of all ranks, the dtype, the workspace and the kind of device, so ranks
-may use different implementations. Each rank gets its own gradients: that of W_r, and its summand of
-dh, which the ranks have to add up.
+may use different implementations. Each rank gets the gradient of its W_r, and its summand of the
+gradient of h; the ranks have to add up these summands.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def merge(part: Part, every: Tensor) -> RowResults:
         logit_sum = next(numbers).sum(0)
     if settings.with_entropy:
         entropy = (share.exp() * (next(numbers) - share)).where(share > -torch.inf, 0).sum(0)
-    if settings.with_top:  # of equals the first rank's, which has the lower class
+    if settings.with_top:  # of equal logits, that of the first rank, which has the lower class
         best = next(numbers).argmax(0, keepdim=True)
         top = next(numbers).view(_INTEGERS[lse.dtype]).gather(0, best)[0].long()
     if not settings.keeps_ignored_rows:
@@ -208,8 +208,9 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return the arguments of this rank's call for its share of the classes; `gather` is that of
-    `Ranks`."""
+    """Return the arguments of this rank's call for its share of the classes; `gather` is the
+    function with which `Ranks` gathers numbers.
+    """
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

@@ -4,8 +4,8 @@ An implementation (engine) is a module with three functions. `forward`, `backwar
 the arguments of a call and return a `walks.Walk`: a loop over blocks of rows or of classes, and the
 work on each block. A loss per row takes two such loops: one computes statistics; the other computes
 the logits again, and gradients from them. A loss that is a single number takes one loop over the
-rows, if the implementation supports it: it computes each block's statistics and then its gradients.
-Between these two steps, ranks with different classes exchange statistics.
+rows, if the implementation supports this: the loop computes a block's statistics and then the
+block's gradients. Between these two steps, ranks with different classes exchange statistics.
 
     `reference`: blocks of classes for a loss per row, blocks of rows for a single number
     `library`:   the same, but a single number only for a frozen projection with a LoRA adapter
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     dtype: torch.dtype  # likewise
     depth: int  # likewise
     with_top: bool  # whether the likeliest class of a row is asked for
-    is_adapted: bool  # whether the head has a LoRA part
+    is_adapted: bool  # whether the output projection has a LoRA adapter
     is_contiguous: bool  # whether rows of the weight follow each other in memory
 
 
@@ -63,10 +63,12 @@ class Engine(NamedTuple):
     how: str
     needs: str
     serves: Callable[[Call], bool]
-    # whether it makes the gradients of one number in the walk that makes its loss: by the dtype,
-    # and whether the head has a LoRA part and a weight that is trained
+    # whether one loop computes both a loss that is a single number and the loss's gradients; the
+    # arguments are the dtype, whether the output projection has a LoRA adapter, and whether its
+    # weight is trained
     has_one_walk: Callable[[torch.dtype, bool, bool], bool]
-    filters: tuple[torch.dtype, ...] = ()  # dtypes in which it has a gradient filter
+    # dtypes in which the implementation has a gradient filter
+    filters: tuple[torch.dtype, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.how} ({self.needs})"
@@ -97,7 +99,7 @@ ENGINES = {
             "products in Triton that keep only statistics and gradients of the logits",
             "CUDA, compute capability 9.0; bf16, fp16",
             _hopper_serves,
-            # fp16 has not the range for gradients that are scaled afterwards.
+            # The range of fp16 is too small for gradients that are scaled afterwards.
             lambda dtype, is_adapted, trains_weight: dtype == torch.bfloat16,
             filters=(torch.bfloat16,),
         ),
@@ -106,7 +108,7 @@ ENGINES = {
             "library products in fp32 and one Triton pass per piece of the vocabulary",
             "CUDA, compute capability 8.0 or later; bf16, fp16, fp32",
             lambda call: kernels_serve(call.device, call.dtype),
-            # A trained head's gradient would be rounded, or kept in fp32, once per block.
+            # The gradient of a trained weight would be rounded once per block, or stored in fp32.
             lambda dtype, is_adapted, trains_weight: is_adapted and not trains_weight,
             filters=(torch.bfloat16,),
         ),
@@ -190,9 +192,9 @@ def makes_gradients_in_forward(
     """Return whether to compute a loss that is a single number together with its gradients, in one
     loop.
 
-    Three settings need a second loop that computes the logits again: the published filter, a filter
-    of only one gradient, and the minimal workspace without a filter. The range of fp16 is too small
-    for gradients that are scaled afterwards.
+    Three settings need a second loop that computes the logits again: the gradient filter
+    `published`, a filter that applies to only one gradient, and the minimal workspace without a
+    filter. The range of fp16 is too small for gradients that are scaled afterwards.
     """
     if filter_parts != "both" or dtype == torch.float16:
         return False
@@ -213,14 +215,14 @@ def makes_gradients_in_forward_adapted(
     device: torch.device,  # of the hidden states
     dtype: torch.dtype,  # likewise
     *,
-    trains_weight: bool,  # whether the head's own weight has a gradient
+    trains_weight: bool,  # whether the output projection's own weight has a gradient
     workspace: int = 0,  # as for the op
 ) -> bool:
     """Return whether to compute a loss that is a single number in one loop, for an output
     projection with a LoRA adapter.
 
-    The answer is no if the projection's weight trains, because its gradient would be rounded once
-    per block, or stored in fp32. The range of fp16 is too small for gradients that are scaled
+    The result is false if the projection's weight trains, because its gradient would be rounded
+    once per block, or stored in fp32. The range of fp16 is too small for gradients that are scaled
     afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
@@ -241,10 +243,10 @@ def makes_gradients_in_forward_over_ranks(
     """Return whether to compute a loss that is a single number in one loop, for an output
     projection that is split over ranks.
 
-    All ranks get the same answer, whatever their GPUs.
+    All ranks get the same result, whatever their GPUs.
 
-    The answer is no with a filter: it chooses tiles by the softmax over all classes, which is not
-    known in time in one loop.
+    The result is false with a gradient filter: a filter chooses tiles by the softmax over all
+    classes, which a single loop does not know in time.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -254,7 +256,7 @@ def makes_gradients_in_forward_over_ranks(
 
 
 def forward(engine: Any, given: Operands, settings: Settings) -> RowResults:
-    """Compute the results of every row with an implementation."""
+    """Compute the results of every row with the given implementation."""
     with on_device(given.hidden):
         walk = engine.forward(given, settings)
         for block in walk.blocks():
@@ -271,7 +273,7 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the gradients that `output_mask` requests, with an implementation."""
+    """Compute the gradients that `output_mask` requests, with the given implementation."""
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
         for block in walk.blocks():
@@ -281,7 +283,7 @@ def backward(
 
 
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute a single number and its gradients in one loop, with an implementation.
+    """Compute a loss that is a single number, and its gradients, in one loop of an implementation.
 
     If ranks split the classes, each block also has a step `meet`, which exchanges statistics of the
     block's rows.
@@ -362,8 +364,8 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 
 
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute a single number and its gradients by an implementation's forward pass and then its
-    backward pass.
+    """Compute a loss that is a single number, and its gradients, by an implementation's forward
+    pass and then its backward pass.
 
     If ranks split the classes, they exchange statistics between the two passes, as often as in one
     loop.
@@ -377,7 +379,8 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
     of_nll = given.row_gradients(nll.dtype)
     grads = RowGradients(of_nll, torch.zeros_like(lse), found.logit_sum, found.entropy)
     if ranks is not None:
-        # A target on another rank is pulled up there; all ranks push all their classes down.
+        # The rank that has the target raises the target's logit; every rank lowers the logits of
+        # all its classes.
         grads = grads._replace(nll=of_nll.where(here, 0), lse=of_nll.where(elsewhere, 0))
         met = _met(ranks, lse, nll.where(here, 0), counted_first(given.target))
         lse, nll = (each.where(here | elsewhere, 0) for each in met)

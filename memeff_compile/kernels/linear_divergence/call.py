@@ -194,7 +194,9 @@ def tile_of(given: Request | ClassRequest) -> int:
 
 
 def columns_of(vocab: int, tile: int) -> int:
-    """Return the number of columns of a slot, rounded up to whole tiles."""
+    """Return the number of columns of a slot (a buffer for the gradients of one block of rows): the
+    vocabulary, rounded up to whole tiles.
+    """
     return -(-vocab // tile) * tile
 
 
@@ -210,7 +212,7 @@ class Slots(NamedTuple):
 
     @property
     def together(self) -> int:
-        """Return the number of rows whose gradients are multiplied together."""
+        """Return the number of rows whose gradients one matrix product multiplies."""
         return self.rows * self.blocks
 
     @property
@@ -257,8 +259,9 @@ def slots_for(
 
 
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
-    """Return how many rows of a teacher's logits, and of all sums, fit into the memory of a
-    weight's gradient."""
+    """Return for how many rows a teacher's logits, and the maxima and sums of both sides' tiles,
+    fit into the memory of a weight's gradient.
+    """
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)
     )
@@ -270,5 +273,5 @@ def kept_bytes(itemsize: int) -> int:
 
 
 def strip_bytes(rows: int, vocab: int) -> int:
-    """Return the bytes of one strip of products."""
+    """Return the bytes of one strip of products (the fp32 products for a range of classes)."""
     return 4 * rows * min(STRIP, vocab)

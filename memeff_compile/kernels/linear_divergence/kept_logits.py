@@ -3,27 +3,27 @@ bits, and Triton kernels that read these logits.
 
 For a block of rows, the logits of student and teacher are stored in fp16 as differences from the
 maximum of a tile of 256 columns (128 with a bias); the tile's maximum and sum of exponentials are
-stored in fp32. So a stored logit has an error of at most 2^-12 of its distance from the maximum,
-which is negligible for likely classes; bf16 logits, as a model computes them, have an error of 2^-9
-of their size. On compute capability 9.0, the kernel of the matrix product stores the logits itself,
-so fp32 products never leave the multiprocessor. On other GPUs, cuBLAS writes strips of fp32
-products, and a Triton kernel reads them from the L2 cache. The next kernel reads a row's logits of
-student and teacher, computes the row's sums in fp32, and overwrites the student's logits with their
-gradient. For 32-bit inputs, logits are stored in 32 bits.
+stored in fp32. So a stored logit has an error of at most 2^-12 times its distance from the maximum,
+which is negligible for likely classes. For comparison, a logit that a model computes in bf16 has an
+error of up to 2^-9 times its size. On compute capability 9.0, the kernel of the matrix product
+stores the logits itself, so fp32 products never leave the multiprocessor. On other GPUs, cuBLAS
+writes strips of fp32 products, and a Triton kernel reads them from the L2 cache. The next kernel
+reads a row's logits of student and teacher, computes the row's sums in fp32, and overwrites the
+student's logits with their gradient. For 32-bit inputs, logits are stored in 32 bits.
 
-The memory of the teacher's logits is free again as soon as the gradient is computed. `call.Slots`
-places the gradients of several blocks next to each other, so that the weight's gradient is summed
-in few steps; each step rounds the sum once, as in the op for cross entropy. If a single step
-processes all rows, the teacher's logits use the memory of the weight's gradient, which is written
-last.
+The memory of the teacher's logits is free again as soon as the gradient is computed. The gradients
+of several blocks are stored next to each other (`call.Slots`), so that one matrix product adds
+their contributions to the weight's gradient; each such product rounds the sum once, as in the op
+for cross entropy. If a single product covers all rows, the teacher's logits use the memory of the
+weight's gradient, which is written last.
 
 The CPU never waits for the GPU or reads a value from it, and the kernels sum without atomic
 operations.
 
-With N rows and V classes, a loss with its gradients needs at least the following time on an H200 at
-8192 x 4096 x 128256: four products at 790e12 operations per second take 43.6 ms; reading and
-writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes 3.4 ms; reading and
-writing the weight's gradient three times takes 1.5 ms.
+On an H200, with N = 8192 rows, a hidden size of 4096 and V = 128256 classes, a loss with its
+gradients needs at least the following time: four products at 790e12 operations per second take 43.6
+ms; reading and writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes 3.4
+ms; reading and writing the weight's gradient three times takes 1.5 ms.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class _Walk(ABC):
         self.gradient = self.kept.view(dtype)[:, :vocab]
         self.shapes = shapes_for(hidden.device)
         self.strip: Tensor | None = None
-        # of each side, the maximum of a row and tile, and the sum of exponentials relative to it
+        # for student and teacher, the maximum of each row and tile, and the sum of exponentials
+        # relative to that maximum
         sums = (self.sides, 2, height, self.tiles)
         self.lent: Tensor | None = None
         if self.slots.is_lent and self.grad_weight is not None:
@@ -122,8 +123,9 @@ class _Walk(ABC):
             self.sums = hidden.new_empty(sums, dtype=torch.float32)
 
     def all_rows(self) -> None:
-        """Process all rows: compute the gradients of some blocks, multiply them together, and go on
-        with the next blocks."""
+        """Process all rows: compute the logits' gradients of some blocks, multiply these gradients
+        in one matrix product, and go on with the next blocks.
+        """
         slots, rows = self.slots, self.given.rows
         for first in range(0, rows, slots.together):
             stop = min(first + slots.together, rows)
@@ -135,10 +137,13 @@ class _Walk(ABC):
     @abstractmethod
     def block(self, slot: int, here: slice) -> None:
         """Compute the logits of some rows, the rows' divergences, and the gradient of the logits,
-        which is stored in a slot."""
+        which is stored in a slot (one block's buffer).
+        """
 
     def student(self, slot: int, here: slice) -> Tensor:
-        """Store the student's logits of some rows in a slot, and return the stored logits."""
+        """Store the student's logits of some rows in a slot (the buffer of a block), and return the
+        stored logits.
+        """
         height, given = self.slots.rows, self.given
         kept = self.kept[slot * height : slot * height + here.stop - here.start]
         self.keep(0, kept, given.hidden[here], given.weight, given.bias, given.scale)
@@ -256,7 +261,8 @@ class _Divergence(_Walk):
     def block(self, slot: int, here: slice) -> None:
         given, height, rows = self.given, self.slots.rows, here.stop - here.start
         student = self.student(slot, here)
-        # If the slot is not lent, the one after the student's, which is free again afterwards.
+        # If the weight's gradient lends no memory, the slot after the student's, which is free
+        # again afterwards.
         lent = self.kept[(slot + 1) * height :] if self.lent is None else self.lent
         teacher = lent[:rows]
         self.keep(

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of `kept_logits`: one turns products into stored logits, the other turns stored
-logits into results and gradients.
+"""The kernels of the implementation `kept_logits`: one turns products into stored logits, the
+others turn stored logits into results and gradients.
 
-A program of the first kernel computes one tile of a row, and a program of the second kernel a whole
-row. So no two programs share a sum, and every run gives the same bits. All arithmetic is fp32.
+A program of a kernel that stores logits computes whole tiles, and a program of the other kernels
+computes whole rows. So no two programs share a sum, and every run gives the same bits. All
+arithmetic is fp32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The bytes before and after the rewrite, as formulas in N (rows) and V (classes).
+"""The bytes that a divergence needs without and with this package's op, as formulas in N (rows) and
+V (classes).
 
 The formulas count the largest buffers, except the inputs and the returned gradients.
 """
@@ -25,7 +26,9 @@ from .call import (
     strip_bytes,
 )
 
-FEW_ROWS = 2048  # of 128256 and 131072 classes: 1.03 times Inductor's time, of 1024 rows 1.09 times
+# for this many rows of 128256 and 131072 classes, the op took 1.03 times as long as Inductor's
+# code; for 1024 rows, 1.09 times
+FEW_ROWS = 2048
 BYTES_PER_ROW = 64  # an upper bound for results, factors and masks
 
 
@@ -42,8 +45,8 @@ def bytes_before(
     `memeff::linear_divergence`.
 
     Inductor keeps the logits of student and teacher, and overwrites one of them with the gradient.
-    Eager PyTorch also keeps both log-probabilities, the divergence of every class, and in the
-    backward pass the gradients of these.
+    Eager PyTorch also keeps the log-probabilities of student and teacher, the divergence of every
+    class, and, in the backward pass, the gradients of these three tensors.
     """
     per_logit = dtype.itemsize + teacher_bytes
     if not compiled:
@@ -87,7 +90,8 @@ def _slot_bytes(
     lent = lent_rows((vocab, depth), columns, TILE, itemsize)
     slots: Slots = slots_for(rows, columns, workspace, itemsize, trains=training, lent=lent)
     kept = slots.allocated * columns * kept_bytes(itemsize)
-    kept += strip_bytes(slots.rows, vocab)  # of GPUs where no product keeps its own tiles
+    # for GPUs on which the kernel of the matrix product does not store the logits itself
+    kept += strip_bytes(slots.rows, vocab)
     return kept if slots.is_lent else kept + 16 * slots.rows * columns // TILE
 
 
@@ -100,9 +104,9 @@ def cost_of_few_rows(rows: int) -> str:
     """Return a remark for the report if the op is slower than Inductor, because a call has so few
     rows.
 
-    The probable cause is that one more kernel multiplies the weight's gradient by the gradient of
-    the loss. At 2048 rows, this kernel takes 0.7 ms of 17.8 ms. We profiled the plain function, not
-    the loss in a compiled graph.
+    The probable cause is a kernel that Inductor's code does not need, which multiplies the weight's
+    gradient by the gradient of the loss. At 2048 rows, this kernel takes 0.7 ms of 17.8 ms,
+    measured for the function called directly, not in a compiled graph.
     """
     if rows > FEW_ROWS:
         return ""

@@ -1,15 +1,16 @@
 """memeff::linear_divergence and related ops: schemas, validation, fake tensors, autograd, choice of
 implementation.
 
-    linear_divergence        a number per row; its backward computes the logits again
-    linear_divergence_total  the weighted sum of the rows, and its gradients
-    linear_divergence_classes  log-probabilities (or logits) of some classes of each row, (..., k),
-                             for a teacher who names k classes; its backward as the first op's
+    linear_divergence        a number per row; the backward pass computes the logits again
+    linear_divergence_total  the weighted sum of these numbers, and the sum's gradients
+    linear_divergence_classes  log-probabilities (or logits) of k listed classes of each row,
+                             (..., k), for a teacher that is known only at these classes; the
+                             backward pass computes the logits again
 
-The forward pass of the second op also computes its gradients, and its backward pass multiplies them
-by the gradient of the loss, in place if no other code can read the gradients. The ops compute no
-gradient for the teacher. None of the three ops changes its inputs; Inductor treats them as opaque,
-and autocast does not affect them.
+The forward pass of the second op also computes its operands' gradients. The backward pass of this
+op only multiplies them by the gradient of the loss, in place if no other code can read the
+gradients. The ops compute no gradient for the teacher. None of the three ops changes its inputs;
+Inductor treats them as opaque, and autocast does not affect them.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def engine_for(device: torch.device, dtype: torch.dtype, teacher: torch.dtype | 
 
 @compat.constant_in_traces
 def makes_gradients_in_forward(dtype: torch.dtype) -> bool:
-    """Return whether to compute the gradients of a scalar loss in its forward pass.
+    """Return whether the forward pass of a scalar loss also computes the loss's gradients.
 
     The range of fp16 is too small for gradients that are scaled afterwards.
     """
@@ -351,8 +352,9 @@ def supports_classes(
     scale: float = 1.0,
     workspace: int = 0,
 ) -> str | None:
-    """Return the reason why `linear_divergence_classes` does not support the given inputs, or
-    None."""
+    """Return the reason why `linear_divergence_classes` does not support the given inputs, or None
+    if it does.
+    """
     return _classes_fault(_Classes(hidden, weight, bias, index, True, scale, workspace))
 
 

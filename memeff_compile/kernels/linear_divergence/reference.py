@@ -72,7 +72,9 @@ class _Gradients:
             yield slice(first, stop)
 
     def add(self, here: slice, gradient: Tensor) -> None:
-        """Add the contribution of some rows of the logits to the operands' gradients."""
+        """Add the contribution of some rows to the operands' gradients, given the gradient of these
+        rows' logits.
+        """
         gradient, dtype = gradient * self.given.scale, self.given.wide
         if self.hidden is not None:
             self.hidden[here] = gradient @ self.given.weight.to(dtype)

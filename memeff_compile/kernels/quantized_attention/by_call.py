@@ -1,4 +1,4 @@
-"""The op memeff::quantised_attention_by_call: attention whose precision level depends on how often
+"""The op memeff::quantized_attention_by_call: attention whose precision level depends on how often
 it was called.
 
 A diffusion model runs the same graph for every time step, and early steps tolerate fewer bits than
@@ -73,7 +73,7 @@ def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
 
 
 class _Call(NamedTuple):
-    """The arguments of the op; all arguments after the tables are passed by keyword."""
+    """The arguments of the op; all arguments after `key_ids` are passed by keyword."""
 
     q: Tensor
     k: Tensor

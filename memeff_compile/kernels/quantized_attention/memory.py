@@ -1,4 +1,5 @@
-"""The bytes of the codes, which exist while the op runs, as a formula in B, H, G, M, N and D.
+"""The bytes of the codes, which exist while the op runs, as a formula in B (sequences), H (query
+heads), G, M (queries), N (keys) and D (head dimension).
 
 G is the number of key-value heads. The formula includes padding: D is padded to a power of two of
 at least 64, and N to a multiple of 128.
@@ -22,8 +23,9 @@ def code_bytes(
     *,
     value_bytes: int = 1,  # 1 for E4M3, 2 for fp16
 ) -> sympy.Expr:
-    """Return the bytes of the codes and scales of q, k and v, which are about half of their bf16
-    size."""
+    """Return the bytes of the codes and scales of q, k and v: about half of the bytes of q, k and v
+    in bf16.
+    """
     padded = sympy.ceiling(sympy.sympify(keys) / BLOCK) * BLOCK
     q = sympy.sympify(batch) * heads * queries * depth
     k = sympy.sympify(batch) * groups * (padded * depth + 4 * padded / BLOCK)

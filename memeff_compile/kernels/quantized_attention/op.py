@@ -1,4 +1,4 @@
-"""memeff::quantised_attention: schema, validation, choice of implementation, fake tensors.
+"""memeff::quantized_attention: schema, validation, choice of implementation, fake tensors.
 
 Inductor treats the op as opaque, and the op never writes to q, k or v. The op is for inference and
 has no backward pass, so a request for a gradient raises an error.
@@ -65,8 +65,9 @@ def _unlike_settings(level: str, granularity: str, smooth: str | None) -> str | 
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for tensors of a given device,
-    dtype and head dimension."""
+    """Return the name of the implementation, a key of `ENGINES`, for tensors of a given device and
+    dtype.
+    """
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 

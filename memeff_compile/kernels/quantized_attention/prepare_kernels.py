@@ -1,20 +1,21 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels that encode q, k and v, in four launches, each named by its step.
+"""Kernels that encode keys and values, and prepare the encoding of queries: four launches, or five
+if the queries' means are subtracted. A kernel's name contains its step:
 
-    look     sums and extremes of keys and values, chunk by chunk; sums of some queries or, if the
-             mean of queries is subtracted, the mean of each block
-    settle   means, the scales of values and the direction of queries, from the chunks
-    write    codes of k and v, and sums of values by block
-    total    the values' rounding errors, summed over all blocks up to each
+    look     sums and extremes of keys and values in each chunk; sums of some queries or, if the
+             queries' means are subtracted, the mean of each block of queries
+    settle   combines the chunks: means, the scales of values, the common direction of queries
+    write    codes of keys and values, and the sum of the values in each block
+    total    running sums of the values' rounding errors: for each block, over all blocks up to it
     correct  scores of the queries' means with the keys, if these means are subtracted
 
 The kernels read all values, but only every SAMPLE-th key, because the mean of the keys may be
 approximate. Only the kernels `settle` and `total` combine results of several programs; they read
 these results from memory.
 
-If all queries have a large common mean, the rounding error of a key changes all its scores by the
-same amount. `_aligned` rounds keys so that this error almost vanishes, by changing the codes of two
-channels by integers.
+If all queries have a large common mean, the rounding error of a key changes the key's scores with
+all queries by about the same amount. The function `_aligned` makes this change almost vanish: it
+moves the key's codes in two channels by integers.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
             v_sum += tile
             low = tl.minimum(low, tl.where(is_place[:, None], tile, HUGE))
             high = tl.maximum(high, tl.where(is_place[:, None], tile, -HUGE))
-        else:  # the last key stands for those after it, which changes no extreme
+        else:  # positions after the last key read the last key, which changes no extreme
             place = tl.minimum(place, keys - 1)
             tile = _load_tile(v, place, place >= 0, depth, C)
             v_sum += tile * is_one[:, None]
@@ -221,8 +222,7 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     """Return a number per channel by which queries are divided and keys are multiplied.
 
     After this scaling, queries and keys have the same energy (sum of squares) in each channel, and
-    the average energy is unchanged. The numbers per channel are powers of two, so 16-bit queries
-    and keys stay exact.
+    the average energy is unchanged. The numbers per channel are powers of the square root of two.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY
@@ -343,8 +343,8 @@ def _quantized_attention_prepare_settle_kernel(
 
 @triton.jit
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
-    """Change `x` by whole steps in two channels so that its rounding error is almost orthogonal to
-    `direction`.
+    """Change `x` by whole quantisation steps in two channels so that its rounding error is almost
+    orthogonal to `direction`.
 
     Steps in the first channel remove most of the error along `direction`; steps in the second
     channel remove most of the remaining error.
@@ -425,7 +425,8 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
-    """Write the codes of a block of values, and the weighted sum of the block's values.
+    """Write the codes of a block of values, and the weighted sum of the block's values, from which
+    the kernel `total` computes rounding errors.
 
     In the weighted sum, each value usually has the weight 1. If the queries have a large common
     mean, a value's weight is the softmax weight of its key for that mean.
@@ -552,8 +553,9 @@ def _quantized_attention_prepare_total_kernel(
     C: tl.constexpr,
     # TOGETHER: blocks
 ):
-    """Write, for each block of values, the sum of the rounding errors over all blocks up to and
-    including it."""
+    """Write, for each block of values, the sum of the values' rounding errors over this block and
+    all earlier blocks.
+    """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -3,8 +3,8 @@
 Codes are integers in fp32, so fp32 sums of their products are exact. Softmax weights and values are
 rounded to their number format and multiplied in fp32. Softmax weights are computed for one tile of
 keys after another, with a running maximum, as in the kernels, because the rounding depends on that
-maximum. This implementation sums exactly within a tile; on tensor cores, such sums have an error of
-a thousandth of the rounding error.
+maximum. This implementation sums exactly within a tile; on tensor cores, such a sum has an
+additional error, a thousandth as large as the error from rounding weights and values.
 """
 
 from __future__ import annotations
@@ -183,13 +183,13 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 
 
 def turned(x: Tensor, far: int, near: int) -> Tensor:
-    """Return the Hadamard transform of each row of (..., D), without a scale, with D padded to a
-    power of two.
+    """Return the Hadamard transform (with elements 1 and -1, not normalised) of each row of (...,
+    D), with D padded to a power of two.
 
     The transform combines `near` neighbouring channels, and `far` channels that are spread over the
     head. The transform spreads a large number in one channel over many channels, so that
     quantisation steps become finer. Both queries and keys are transformed; their scores are then
-    larger by a factor, the number of channels.
+    larger by a factor: the number of channels that the transform combines.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))
@@ -261,8 +261,9 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
 
 
 def _by_block(rest: Tensor) -> Tensor:
-    """Return the running sums of values over blocks of keys, (B, G, blocks + 1, D); the first sum
-    is zero."""
+    """Return the running sums of `rest` (B, G, N, D) over blocks of keys, (B, G, blocks + 1, D);
+    the first sum is zero.
+    """
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
     sums = rest.unflatten(2, (-1, BLOCK)).sum(3).cumsum(2)

@@ -2,8 +2,8 @@
 """Device functions that round to 8 bits, for kernels that write codes and for kernels that read
 them.
 
-A group with a number that is not finite gets the scale nan. int8 has no nan, so with an ordinary
-scale the code of such a number would decode to an ordinary number.
+If one number of a group that shares a scale is not finite, the group gets the scale nan. int8 has
+no nan, so with an ordinary scale the code of such a number would decode to an ordinary number.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def _e4m3_in_fp32(x):
 
 @triton.jit
 def _load_tile(x, place, is_place, depth, C: tl.constexpr):
-    """Load some channels of rows in fp32; x is a pair of a pointer to one head's rows and their
-    stride."""
+    """Load some channels of one head's rows in fp32; x is a pair: the pointer to the first row, and
+    the stride between rows.
+    """
     ptr, stride = x
     mask = is_place[:, None]
     if C.DEPTH != C.DEPTH_BLOCK:
@@ -52,7 +53,9 @@ def _whole(x):
 
 @triton.jit
 def _size_bits(x):
-    """Return the bits of |x|, which sort like the numbers; nan is larger than infinity."""
+    """Return the bits of |x| as integers, which have the same order as the numbers; nan is larger
+    than infinity.
+    """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

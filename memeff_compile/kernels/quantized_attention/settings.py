@@ -95,8 +95,9 @@ class Settings:
         return self.granularity == "row"
 
     def turned(self, channels: int) -> tuple[int, int]:
-        """Return how many channels the Hadamard transform combines: distant channels, and
-        neighbours."""
+        """Return how many channels the Hadamard transform combines, as two numbers: of distant
+        channels, and of neighbouring channels.
+        """
         return TURNED["small" if self.is_small else "8 bits"][channels]
 
     @property
@@ -120,8 +121,10 @@ class Settings:
         """Return the largest factor by which a key's quantisation step may exceed that of its
         block.
 
-        Products are computed in int8, and a 4-bit code times this factor still fits into int8. So
-        each key has its own scale, although the attention kernel reads only one scale per block.
+        The matrix product takes int8 operands, and a 4-bit code times this factor still fits into
+        int8. So the kernel that writes a key's codes can multiply them by a factor of the key, and
+        each key has its own quantisation step, although the attention kernel reads only one scale
+        per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
@@ -129,7 +132,8 @@ class Settings:
     def starts(self) -> bool:
         """Return whether the int32 sums are initialised with the scores of the queries' means.
 
-        The scores of the means must fit into int32, which is not certain with 8-bit codes.
+        The result is false for 8-bit codes, because the scores of the means, in quantisation steps,
+        may then be too large for int32.
         """
         return self.granularity == "row" and "q" in self.smooth and self.is_small
 

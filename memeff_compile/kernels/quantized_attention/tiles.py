@@ -4,11 +4,12 @@ queries with tiles of keys. This implementation needs a CUDA GPU of sm_80 or lat
 A call launches five kernels. The first kernel reads keys, values and some queries. The second
 kernel, a short one, computes means and scales. The third kernel encodes keys and values. The fourth
 kernel, a short one, sums the rounding errors of the values. The fifth kernel encodes queries and
-computes attention. With masks or sequence ids, one more kernel finds the tiles to visit. If means
-of queries are subtracted, another kernel first computes the scores of these means. The CPU never
-waits for the GPU or reads a value from it, and the launch grids depend only on static sizes, so a
-CUDA graph can capture the calls. The kernels use no atomic operations, so the same inputs give the
-same bits. The kernels read q, k and v and never write to them.
+computes attention. With masks or sequence ids, one more kernel finds the tiles that the fifth
+kernel visits. If means of queries are subtracted, one more kernel computes the scores of these
+means before the fifth kernel runs. The CPU never waits for the GPU or reads a value from it, and
+the launch grids depend only on static sizes, so a CUDA graph can capture the calls. The kernels use
+no atomic operations, so the same inputs give the same bits. The kernels read q, k and v and never
+write to them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
     """Encode q, k and v, and return the codes.
 
-    If `settings.granularity` is "row", four kernels encode; otherwise plain PyTorch does. The
+    If `settings.granularity` is "row", four kernels compute the codes, otherwise plain PyTorch. The
     inputs must be bf16, fp16 or fp32. The shape of q is (B, H, M, D); the shape of k and v is (B,
     G, N, D), where G is the number of key-value heads.
     """
@@ -194,8 +195,9 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
 
 
 def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Return the launch options of the first of several kernels, and those of the kernels after
-    it."""
+    """Return the launch options of the first kernel of a call, and those of the call's later
+    kernels.
+    """
     is_early = {"EARLY": starts_early(device)}
     return is_early, ({**is_early, "launch_pdl": True} if is_early["EARLY"] else is_early)
 

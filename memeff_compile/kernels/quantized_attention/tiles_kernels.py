@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of the implementation `tiles`: softmax attention over 8-bit codes.
+"""The attention kernel of the implementation `tiles`: softmax attention over 8-bit codes.
 
 Scores are products of int8 codes, which int32 represents exactly. The scales of the codes, one per
 query and one per block of keys (or per key), are folded into the exponent in base 2, so that a
@@ -65,8 +65,10 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, start, C: tl.constexpr):
-    """Return the scores q k^T of a tile as fp32. With MAGIC_SUM, MAGIC_VALUE is added to the
-    scores; with STARTS, `start` is added, which has about the same size.
+    """Return the scores q k^T of a tile as fp32. With MAGIC_SUM, the result is the scores plus
+    MAGIC_VALUE, so that the bits of an int32 sum can be read as those of a float. With STARTS, the
+    result is the scores plus `start`, which contains the scores of the queries' means and has about
+    the same size as MAGIC_VALUE.
     """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")

@@ -27,11 +27,11 @@ class _Stored(Conditions):
     mask: Tensor
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
-        """Return the mask of keys: every key counts."""
+        """Return the range of keys that some queries need: all keys."""
         return 0, keys
 
     def counts(self, first: int, stop: int, low: int, high: int, device: torch.device) -> Tensor:
-        """Return the mask's values for the given queries and keys."""
+        """Return which keys each query attends to, for a range of queries and a range of keys."""
         return self.mask[:, first:stop, low:high]
 
 
@@ -47,8 +47,9 @@ def attend_under_mask(
     scale: float | None = None,  # of the scores
     level: str = "8b",  # a level of the op
 ) -> Tensor | None:
-    """Return attention at a precision level, or None if it is not supported, for example because
-    the mask is a bias."""
+    """Return attention at a precision level, or None if the mask is not supported, for example
+    because it is a bias.
+    """
     if supports(q, k, v, level=level) is not None:
         return None
     ahead = 0 if is_causal else None

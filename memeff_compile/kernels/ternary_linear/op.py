@@ -1,9 +1,9 @@
 """memeff::ternary_linear and its related ops: schemas, validation, choice of implementation, fake
 tensors, gradients.
 
-Separate ops quantise activations and weights, so that linears with the same input share its codes.
-`ternary_linear_product` also takes the unquantised input and weight. The op does not read the
-unquantised tensors, but passes gradients to them, as a straight-through estimator does.
+Separate ops quantise activations and weights, so that linears with the same input share the input's
+codes. `ternary_linear_product` also takes the unquantised input and weight. The op does not read
+the unquantised tensors, but passes gradients to them, as a straight-through estimator does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The quantisers of activations: a fixed list that graph passes and modules share.
 
-A quantiser computes the maximum or mean of each token, derives a scale from it, and rounds the
-token. `scale` means codes per unit (a value is code / scale), or units per code if the model uses
-that form (a value is code * scale).
+A quantiser computes the maximum or mean of each token's absolute values, derives a scale from it,
+and rounds the token's numbers to codes. `scale` means codes per unit (a value is code / scale), or
+units per code if the model uses that form (a value is code * scale).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""
+"""The reference implementation of ternary linears, in plain PyTorch; it also defines the layout of
+packed weights.
 
 The weight codes -1, 0 and 1 are stored as 0, 1 and 2, in two bits each. The 32-bit word t contains
 the codes of columns 16 t to 16 t + 15: field j of byte b is column 16 t + 4 j + b. Activations are
-stored in the same order, as four planes: plane j contains the bytes c = 4 t + b. So field j of a
-weight word belongs to plane j of the activations.
+stored in the same order, as four planes of bytes: byte 4 t + b of plane j is column 16 t + 4 j + b.
+So field j of a weight word is multiplied by plane j of the activations.
 """
 
 from __future__ import annotations
@@ -133,8 +134,9 @@ def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_fp4(scaled: Tensor) -> Tensor:
-    """Return twice the nearest FP4 magnitude (0, .5, 1, 1.5, 2, 3, 4 or 6), for values given in
-    halves."""
+    """Return twice the FP4 number that is nearest to each value; `scaled` contains twice the
+    values. FP4 numbers have the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
+    """
     size = scaled.abs()
     code = torch.zeros_like(size)
     for place, threshold in enumerate(FP4_THRESHOLDS):
@@ -159,8 +161,9 @@ def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (N, K) weights, equal to those that the model itself would
-    multiply."""
+    """Return the dequantised (N, K) weights, equal to the weights that the model's own code would
+    multiply.
+    """
     codes = unpack_codes(packed, columns).float()
     scale = scale.reshape(()).float()
     return (codes * scale if is_step else codes / scale).to(dtype)
@@ -169,7 +172,9 @@ def dequantized_weights(
 def quantize(
     x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's codes (split into four planes), its scale, and the sum of its codes."""
+    """Return each token's codes, split into four planes as the module describes, its scale, and the
+    sum of its codes.
+    """
     codes, scale = codes_and_scale(enter(x, entry), quantizer)
     return to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)
 
@@ -209,7 +214,8 @@ def product(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (M, K) activations, equal to those that the model itself would
-    multiply."""
+    """Return the dequantised (M, K) activations, equal to the activations that the model's own code
+    would multiply.
+    """
     values, scale = from_planes(codes, columns).float(), scale[:, None]
     return (values * scale if is_step else values / scale).to(dtype)

@@ -96,7 +96,8 @@ def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorS
 def tile_shapes(
     tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
 ) -> TileShapes:
-    """Return the sizes for more tokens that were the fastest, or nearly the fastest, on an H200.
+    """Return the sizes for more tokens than `vector_shapes` supports: the fastest, or nearly the
+    fastest, on an H200.
 
     A row of packed weights has `width` bytes. On Hopper GPUs, four warps have enough registers for
     the sums of a 128 x 128 tile.

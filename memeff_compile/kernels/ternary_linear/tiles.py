@@ -431,8 +431,9 @@ def _dequantize(
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (N, K) weights, equal to those that the model itself would
-    multiply."""
+    """Return the dequantised (N, K) weights, equal to the weights that the model's own code would
+    multiply.
+    """
     packed = packed.contiguous()
     out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
     _dequantize(
@@ -449,8 +450,9 @@ def dequantized_weights(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return the dequantised (M, K) activations, equal to those that the model itself would
-    multiply."""
+    """Return the dequantised (M, K) activations, equal to the activations that the model's own code
+    would multiply.
+    """
     codes = codes.contiguous()
     out = codes.new_empty((codes.shape[0], columns), dtype=dtype)
     held, words = codes.view(torch.int32), codes.shape[2] // 4

@@ -4,8 +4,8 @@
 A 32-bit word of packed weights contains the codes of 16 columns: each of its four bytes has four
 2-bit fields. If a kernel masks all but one field of each byte, the word contains four codes (0, 1
 or 2), and an integer instruction multiplies them by four bytes of the activations' plane for that
-field. Weight codes are stored plus one, so the kernel subtracts the sum of a token's codes at the
-end.
+field. A stored weight code is larger by one than the weight (-1, 0 or 1), so at the end the kernel
+subtracts the sum of a token's codes.
 
 Launch these kernels with enable_fp_fusion=False, because a product and the rounding after it must
 be two steps, as in PyTorch.
@@ -64,8 +64,9 @@ def _scale_of_token(
 def _larger_half(x, kept, LOW_BIT: tl.constexpr):
     """Set all elements of a token to zero, except the `kept` ones with the largest absolute values.
 
-    The kernel finds the smallest kept value from its highest bits down, two bits at a time: one sum
-    contains the counts for all three possible values of the two bits.
+    The kernel finds the smallest kept absolute value from its highest bits down, two bits at a
+    time: for each of three nonzero values of the two bits, it counts the elements that are at least
+    as large; one sum over the token contains all three counts.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
@@ -345,7 +346,7 @@ def _plane(codes_ptr, place, word, words):
 
 @triton.jit
 def _sum_with(found, added_ptrs, mask):
-    """Round the product, then add the residual to it."""
+    """Round the product, then add the residual to the rounded product."""
     added = tl.load(added_ptrs, mask=mask, other=0.0)
     return found.to(added.dtype).to(tl.float32) + added.to(tl.float32)
 

@@ -202,7 +202,9 @@ def test_blocks_of_rows_are_even_and_stay_in_the_workspace(workspace: int) -> No
     ):
         height = shapes.hopper_rows(rows, depth, vocab, workspace, tiles)
         blocks = -(-rows // height)
-        assert height - 128 < rows / blocks <= height
+        tile = shapes.product_tile(depth, tiles)[0]
+        assert height - tile < rows / blocks <= height
+        assert blocks == 1 or height <= tile or height % tile == 0
         width = -(-vocab // 256) * 256
         if workspace:
             assert 2 * height * width <= workspace
@@ -223,6 +225,9 @@ def test_blocks_of_rows_are_even_and_stay_in_the_workspace(workspace: int) -> No
         (8192, 4096, 128256, 2048),
         (8192, 4096, 151936, 2048),
         (8192, 4096, 32000, 8192),
+        (16384, 1152, 262144, 1024),  # whole tiles of the hidden states' gradient, 256 rows each
+        (16384, 576, 128256, 2048),
+        (8192, 896, 151936, 2048),
     ],
 )
 def test_blocks_are_as_tall_as_pays(rows: int, depth: int, vocab: int, height: int) -> None:
