@@ -68,23 +68,29 @@ def linear_divergence(
     The student gets gradients, the teacher does not. The loss is not multiplied by temperature**2;
     if your recipe needs this factor, multiply the result.
 
-    Args: hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64. weight: (V, D),
-    the weight of the student's output projection, in the dtype of hidden. teacher: (..., K), the
-    teacher's hidden states; or (..., V), its logits. Deferred logits of the teacher are not
-    computed, unless they have a softcap. (Under torch.no_grad() logits are not deferred.)
-    teacher_weight: (V, K), the weight of the teacher's output projection, in the dtype of teacher;
-    None if teacher holds logits. kind: the name of the divergence, as in the table above. beta: the
-    teacher's weight in "jsd", between 0 and 1. temperature: a positive number by which the logits
-    of student and teacher are divided. mask: (...), True or not 0 in the rows that count in the
-    loss; None: every row counts. reduction: "mean" over the rows that count, "sum" over these rows,
-    or "none" for one number per row (0 in rows that do not count). "mean" equals F.kl_div's
-    "batchmean" for (N, V) logits. bias: (V,), the bias of the student's output projection, or None.
-    teacher_bias: (V,), the bias of the teacher's output projection, or None. classes: (..., k)
-    int64, the class indices for which the teacher's log-probabilities are known; teacher then holds
-    these log-probabilities, (..., k), already divided by the temperature. The divergence is then a
-    sum over these classes only. A class index outside of the vocabulary raises an error. with_rest:
-    with classes, count all other classes together as one more class, for the student and for the
-    teacher.
+    Args:
+        hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
+        weight: (V, D), the weight of the student's output projection, in the dtype of hidden.
+        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits of
+            the teacher are not computed, unless they have a softcap. (Under torch.no_grad() logits
+            are not deferred.)
+        teacher_weight: (V, K), the weight of the teacher's output projection, in the dtype of
+            teacher; None if teacher holds logits.
+        kind: the name of the divergence, as in the table above.
+        beta: the teacher's weight in "jsd", between 0 and 1.
+        temperature: a positive number by which the logits of student and teacher are divided.
+        mask: (...), True or not 0 in the rows that count in the loss; None: every row counts.
+        reduction: "mean" over the rows that count, "sum" over these rows, or "none" for one number
+            per row (0 in rows that do not count). "mean" equals F.kl_div's "batchmean" for (N, V)
+            logits.
+        bias: (V,), the bias of the student's output projection, or None.
+        teacher_bias: (V,), the bias of the teacher's output projection, or None.
+        classes: (..., k) int64, the class indices for which the teacher's log-probabilities are
+            known; teacher then holds these log-probabilities, (..., k), already divided by the
+            temperature. The divergence is then a sum over these classes only. A class index outside
+            of the vocabulary raises an error.
+        with_rest: with classes, count all other classes together as one more class, for the student
+            and for the teacher.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), a scalar or one number per row.

@@ -105,9 +105,10 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records, replays=replays)
 
     def _cut(self, info: GraphInfo) -> None:
-        """Decide where to split the graph into partitions, and report the decision. The graph is
-        split if weights are updated during the backward pass, if it has repeated layers, or if a
-        checkpoint surrounds it.
+        """Decide where to split the graph into partitions, and report the decision.
+
+        The graph is split if weights are updated during the backward pass, if it has repeated
+        layers, or if a checkpoint surrounds it.
         """
         try:
             self.cuts = cuts.starts(info)

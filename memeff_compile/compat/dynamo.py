@@ -173,9 +173,11 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
 
 def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
     """Return a mapping in which one of DDP's graph partitions stores information for later
-    partitions. The keys are the example values of tensors that one partition returns and another
-    takes as input. The mapping has weak references to its keys, and exists only during this
-    compilation. Return None if the graph is not split.
+    partitions.
+
+    The keys are the example values of tensors that one partition returns and another takes as
+    input. The mapping has weak references to its keys, and exists only during this compilation.
+    Return None if the graph is not split.
     """
     context: Any = TracingContext.try_get()
     cut = getattr(context, "ddp_optimizer_ctx", None)

@@ -224,8 +224,10 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
 
 def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Return an empty bf16 tensor on the device of ``like``; if this device is a GPU, it must be
-    the current GPU. The function bypasses the dispatcher, as Inductor's generated code does,
-    because an allocation through the dispatcher takes three times as long.
+    the current GPU.
+
+    The function bypasses the dispatcher, as Inductor's generated code does, because an allocation
+    through the dispatcher takes three times as long.
     """
     if like.is_cuda and _empty_on_gpu is not None:
         return cast("torch.Tensor", _empty_on_gpu(size, strides, torch.bfloat16))

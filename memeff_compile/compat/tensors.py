@@ -200,10 +200,12 @@ def is_traced(*tensors: torch.Tensor) -> bool:
 
 
 def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any:
-    """Return a fake tensor mode, in which tensors have sizes but no memory. If an op runs outside
-    of Dynamo's traces, the mode calls ``outside(op, args, kwargs, run)``, which returns the op's
-    result. ``run()`` computes the sizes of this result. With ``has_addresses``, the address of each
-    tensor is 0; without it, reading an address raises an error.
+    """Return a fake tensor mode, in which tensors have sizes but no memory.
+
+    If an op runs outside of Dynamo's traces, the mode calls ``outside(op, args, kwargs, run)``,
+    which returns the op's result. ``run()`` computes the sizes of this result. With
+    ``has_addresses``, the address of each tensor is 0; without it, reading an address raises an
+    error.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -116,12 +116,16 @@ def statistics(
     """Return log-probabilities and statistics of rows (tokens); the results equal those of TRL's
     chunked function.
 
-    Args: hidden: N rows of hidden states. weight: The weight of the output projection. bias: The
-    bias of the output projection. targets: One class per row. temperature: The number by which the
-    logits are divided. chunk_size: The number of classes per chunk in TRL's function; the backend
-    ignores it. softcap: The softcap of the logits, applied before the temperature. scale: The
-    factor of the logits, applied before the softcap. outputs: Which of the last four results to
-    compute; the others are None.
+    Args:
+        hidden: N rows of hidden states.
+        weight: The weight of the output projection.
+        bias: The bias of the output projection.
+        targets: One class per row.
+        temperature: The number by which the logits are divided.
+        chunk_size: The number of classes per chunk in TRL's function; the backend ignores it.
+        softcap: The softcap of the logits, applied before the temperature.
+        scale: The factor of the logits, applied before the softcap.
+        outputs: Which of the last four results to compute; the others are None.
 
     Returns:
         For each row: log-probability of its target, entropy, log of the sum of squared

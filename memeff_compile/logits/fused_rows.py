@@ -167,6 +167,7 @@ class Head:
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
         """Return the hidden states, weight, bias and scale from which the logits are computed.
+
         Return None if the logits have a softcap, or if the rows hold other values, such as
         log-probabilities.
         """
@@ -176,8 +177,9 @@ class Head:
         return *self._operands(), folded.scale
 
     def logits(self, recipe: LogitsRecipe) -> Tensor:
-        """Compute the logits of these rows by the steps of `recipe`. `recipe` is the recipe (list
-        of steps) of these logits, or its first steps only.
+        """Compute the logits of these rows by the steps of `recipe`.
+
+        `recipe` is the recipe (list of steps) of these logits, or its first steps only.
         """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
@@ -453,8 +455,9 @@ class FusedRows:
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tensors from which the deferred logits are computed: hidden
-        states, weight, bias and the vectors that the recipe (list of steps) applies. `base` is the
-        recipe of the deferred logits; the recipe of this object must begin with it.
+        states, weight, bias and the vectors that the recipe (list of steps) applies.
+
+        `base` is the recipe of the deferred logits; the recipe of this object must begin with it.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head
