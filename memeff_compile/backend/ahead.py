@@ -102,7 +102,8 @@ def calls_of(gm: GraphModule) -> list[Call]:
 
 
 def compile_ahead(gm: GraphModule, *, trains: bool) -> list[Future[list[Future[None]]]]:
-    """Begin to compile the GPU kernels of a graph, without waiting for the compilations."""
+    """Begin to compile the GPU kernels of a graph, without waiting. Return one future per op call;
+    the future's result is a list with one future per kernel of that call."""
     try:
         calls = [call for call in calls_of(gm) if call.device.type == "cuda"]
     except Exception:  # the kernels are compiled at their first launch
