@@ -1,4 +1,5 @@
-"""memeff doctor | explain | fit | demo | options | report-bug: the commands of memeff_compile."""
+"""The command line of memeff_compile: memeff doctor | explain | fit | demo | options |
+report-bug."""
 
 from __future__ import annotations
 

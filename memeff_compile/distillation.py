@@ -1,6 +1,7 @@
 """The divergence between a student's and a teacher's output projection, as a plain function.
 
-The result is that of F.kl_div of both softmaxes, but the logits of neither are built.
+The result equals F.kl_div of the student's and the teacher's softmax, but neither the student's nor
+the teacher's logits are built.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ def linear_divergence(
     classes: Tensor | None = None,
     with_rest: bool = False,
 ) -> Tensor:
-    """Compute a divergence between the softmaxes of two output projections, without building their
-    logits.
+    """Compute a divergence between the softmaxes of a student's and a teacher's output projection,
+    without building the logits.
 
-    With p = softmax(z / temperature) of the student's logits z = hidden @ weight.T + bias, and q =
-    the same for the teacher, the result for a row is
+    Let p = softmax(z / temperature) with the student's logits z = hidden @ weight.T + bias, and let
+    q be the teacher's softmax, computed in the same way. The result for a row (a token) is
 
         forward_kl      sum(q (log q - log p)), KL(teacher || student)
         reverse_kl      sum(p (log p - log q)), KL(student || teacher)
@@ -64,8 +65,8 @@ def linear_divergence(
                         beta = 0 it is forward_kl, with beta = 1 reverse_kl, as in TRL
         cross_entropy   -sum(q log p), with the gradient of forward_kl
 
-    The student gets gradients, the teacher does not. Multiply the loss by temperature**2 yourself
-    if your recipe does so.
+    The student gets gradients, the teacher does not. The loss is not multiplied by temperature**2;
+    if your recipe needs this factor, multiply the result.
 
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
@@ -77,7 +78,7 @@ def linear_divergence(
             teacher; None if teacher holds logits.
         kind: the name of the divergence, as in the table above.
         beta: the teacher's weight in "jsd", between 0 and 1.
-        temperature: a positive number that divides the logits of both.
+        temperature: a positive number by which the logits of student and teacher are divided.
         mask: (...), True or not 0 in the rows that count in the loss; None: every row counts.
         reduction: "mean" over the rows that count, "sum" over these rows, or "none" for one number
             per row (0 in rows that do not count). "mean" equals F.kl_div's "batchmean" for (N, V)
@@ -178,7 +179,8 @@ def _of_classes(log_p: Tensor, log_q: Tensor, coefficients: Coefficients) -> Ten
 
 
 def _with_rest(logs: Tensor) -> Tensor:
-    """Append the log-probability of all classes that are not listed, as one more class."""
+    """Append one more class, which has the total probability of all classes that are not listed;
+    values are log-probabilities."""
     smallest = torch.finfo(logs.dtype).eps
     mass = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=smallest)
     return torch.cat([logs, mass.log()], dim=-1)

@@ -57,7 +57,8 @@ class UnsupportedInputError(MemeffError, TypeError):
 
 
 class CodedWeightError(MemeffError, RuntimeError):
-    """A compressed weight was written to in place, or a file of them cannot be used."""
+    """A compressed weight was written to in place, or a file of compressed weights cannot be
+    used."""
 
 
 class VerifyError(MemeffError, RuntimeError):
@@ -70,8 +71,8 @@ class ExplainError(MemeffError, ValueError):
 
 
 class CalibrationError(MemeffError, ValueError):
-    """A calibration was called without inputs, without a layer to score, or with an unknown
-    level."""
+    """A calibration was called without inputs, for a model without a layer that it can score, or
+    with an unknown level."""
 
 
 def first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 class Stats(NamedTuple):
-    """Statistics per row of logits, each in the shape of the targets; all except `top` have
+    """Statistics of each token's logits, each in the shape of the targets; all except `top` have
     gradients.
 
     Attributes:
@@ -212,7 +212,8 @@ def _of_this_rank(
 def _kept_and_norm(
     target: Tensor, class_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return which rows count in the loss, and the divisor of its mean."""
+    """Return which rows count in the loss, and the number by which the sum is divided for the
+    mean."""
     kept = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         kept = target != ignore_index
@@ -230,8 +231,8 @@ def _total(
     *,
     is_split: bool,
 ) -> Tensor:
-    """Return the mean or sum of the loss, from the op that computes gradients in its forward
-    pass."""
+    """Return the mean or sum of the loss, computed by the op that computes the gradients already in
+    its forward pass."""
     hidden, *_, target = operands
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     _, norm = _kept_and_norm(target, class_weight, how["ignore_index"], dtype)

@@ -1,5 +1,5 @@
-"""HTML of reports for notebooks: byte counts as bars and collapsible text, with inline styles
-only."""
+"""HTML with which notebooks show reports: byte counts as bars, and text that a click expands. The
+HTML uses only inline styles."""
 
 from __future__ import annotations
 

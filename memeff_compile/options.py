@@ -56,7 +56,8 @@ Check: TypeAlias = Callable[[str, object], object]
 
 
 class _FrozenMapping(Mapping[str, Any]):
-    """A read-only mapping that can be hashed (by its keys, so values may be anything)."""
+    """A read-only mapping that can be hashed. Its hash depends only on the keys, so the values need
+    not be hashable."""
 
     def __init__(self, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
         self._items = dict(items)
@@ -103,8 +104,8 @@ def _suggest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _suggest_of_all(name: str, candidates: Collection[str]) -> str:
-    """Return the most similar candidate and the page that lists the others; without a similar one,
-    return all candidates."""
+    """Return text that names the most similar candidate and the page with all names; if no
+    candidate is similar, the text lists all candidates."""
     nearest = _suggest(name, candidates)
     if nearest:
         return f"{nearest} `memeff options` lists all of them."
@@ -121,8 +122,8 @@ def _check_choice(key: str, value: object, *, values: Collection[str], of: str =
 def _rule(
     takes: str, fits: Callable[[Any], bool], kept: Callable[[Any], object] = lambda value: value
 ) -> Check:
-    """Return a validator for a rule that the given sentence states; `kept` converts an accepted
-    value."""
+    """Return a validator that accepts the values for which `fits` is true; `takes` is the sentence
+    that describes them in an error, and `kept` converts an accepted value."""
 
     def check(key: str, value: object) -> object:
         if not fits(value):
@@ -631,8 +632,8 @@ class Options:
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
-        """Return the levels of an attention module in the calibration table: one, or one per call;
-        () if the table lacks the module.
+        """Return the low-bit levels that the calibration table has for an attention module: one for
+        all calls, or one per call; () if the table does not contain the module.
 
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")
@@ -644,9 +645,9 @@ class Options:
         return (found,) if isinstance(found, str) else found
 
     def _take_preset(self) -> None:
-        """Set the preset's values for all options that the user did not set.
+        """Set all options that the user did not set to the values of the preset.
 
-        An option of the gradient filter is only set if that filter is on.
+        Options of the gradient filter are only set if the filter is on.
         """
         info = _by_field()["preset"]
         info.check(info.key, self.preset)
@@ -692,8 +693,8 @@ class Options:
                 )
 
     def _check_filter_knobs(self) -> None:
-        """Raise an error if an option of the gradient filter is set and the filter is off, because
-        it would have no effect."""
+        """Raise an error if an option of the gradient filter is set although the filter is off,
+        because the option would have no effect."""
         owners = {"eps": FILTERS[1:], "tau": FILTERS[:1]}
         owners |= {"parts": FILTERS, "sort_vocabulary": FILTERS}
         for knob, modes in owners.items():
@@ -727,7 +728,8 @@ class Options:
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, object] | None = None) -> Options:
-        """Validate `mode` and `options` of `torch.compile`, and change neither.
+        """Return the validated options, given `mode` and `options` of `torch.compile`, which are
+        not changed.
 
         OptionError names the wrong key or value, the most similar valid name, and a remedy.
         """
@@ -763,8 +765,8 @@ class Options:
         return any(fnmatchcase(module_path, pattern) for pattern in patterns)
 
     def inductor_patches(self) -> dict[str, Any]:
-        """Return the changes to Inductor's config: first those of the mode, then those that the
-        user set."""
+        """Return the changes to Inductor's config that the mode makes, overridden by the Inductor
+        keys that the user set."""
         if self.mode is None:
             return dict(self.inductor)
         from memeff_compile import compat
@@ -875,7 +877,7 @@ def _shown(value: object) -> str:
 
 
 class _Code(str):
-    """A value whose repr is the Python expression that creates it."""
+    """A value that prints as a given Python expression, for code examples."""
 
     __slots__ = ()
     __repr__ = str.__str__

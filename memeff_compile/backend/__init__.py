@@ -1,4 +1,5 @@
-"""The backend: its entry points, the processing of one graph, and CUDA graphs.
+"""The backend "memeff" of torch.compile: its entry points, the processing of one graph, and CUDA
+graphs.
 
 torch finds `memeff` here by the entry point group ``torch_dynamo_backends``.
 """

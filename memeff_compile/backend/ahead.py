@@ -1,12 +1,13 @@
-"""Compile kernels before they are needed: this package's in threads, Inductor's in processes.
+"""Compile kernels before their first launch: kernels of this package in threads, kernels of
+Inductor in processes.
 
 Triton compiles a kernel at its first launch. So a compiled graph would compile this package's
-kernels one after another during its first run. To avoid this delay, right after the passes this
-module calls each op of the rewritten graph, and its gradient, on tensors without memory. These
-calls record their kernel launches instead of running them, and threads compile the recorded
-kernels: most of Triton's time is spent in LLVM and ptxas, outside Python. The first launch then
-finds the compiled kernel. If an op cannot be called without data, Triton compiles its kernels at
-their first launch, as usual.
+kernels one after another during its first run. To avoid this delay, this module calls each of this
+package's ops in the rewritten graph, and the op's gradient, on tensors without memory, right after
+the passes have run. These calls record their kernel launches instead of running them, and threads
+compile the recorded kernels. Threads suffice, because Triton spends most of the compilation time in
+LLVM and ptxas, without Python's global lock. The first launch then finds the compiled kernel. If an
+op cannot be called without data, Triton compiles its kernels at their first launch, as usual.
 """
 
 from __future__ import annotations
@@ -101,10 +102,8 @@ def calls_of(gm: GraphModule) -> list[Call]:
 
 
 def compile_ahead(gm: GraphModule, *, trains: bool) -> list[Future[list[Future[None]]]]:
-    """Begin to compile the kernels of a graph on a GPU, without waiting for them.
-
-    The result has one future per op call, whose result is one future per kernel.
-    """
+    """Begin to compile the GPU kernels of a graph, without waiting. Return one future per op call;
+    the future's result is a list with one future per kernel of that call."""
     try:
         calls = [call for call in calls_of(gm) if call.device.type == "cuda"]
     except Exception:  # the kernels are compiled at their first launch
@@ -134,8 +133,8 @@ def _compile_kernel(launch: Launch, device: torch.device) -> None:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Return the thread pool, sized so that Inductor, for which the first step waits, still has CPU
-    cores."""
+    """Return the thread pool that compiles kernels. It leaves some CPU cores to Inductor, because
+    the first step cannot run before Inductor is done."""
     known = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     return ThreadPoolExecutor(max(1, min(MOST_THREADS, processors - 1)), "memeff kernels")
@@ -182,7 +181,8 @@ def _made(value: Any) -> Any:
 
 
 def _each(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to every item of nested tuples, lists and dictionaries."""
+    """Apply a function to every item of nested tuples, lists and dictionaries, and return the
+    results in the same nesting."""
     if isinstance(value, (tuple, list)) and not isinstance(value, Likeness):
         kind = tuple if isinstance(value, tuple) else list  # not those of torch.fx
         return kind(_each(each, function) for each in value)

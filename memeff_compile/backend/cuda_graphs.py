@@ -1,8 +1,8 @@
 """Decide which graphs are recorded as CUDA graphs: only decoding steps of text generation.
 
 A decoding step of few tokens launches several hundred small kernels, and the host launches them
-more slowly than the GPU runs them. A graph counts as a decoding step if it has no gradient,
-attention with few queries, and caches as inputs to which it writes in place.
+more slowly than the GPU runs them. A graph counts as a decoding step if it computes without
+gradients, contains attention with few queries, and writes in place to inputs that are caches.
 
 If you set a mode of torch.compile, Inductor decides instead. With such a mode, this module tells
 Inductor which inputs keep their address, and which graphs return memory that is used after the next
@@ -93,8 +93,8 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """Tell Inductor's CUDA graphs, if the user turned them on, facts about inputs and outputs that
-    Inductor cannot see."""
+    """If the user turned on Inductor's CUDA graphs, tell Inductor which inputs keep their address
+    and which outputs are used after the next call. Inductor cannot see these facts."""
     made = step.made_inside()
     if made is not None:
         why = f"`{made.name}` is made here, written to and returned, as a cache is that is "
@@ -126,8 +126,8 @@ class _Step:
         return next((each for each in devices if each.type in DEVICES), None)
 
     def _queries(self, node: Node) -> Any:
-        """Return the number of queries per sequence if a node is attention or its softmax, else
-        None."""
+        """Return the number of queries per sequence if a node is attention, or the softmax of
+        attention; else None."""
         name = node_name(node)
         if node.op == "placeholder" or not ("attention" in name or name == "softmax"):
             return None
@@ -151,7 +151,7 @@ class _Step:
         return {key for value in targets if value is not None for key in compat.storage_keys(value)}
 
     def made_inside(self) -> Node | None:
-        """Return a tensor that the graph creates, writes to and returns."""
+        """Return the node of a tensor that the graph creates, writes to and returns, or None."""
         given = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
         made = self._written_memory() - given
         found = (node for node, value in self._returned() if compat.storage_keys(value) & made)
@@ -209,7 +209,8 @@ class _Step:
                 yield f"argument({name})", f"the input `{name}` is no tensor and no size"
 
     def roles(self) -> Roles:
-        """Return the role of each argument of the step."""
+        """Return the role of each argument of the step in a replay: fixed address, copied, or
+        number."""
         written = self.written
         held = [p for p in self.tensors if p in written or self._stays(p)]
         counts, is_counted = self._counts()
@@ -224,9 +225,9 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return how to compute the Python numbers that a step returns, and the arguments that are
-        used only to compute them. A new value of such an argument needs no new recording, because
-        no tensor depends on it.
+        """Return how to compute the Python numbers that a step returns, and the arguments from
+        which only these numbers are computed. If such an argument has a new value, the step need
+        not be recorded again, because no tensor depends on the value.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}

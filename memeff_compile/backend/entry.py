@@ -1,5 +1,5 @@
-"""The backend: it validates options, runs the passes and the inner compiler, and wraps the compiled
-graph.
+"""The backend "memeff": it validates options, runs the passes, compiles the graph with the inner
+compiler (usually Inductor), and wraps the compiled graph.
 
     torch.compile(model, backend="memeff")
 
@@ -81,8 +81,8 @@ trace_torch_losses_whole(memeff)  # torch loads this module before it traces a f
 def _inner(trip: Trip) -> Callable[..., Any]:
     """Compile the rewritten graph with the inner compiler.
 
-    The graph is split into partitions that are compiled separately if the optimizer needs gradients
-    one by one.
+    If the optimizer updates weights during the backward pass, the graph is split into partitions,
+    and each partition is compiled separately.
     """
     gm, options = trip.gm, trip.options
     if options.inner == "eager":
@@ -108,7 +108,8 @@ def _inner(trip: Trip) -> Callable[..., Any]:
 
 
 def _at_once(trip: Trip) -> AbstractContextManager[None]:
-    """Return a context in which Inductor compiles the kernels of several partitions at once."""
+    """Return a context in which Inductor compiles the kernels of several graph partitions in
+    parallel."""
     tensors = [each for each in trip.example_inputs if isinstance(each, torch.Tensor)]
     if trip.options.inner != "inductor" or any(each.device.type != "cpu" for each in tensors):
         return nullcontext()
@@ -119,8 +120,8 @@ def _at_once(trip: Trip) -> AbstractContextManager[None]:
 def keep_transformers_losses_in_one_graph() -> None:
     """Make Dynamo ignore a one-time warning of transformers while tracing.
 
-    For classes without a ``loss_type`` (GPT-2), the warning would cause a graph break between
-    output projection and loss.
+    transformers warns for model classes without a ``loss_type`` (such as GPT-2), and this would
+    cause a graph break between output projection and loss.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     warn_once = getattr(getattr(modeling, "logger", None), "warning_once", None)

@@ -1,9 +1,9 @@
-"""Compile few graphs for batches of any size: all sizes that vary become symbolic together.
+"""Compile two graphs for batches of any size: all sizes that vary become symbolic at once.
 
 Dynamo compiles the first batch for its exact sizes. When a size differs for the first time, Dynamo
 makes that size symbolic and compiles again, so each size that varies costs one more graph. With
 this module, batch size and sequence length become symbolic together, when the second shape arrives.
-Only the model that is compiled with this setting is affected.
+Only models that are compiled through this module are affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def for_any_batch(call: Callable[..., Any]) -> Callable[..., Any]:
 
     The first graph is compiled for the sizes of the first call, the second for all others. As usual
     in PyTorch, Dynamo compiles a separate graph for a size of 1. Calls without gradients are
-    unaffected: a decoding step is still compiled for its number of sequences.
+    unaffected: Dynamo still compiles a decoding step for its exact number of sequences.
     """
     first: dict[Any, torch.Size] = {}
     varies = False

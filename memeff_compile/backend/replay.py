@@ -1,9 +1,9 @@
 """Record a compiled decoding step as a CUDA graph, and replay it in later calls.
 
 Arguments that are new in each call (ids, masks, positions) are copied into static buffers. Weights
-and caches are read and written at their addresses. So a recording is valid only for the same
-addresses, sizes and numbers, and each call looks up its recording by these three. Results are
-cloned, so that the next step does not overwrite them.
+and caches are read and written at their addresses. So a recording is valid only for calls whose
+addresses, sizes and Python numbers are the same, and each call looks up its recording by these
+three. The results of a replay are cloned, so that the next replay does not overwrite them.
 
     a call with these addresses      the result
     the first of all                 the compiled step runs
@@ -114,8 +114,8 @@ class Recorder:
         return (*(args[place] for place in self._roles.numbers), *sizes)
 
     def _prepare(self, key: Key, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return a function for a call that has no recording yet, or None to run the step
-        itself."""
+        """Return a function that handles a call without a recording, or None if the call should run
+        the compiled step."""
         if self._is_stopped:
             return None
         kind = self._engine.stream(), self._signature(args), self._alignments(args)
@@ -138,7 +138,8 @@ class Recorder:
         return None
 
     def _alignments(self, args: Sequence[Any]) -> Hashable:
-        """Return the alignment of addresses, on which kernels are specialized too."""
+        """Return the alignment of the arguments' addresses, because Triton also specializes kernels
+        on alignment."""
         parts = compat.pytree.tree_leaves([_address(args[place]) for place in self._roles.held])
         return tuple(part % 16 == 0 for part in parts if isinstance(part, int))
 
@@ -201,7 +202,8 @@ class Recorder:
 def _place(tensor: Any) -> Hashable:
     """Return a value that changes when a tensor's memory moves to another address.
 
-    A tensor subclass that contains several tensors may count its moves itself, as `memory_number`.
+    A tensor subclass that contains several tensors may instead count the moves of its memory in an
+    attribute `memory_number`.
     """
     number = getattr(type(tensor), "memory_number", None)
     return _address(tensor) if number is None else tensor.memory_number
@@ -249,7 +251,7 @@ class _Buffers:
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
         """Copy the new arguments of a call into the static buffers, and return the argument list
-        with the buffers in their place.
+        with each copied argument replaced by its buffer.
         """
         inputs = list(args)
         with torch.no_grad():
@@ -374,7 +376,8 @@ class CudaEngine:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def is_free(self) -> bool:
-        """Return whether no other code is recording a CUDA graph or tracing calls."""
+        """Return whether a recording can start, because no other code is recording a CUDA graph or
+        tracing calls."""
         return not torch.cuda.is_current_stream_capturing() and not compat.is_traced()
 
     def stream(self) -> int:
@@ -419,8 +422,8 @@ class _Pool:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def opened(self) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Return the handle of a pool that still exists, and an empty graph that keeps the pool
-        alive."""
+        """Return the handle of the memory pool, and an empty graph that keeps the pool alive. If
+        the allocator has deleted the pool, create another."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -444,8 +447,8 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Step, inputs: Sequen
 
 
 def _record_nothing(idle: Tensor) -> None:
-    """Record an empty CUDA graph: after a failed recording, PyTorch's random numbers fail until a
-    recording succeeds."""
+    """Record an empty CUDA graph, because after a failed recording PyTorch's random number
+    functions raise errors until a recording succeeds."""
     graph = torch.cuda.CUDAGraph()
     with contextlib.suppress(Exception):
         graph.capture_begin(capture_error_mode="thread_local")

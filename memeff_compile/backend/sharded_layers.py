@@ -1,9 +1,9 @@
 """Compile layers and output projections that FSDP2 shards if Dynamo leaves them out of every graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
-hooks, as in transformers before 5.23, Dynamo skips the layer: with any backend, layers of a model
-that is compiled as a whole then run without compilation. If this module compiles each layer by
-itself, each layer has its own graph, inside its checkpoint.
+hooks, as in transformers before 5.23, Dynamo skips the layer: if the model is compiled as a whole,
+its layers then run without compilation (a PyTorch limitation). So this module compiles each layer
+by itself, which gives each layer a graph inside its checkpoint.
 
 Dynamo also leaves out an output projection with hooks around it, because it skips the code of
 PyTorch's linear layer. This module compiles the projection's `forward`, between the hooks. The
@@ -43,8 +43,8 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
-    """After the graph that takes the gathered weights was captured, return a remark for the report
-    about layers that no graph contains.
+    """Return a remark for the report about layers that no graph contains; call this function after
+    the graph that takes the gathered ``weights`` was captured.
 
     Layers of one class share a graph, so if one layer of the class is in a graph, all layers of the
     class are compiled.
@@ -120,11 +120,11 @@ def _is_head_apart(module: nn.Module) -> bool:
 
 
 def _stays_gathered(head: nn.Module) -> None:
-    """Keep an FSDP2 group gathered from now until the backward pass, or let FSDP2 free it as usual
-    in inference.
+    """Keep the weights of an FSDP2 group gathered from now until the backward pass; in inference,
+    let FSDP2 free them as usual.
 
-    The loss usually runs inside of the outermost module. Without this function, FSDP2 would hold a
-    second copy of the gathered weights during that time.
+    The loss usually runs inside of the outermost module's forward pass, and until the end of this
+    forward pass FSDP2 would hold a second copy of the gathered weights.
     """
     compat.keep_gathered(head, torch.is_grad_enabled())
     compat.free_last_gather(head)

@@ -2,9 +2,9 @@
 
 PyTorch forces `allow_retain_graph=True` while Dynamo traces, and warns that this keeps one more
 buffer. The warning breaks the graph inside the function, so that the loss runs outside any graph.
-The pass replaces the op together with this buffer. So this module sets the option itself before
-Dynamo traces, and PyTorch does not warn. For other backends, PyTorch's function is traced
-unchanged.
+The pass `fuse_linear_cross_entropy` replaces the loss together with this buffer. So this module
+sets `allow_retain_graph=True` itself before Dynamo traces, and PyTorch does not warn. For other
+backends, PyTorch's function is traced unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .. import compat
 
 @cache
 def trace_torch_losses_whole(backend: Callable[..., Any]) -> None:
-    """Let Dynamo trace PyTorch's chunked loss in one graph, if it captures for this backend."""
+    """Let Dynamo trace PyTorch's chunked loss in one graph, if Dynamo captures the graph for this
+    backend."""
     function: Any = getattr(F, "linear_cross_entropy", None)
     if function is None:  # before torch 2.13
         return

@@ -1,9 +1,9 @@
-"""Take one captured graph through all steps of the backend, and wrap the compiled result; the class
-`Trip` holds the state of one graph on this way.
+"""Take one captured graph through all steps of the backend, and wrap the compiled result. The class
+`Trip` holds the state of the graph during these steps.
 
 The backend analyses the graph twice: before the passes and after them. Each wrapper function takes
-the compiled callable and the `Trip` object. A wrapper returns a callable with the same arguments,
-or the compiled callable itself if it need not be wrapped.
+the compiled callable and the `Trip` object. A wrapper function returns a callable that takes the
+same arguments as the compiled one, or the compiled callable itself if no wrapping is needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Compiled: TypeAlias = Callable[..., Any]
 
 @dataclass
 class Trip:
-    """The state of one graph on its way through the backend."""
+    """One captured graph, and the results of the backend's steps on this graph."""
 
     gm: GraphModule  # the graph, which the passes edit in place
     example_inputs: Sequence[Any]  # the tensors and sizes it was captured with
@@ -107,8 +107,8 @@ class Trip:
     def _cut(self, info: GraphInfo) -> None:
         """Decide where to split the graph into partitions, and report the decision.
 
-        The graph is split for updates during the backward pass, for repeated layers, or for a
-        checkpoint around it.
+        The graph is split if weights are updated during the backward pass, if it has repeated
+        layers, or if a checkpoint surrounds it.
         """
         try:
             self.cuts = cuts.starts(info)
@@ -147,8 +147,8 @@ class Trip:
         return last_product.said(found)
 
     def _hand_over(self, info: GraphInfo) -> None:
-        """Record the formulas of the masks that this graph partition computes, so that later
-        partitions can read the masks' meaning."""
+        """Record the formulas of the attention masks that this graph partition computes, so that
+        passes can recognize these masks in later partitions."""
         try:
             hand_over(info)
         except Exception:  # later partitions find no records
@@ -173,8 +173,8 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let systems (such as KV caches) add guards for graph inputs
-        that cannot require a gradient."""
+        """Let the parts of the library that define tensor classes (such as KV caches) add guards
+        for graph inputs that cannot require a gradient."""
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
         for hooks in system.hooks():
@@ -246,14 +246,14 @@ def put_back(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def accept_pieces(compiled: Compiled, trip: Trip) -> Compiled:
-    """Accept deferred logits that another graph partition returned as inputs of the compiled
-    callable."""
+    """Wrap the compiled callable so that its arguments may be deferred logits (logits that are
+    computed when first read) that another graph partition returned."""
     return accept(compiled, trip.pieces) if trip.pieces else compiled
 
 
 def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
-    """Wrap the compiled callable so that it returns deferred logits where the graph returns hidden
-    states."""
+    """Wrap the compiled callable so that it returns deferred logits (computed when first read)
+    instead of the hidden states that the rewritten graph returns."""
     plan, use = trip.outcome.deferred, trip.outcome.report.logits
     if not plan:
         return compiled
@@ -272,7 +272,8 @@ def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
 
 
 def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:
-    """Compare the first call with the original graph, if an option asks for it."""
+    """Wrap the compiled callable so that its first call is compared with the original graph, if the
+    option `memeff.verify` is set."""
     if trip.original is None or trip.rewritten is None:
         return compiled
     return verified(

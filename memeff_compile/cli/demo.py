@@ -1,9 +1,9 @@
 """`memeff demo`: train a small Llama with and without the backend, and compare loss and memory.
 
 The training text is the Python sources on this machine, so the demo downloads no data. Each run is
-a new process that compiles, warms up, and then reports the peak memory of its training steps: the
-allocator's peak on a GPU, the peak of the process's resident set on the CPU. The plot is saved in
-demo_output/.
+a new process that compiles, warms up, and then reports the peak memory of its training steps: on a
+GPU the peak that the allocator counts, on the CPU the peak of the process's resident memory. The
+plot is saved in demo_output/.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def installed_text(megabytes: float = 4) -> str:
 
 
 def make_batches(steps: int) -> torch.Tensor:
-    """Return (steps, BATCH, LENGTH) token ids, from a tokenizer that is trained here on the same
-    text."""
+    """Return token ids of shape (steps, BATCH, LENGTH); this function trains the tokenizer on the
+    text that it encodes."""
     from tokenizers import ByteLevelBPETokenizer
 
     text = installed_text()
@@ -156,7 +156,8 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def compare(steps: int) -> None:
-    """Train with both backends, each in a new process, then print the results."""
+    """Train with the inner compiler alone and with the backend `memeff`, each in a new process,
+    then print both results."""
     problem = inductor_problem(DEVICE)
     inner = "aot_eager" if problem else "inductor"
     if problem:
@@ -183,8 +184,8 @@ def compare(steps: int) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the demo: compare both backends, or train once for `compare`; return 1 if a package is
-    missing."""
+    """Run the demo, or, in a process that `compare` started, train once with one backend; return 1
+    if a package is missing."""
     missing = [name for name in NEEDS if not installed(name)]
     if missing:
         sys.stderr.write(

@@ -1,5 +1,5 @@
-"""Diagnose this machine: versions, devices, compilers, kernels in use, and a remedy for each
-problem.
+"""Diagnose this machine: list versions, devices, compilers and kernel implementations, and a remedy
+for each problem.
 
 `memeff doctor` prints the findings and exits with 0 if the backend is usable. The last findings
 come from trial runs: the doctor compiles, trains and verifies a toy model, and generates with a
@@ -168,7 +168,8 @@ def _required(package: str, minimum: tuple[int, int]) -> Finding:
 
 
 def _tested(found: Finding) -> Finding:
-    """Add to the finding about a package whether this project's tests ran with its release."""
+    """Add to the finding about a package whether this project's tests ran with the installed
+    release of the package."""
     releases, release = TESTED.get(found.label, ()), _release(found.text)
     if found.remedy or not release or not releases or release in releases:
         return found
@@ -217,7 +218,8 @@ def _backend() -> list[Finding]:
 
 
 def card_text(name: str) -> str:
-    """Return the kernel implementations for a GPU that is not in this machine.
+    """Return text that lists which implementation each op would use on a GPU that is not in this
+    machine.
 
     For an unknown GPU name, the function raises ExplainError with the most similar names.
     """
@@ -251,7 +253,8 @@ def card_text(name: str) -> str:
 
 
 def _engines(device: torch.device | None = None) -> list[Finding]:
-    """Return the implementation that each op would use, on this machine or on a planned GPU."""
+    """Return findings that name the implementation that each op would use, on this machine or on a
+    planned GPU."""
     import torch
 
     from memeff_compile import kernels
@@ -314,7 +317,8 @@ def _trains(device: str, inner: str) -> str:
 
 
 def _generates(device: str, inner: str) -> str:
-    """Try to generate text in the way that docs/use/serving.md describes."""
+    """Generate text with a compiled transformers model and a static KV cache, and return the
+    finding: whether it worked."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Explain the model, print the memory plan, write the requested files; return the exit
-    status."""
+    """Print what the passes would do to the model and the memory that its training needs, write the
+    requested files, and return the exit status."""
     try:
         return _run(given)
     except MemeffError as error:

@@ -33,9 +33,10 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fit(given: argparse.Namespace) -> int:
-    """Print the table of settings, write it if requested; return the exit status.
+    """Print the table of settings with the memory that each needs, write the table to a file if
+    requested, and return the exit status.
 
-    The status is 0 even if no setting fits in memory, because that is a valid answer.
+    The status is 0 even if no setting fits in memory, because this is a valid answer.
     """
     try:
         return _fit(given)

@@ -1,4 +1,4 @@
-"""`memeff options`: list every option in a line, or describe one option in full."""
+"""`memeff options`: list all options, one per line, or describe one option in full."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options_text() -> str:
 def option_text(name: str) -> str:
     """Return the full description of an option.
 
-    For an unknown name, the OptionError suggests another.
+    For an unknown name, the function raises OptionError, which suggests a similar name.
     """
     facts = facts_of(name if name.startswith(PREFIX) else PREFIX + name)
     rows = {

@@ -94,7 +94,8 @@ def _versions(status: int) -> dict[str, object]:
 
 
 def run_here() -> None:
-    """Run the script as `python SCRIPT` does, in this process, and write the reports."""
+    """Run the user's script as `python SCRIPT` does, but in this process, and then write the
+    reports of the passes."""
     folder, script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)

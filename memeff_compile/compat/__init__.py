@@ -1,8 +1,8 @@
-"""Wrap each private name of torch that this package uses in one function.
+"""Wrap each private name of PyTorch that this package uses in one function.
 
-The folder has one file per mechanism of PyTorch. Other modules import the folder ``compat``, never
-its files. After a torch release, ``tests/test_compat.py`` checks every name and shows which ones no
-longer work.
+The folder has one file per component of PyTorch, such as Dynamo and Inductor. Other modules import
+the folder ``compat``, never its files. After a torch release, ``tests/test_compat.py`` checks every
+name and shows which ones no longer work.
 """
 
 from torch._ops import HigherOrderOperator as HigherOrderOperator

@@ -19,7 +19,8 @@ from .tensors import outside_dispatch_modes
 
 
 def has_checkpoint_policy(gm: GraphModule) -> bool:
-    """Return whether a checkpoint has a ``context_fn``, which chooses the tensors to save."""
+    """Return whether an activation checkpoint has a ``context_fn``, which chooses the tensors that
+    the checkpoint saves."""
     return gm.meta.get("_checkpoint_context_fn") is not None
 
 
@@ -31,7 +32,8 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mv")
 
 
 class _KeepsMarked:
-    """The `context_fn` of a checkpoint that saves the results of some marked calls."""
+    """A `context_fn` that makes a checkpoint save the results of marked calls and recompute all
+    others."""
 
     def __init__(self, cache_hash: str) -> None:
         self.cache_hash = cache_hash  # distinguishes two of them in AOTAutograd's caches
@@ -72,7 +74,8 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[]
 
 
 def may_be_under_policy(target: object) -> bool:
-    """Return whether a call may be inside a checkpoint with a policy.
+    """Return whether a call may be inside a checkpoint with a policy, that is, with a rule that
+    chooses the results to save.
 
     Some higher-order operations do not allow a checkpoint with a policy inside them. Nested
     checkpoints and autograd functions do allow it, because tracing enters them.
@@ -106,11 +109,11 @@ def _has_autocast(device_type: str) -> bool:
 
 @contextlib.contextmanager
 def beside_autograd() -> Iterator[None]:
-    """Run autograd in isolation, so that hooks, modes and compilers of the caller do not see its
-    operations.
+    """Run autograd in isolation in this context, so that hooks, modes and compilers of the caller
+    do not see the operations that autograd runs.
 
-    Without this isolation, hooks and modes would count or save tensors that are discarded, and
-    compilers would compile this backward pass.
+    Without isolation, the caller's hooks and modes would count or save temporary tensors, and
+    compilers would compile this internal backward pass.
     """
     from torch._dynamo import compiled_autograd
 
@@ -120,8 +123,8 @@ def beside_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unseen_by_saved_tensor_hooks() -> Iterator[None]:
-    """Save tensors for a backward pass without the caller's saved-tensor hooks, also for fake
-    tensors."""
+    """In this context, save tensors for a backward pass without calling the caller's saved-tensor
+    hooks, even if the tensors are fake tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         yield
         return
@@ -153,7 +156,8 @@ def frees_saved_tensors() -> bool:
 
 
 def packs_saved_tensors() -> bool:
-    """Return whether saved-tensor hooks are active now."""
+    """Return whether saved-tensor hooks, which pack the tensors that autograd saves, are active
+    now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -174,9 +178,9 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
 def drop_empty_hooks(tensor: torch.Tensor) -> None:
     """Delete a tensor's table of hooks if the table is empty because all hooks were removed.
 
-    With an empty table, torch assumes that this tensor's hooks are already installed. Moving a
-    module with subclass weights calls `torch.utils.swap_tensors`; hooks registered afterwards
-    would then never run.
+    If a module whose weights are tensor subclasses is moved to another device, PyTorch calls
+    `torch.utils.swap_tensors`. With an empty table of hooks, PyTorch then assumes that the tensor's
+    hooks are already installed, so hooks registered after the swap would never run.
     """
     if not tensor._post_accumulate_grad_hooks:
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -193,8 +197,8 @@ def revive_hooks(tensor: torch.Tensor) -> None:
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
     """Return whether an optimizer has hooks that run before or after its steps.
 
-    Hooks that PyTorch runs after the steps of all optimizers do not count. The hook passed as
-    ``but``, which PyTorch runs before the steps of all optimizers, does not count either.
+    Hooks for the steps of all optimizers count only if they run before a step, and the hook passed
+    as ``but`` does not count.
     """
     return bool(
         optimizer._optimizer_step_pre_hooks

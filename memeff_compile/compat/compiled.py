@@ -20,7 +20,8 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def is_compiled_by_itself(module: torch.nn.Module) -> bool:
-    """Return whether the call of a module itself, not of its parent, was compiled or replaced."""
+    """Return whether the module's own call was compiled or replaced; a compiled parent module does
+    not count."""
     return module._compiled_call_impl is not None or "forward" in vars(module)
 
 
@@ -34,9 +35,10 @@ def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
     """Compile a module in place with the given arguments of torch.compile.
 
     `Module.compile` has no effect on PyTorch's own modules, such as an nn.Sequential, because
-    Dynamo skips code in PyTorch's files. So this function compiles their call itself. A wrapper
-    that `torch.compile(module)` returned would bypass the compilation in place, so for a wrapper
-    this function makes the wrapper call its module directly.
+    Dynamo skips code in PyTorch's files. For these modules, this function compiles the module's
+    call instead. If ``module`` is a wrapper that `torch.compile(module)` returned, this function
+    makes the wrapper call the wrapped module directly, because the wrapper would otherwise bypass
+    the compilation in place.
     """
     from torch._dynamo import external_utils, trace_rules
     from torch._dynamo.eval_frame import OptimizedModule
@@ -126,7 +128,8 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the backend of the callback that Dynamo calls for a function."""
+    """Return the name and options of the backend inside the callback that Dynamo calls for a
+    compiled function."""
     from torch._dynamo.eval_frame import OptimizeContext
 
     backend: Any = held.callback if isinstance(held, OptimizeContext) else None
@@ -136,7 +139,8 @@ def _asked_of(held: object) -> Any:
 
 
 def undo_compile(module: torch.nn.Module, name: str) -> str:
-    """Undo a backend's compilation of one module; return a description of it, or "".
+    """Undo the compilation of one module with the backend ``name``; return a description of what
+    was undone, or "" if the module was not compiled with it.
 
     A wrapper that `torch.compile(module)` returned remains usable, and runs the module uncompiled.
     """

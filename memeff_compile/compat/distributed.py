@@ -1,4 +1,5 @@
-"""Private names of DTensor and FSDP: they tell which shard of a parameter each rank stores."""
+"""Private names of DTensor and FSDP, with which this package finds the shard of a parameter that
+each rank stores."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def gathering_ops() -> tuple[Any, Any]:
 
 
 def ignores_gradients(hook: Any) -> bool:
-    """Return whether a tensor hook belongs to FSDP2, whose hooks do not read the gradient."""
+    """Return whether a tensor hook belongs to FSDP2; hooks of FSDP2 do not read the gradient."""
     owner = getattr(hook, "__self__", None)
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     return states is not None and isinstance(owner, states.FSDPState)
@@ -52,8 +53,8 @@ def ignores_gradients(hook: Any) -> bool:
 def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's shard of ``weight`` if FSDP2 gathered it, else None.
 
-    Optimizers and checkpoints write to the shard; ``weight`` changes only when FSDP2 gathers it
-    again.
+    Optimizers and loaded checkpoints write to the shard, so ``weight`` has the new values only
+    after FSDP2 gathers it again.
     """
     param, _ = _fsdp2_owner(weight)
     return cast("torch.Tensor | None", getattr(param, "sharded_param", None))
@@ -92,8 +93,8 @@ class FsdpShard:
     _param: Any
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether FSDP2 still uses a parameter; another parameter may have replaced it in
-        its module."""
+        """Return whether FSDP2 still shards ``parameter``, that is, whether no other parameter has
+        replaced it in its module."""
         return self._param.sharded_param is parameter
 
     @property
@@ -196,8 +197,8 @@ def fsdp_frees_after_forward(weight: Any) -> bool:
 
 
 def awaits_backward(module: torch.nn.Module) -> bool:
-    """Return whether an FSDP2 module runs its backward pass, or has run its forward pass and waits
-    for the backward pass."""
+    """Return whether an FSDP2 module has run its forward pass, and its backward pass is still
+    running or has not started."""
     if torch._C._current_graph_task_id() != -1:
         return True
     groups = (g for state in _fsdp2_states() if module in state._modules for g in _groups_of(state))
@@ -222,9 +223,9 @@ def free_last_gather(module: torch.nn.Module) -> None:
     """Free the buffer to which FSDP2's latest all-gather wrote, as FSDP2 does after the root
     module's forward pass.
 
-    FSDP2 has already copied the weights out of this buffer. FSDP2 would keep the buffer until the
-    next all-gather, to make that all-gather wait for the copies; instead, this function makes the
-    streams of later all-gathers wait for the copies now.
+    FSDP2 has already started to copy the weights out of this buffer, but keeps the buffer until the
+    next all-gather, which must wait for the copies. This function makes the streams of later
+    all-gathers wait for the copies now, and then frees the buffer.
     """
     for state in _fsdp2_states():
         if module not in state._modules:

@@ -1,4 +1,4 @@
-"""Private names of Dynamo: facts about captured graphs, tracing, guards and recompilation."""
+"""Private names of Dynamo, which concern captured graphs, tracing, guards and recompilation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def untraced(function: _Function) -> _Function:
 
 
 def constant_in_traces(function: _Function) -> _Function:
-    """Make Dynamo call a function while it traces, and reuse the result for every later call."""
+    """Make Dynamo call a function while it traces, and store the result as a constant in the
+    graph."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -43,7 +44,7 @@ def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bo
 
 
 def copy_graph(gm: GraphModule) -> Graph:
-    """Return a copy of the graph of ``gm``, with which the graph can be replaced later."""
+    """Return a copy of the graph of ``gm``, from which the original graph can be restored later."""
     copied = Graph()
     copied.set_codegen(copy.deepcopy(gm.graph._codegen))
     mapping: dict[Node, Node] = {}
@@ -60,8 +61,8 @@ def example_value(node: Node) -> Any:
 
 
 def example_input(node: Node) -> Any:
-    """Return the real object for a placeholder while the placeholder's graph is compiled, or
-    None."""
+    """Return the real object that the user passed for a placeholder, while the placeholder's graph
+    is compiled; otherwise None."""
     with contextlib.suppress(AttributeError, AssertionError):
         return node.meta.get("grapharg").example  # type: ignore[union-attr]
     return None
@@ -74,8 +75,8 @@ def source_name(node: Node) -> str:
 
 
 def plain_source(path: str) -> str:
-    """Return Dynamo's name of an input, without the steps that a class with ``__getattr__``
-    adds."""
+    """Return Dynamo's name of an input, without the extra attribute accesses that Dynamo adds for a
+    class with ``__getattr__``."""
     return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", path)
 
 
@@ -171,11 +172,12 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
 
 
 def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
-    """Return a mapping in which one of DDP's graph partitions stores notes for later partitions.
+    """Return a mapping in which one of DDP's graph partitions stores information for later
+    partitions.
 
-    The keys are the example values of the tensors that cross a split. The mapping has weak
-    references to its keys, and exists only during this compilation. Return None if the graph is not
-    split.
+    The keys are the example values of tensors that one partition returns and another takes as
+    input. The mapping has weak references to its keys, and exists only during this compilation.
+    Return None if the graph is not split.
     """
     context: Any = TracingContext.try_get()
     cut = getattr(context, "ddp_optimizer_ctx", None)
@@ -205,7 +207,8 @@ def recompile_reason() -> str:
 
 
 def ignore_while_tracing(function: Callable[..., Any]) -> None:
-    """Let Dynamo ignore calls of a logging function instead of breaking the graph at them."""
+    """Let Dynamo skip calls of a logging function while it traces, instead of breaking the graph at
+    each call."""
     from torch._dynamo import config
 
     ignored: set[Any] = config.ignore_logging_functions
@@ -242,7 +245,7 @@ def chunks_probability_targets() -> bool:
 
 
 class _NamedFunction(str):
-    """A string with a function's name that compares equal to the function.
+    """The name of a function as a string that compares equal to the function object.
 
     Dynamo writes its list of ignored functions to its logs as JSON. Up to torch 2.12, a function
     object in this list makes the log entry of every compilation fail.
@@ -294,8 +297,8 @@ def guard_by_attribute(nodes: Iterable[Node], name: str) -> None:
     """Replace all guards on some inputs by one guard on an integer attribute of each input.
 
     For a tensor subclass, Dynamo would guard each inner tensor, and each of these guards calls
-    Python code. All inputs are given at once, because the graph of a deep model has thousands of
-    guards, and each pass over them takes time.
+    Python code. Pass all inputs in one call, because each call goes through all guards, and the
+    graph of a deep model has thousands of guards.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
@@ -353,8 +356,9 @@ def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
 def fresh_capture() -> Iterator[None]:
     """Isolate captures in this context from other compilations of the process.
 
-    Inside this context, the limits of other compilations do not apply, and sizes are not shared:
-    otherwise a size seen here would be dynamic in the next compilation.
+    Inside this context, graphs of other compilations do not count for Dynamo's recompilation limit.
+    Dynamo also forgets the sizes that it sees here; otherwise it would make such a size dynamic in
+    the next compilation.
     """
     from torch._dynamo import config, pgo
 
@@ -387,12 +391,14 @@ def keep_address(tensor: torch.Tensor) -> None:
 
 
 def names_around() -> dict[str, Any]:
-    """Return the variables of the caller's caller, as a dictionary by name."""
+    """Return the variables of the function that called this function's caller, as a dictionary from
+    name to value."""
     return sys._getframe(2).f_locals
 
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:
-    """Tell Dynamo that a size differs between calls; traced code may still specialize on it."""
+    """Tell Dynamo that the size of a dimension differs between calls; unlike `mark_dynamic`, this
+    lets traced code specialize on the size."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 

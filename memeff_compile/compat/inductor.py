@@ -1,5 +1,5 @@
-"""Private names of AOTAutograd, Inductor and CUDA graphs, to compile a graph, save it and record
-it."""
+"""Private names of AOTAutograd, Inductor and CUDA graphs, with which this package compiles a graph,
+saves it and records it as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 
 
 def inductor_config() -> tuple[dict[str, Any], Callable[[str], Any]]:
-    """Return Inductor's current config, and a function that returns the type of a key."""
+    """Return Inductor's current config, and a function that returns the type of a config key."""
     from torch._inductor import config
 
     return config.get_config_copy(), config.get_type  # type: ignore[attr-defined]
@@ -73,8 +73,8 @@ def compile_with_inductor(
     compiles later.
 
     Inductor's on-disk caches contain only the names of this package's ops, and these ops may change
-    between versions. So this function tags each cache entry with the schemas of the ops. ``tag``
-    describes everything else that affects the compiled ops and is not visible in the graph.
+    between versions. So this function adds the schemas of the ops to the key of each cache entry.
+    ``tag`` describes all other facts that affect the compiled ops and are not visible in the graph.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
@@ -87,13 +87,14 @@ def compile_with_inductor(
 
 @contextlib.contextmanager
 def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Iterator[None]:
-    """Compile several graphs of a CPU with Inductor, and wait for their C++ compilations together.
+    """In this context, compile several CPU graphs with Inductor, and wait for all their C++
+    compilations at the end.
 
-    Inductor waits for the kernels of a graph when it loads the graph's code. In this context,
-    Inductor does not wait, so that several graphs compile at once; with ``trains``, the backward
-    graph compiles together with the forward graph. Do not use this context for GPU graphs: a cached
-    graph contains its Triton kernels, which must be compiled before Inductor caches the graph. If
-    an exception occurs, the context ends without waiting.
+    Usually Inductor waits for the kernels of a graph when it loads the graph's code. In this
+    context, Inductor does not wait, so that several graphs compile in parallel; with ``trains``,
+    the backward graph also compiles in parallel with the forward graph. Do not use this context for
+    GPU graphs: a cached graph contains its Triton kernels, which must be compiled before Inductor
+    caches the graph. If an exception occurs, the context ends without waiting.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -130,7 +131,8 @@ def is_to_be_saved() -> bool:
 
 
 def has_artifact(compiled: Compiled) -> bool:
-    """Return whether AOTAutograd created a callable, whose artifact can be saved."""
+    """Return whether AOTAutograd created a callable; such a callable has an artifact that can be
+    saved."""
     return getattr(compiled, "serialize", None) is not None
 
 
@@ -142,14 +144,14 @@ def let_be_saved(kind: type) -> None:
 
 
 def serialized(compiled: Compiled) -> bytes:
-    """Return the bytes in which the inner compiler saves a compiled callable to disk."""
+    """Return a compiled callable as bytes, in the inner compiler's format for saving to disk."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
     return Bundled.serialize_compile_artifacts(Bundled(compiled))
 
 
 def deserialized(artifact: bytes) -> Compiled:
-    """Return the callable from bytes that the inner compiler saved."""
+    """Return the compiled callable that `serialized` turned into bytes."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
     return cast("Compiled", Bundled.deserialize_compile_artifacts(artifact))
@@ -157,8 +159,8 @@ def deserialized(artifact: bytes) -> Compiled:
 
 @contextlib.contextmanager
 def apart_in_tracing() -> Iterator[None]:
-    """Isolate the compilation of one of several partitions of a captured graph from the other
-    partitions.
+    """In this context, compile one of several partitions of a captured graph, isolated from the
+    other partitions.
 
     AOTAutograd records facts about a graph and reads them when it compiles the backward graph.
     Inside this context, AOTAutograd cannot read the facts about another partition.
@@ -176,9 +178,9 @@ def apart_in_tracing() -> Iterator[None]:
 def call_in_inductor(op: torch._ops.OpOverload) -> None:
     """Make Inductor's generated Python code call `op.direct` instead of the op.
 
-    The direct call saves host time: the dispatcher takes longer than many kernels run, and an op
-    whose gradient is written in Python passes through the dispatcher twice. C++ code that Inductor
-    generates still calls the op.
+    The direct call saves time on the CPU, because a call through PyTorch's dispatcher takes longer
+    than many kernels run, and an op whose gradient is written in Python passes through the
+    dispatcher twice. C++ code that Inductor generates still calls the op.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
@@ -221,11 +223,11 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
 
 
 def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return an empty bf16 tensor on a tensor's device; if this is a GPU, it must be the current
-    one.
+    """Return an empty bf16 tensor on the device of ``like``; if this device is a GPU, it must be
+    the current GPU.
 
-    Inductor's generated code allocates its buffers in the same way, because the dispatcher takes
-    three times as long.
+    The function bypasses the dispatcher, as Inductor's generated code does, because an allocation
+    through the dispatcher takes three times as long.
     """
     if like.is_cuda and _empty_on_gpu is not None:
         return cast("torch.Tensor", _empty_on_gpu(size, strides, torch.bfloat16))
@@ -243,8 +245,8 @@ def mark_static_input(node: Node) -> None:
 def is_unsafe_to_record(node: Node) -> bool:
     """Return whether a CUDA graph must not contain a call.
 
-    Such a call waits for the device, has sizes that depend on data, is control flow, or is an op of
-    another library, whose work on the CPU a replay would skip.
+    Such a call waits for the device, returns sizes that depend on data, or is control flow. Ops of
+    other libraries are unsafe too, because they may do work on the CPU, which a replay would skip.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -298,8 +300,8 @@ def multiplies_bf16() -> bool:
 
 
 def tracing_again() -> Callable[[], Any]:
-    """Return a function that creates a context in which code compiles with the same settings as
-    now."""
+    """Return a function that creates a context; code that compiles in this context uses the
+    compilation settings of the time when `tracing_again` was called."""
     return functools.partial(tracing, TracingContext.try_get())
 
 

@@ -1,4 +1,4 @@
-"""Ask about sizes and numbers that are symbols while a graph is compiled."""
+"""Query sizes and numbers that are symbols while a graph is compiled."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def holds(condition: Any) -> bool:
 
 
 def known_number(value: Any) -> int | float | None:
-    """Return ``value``, or the current number if ``value`` is a symbolic node, without adding a
-    guard.
+    """Return ``value``, or, if ``value`` is a graph node that stands for a symbol, the symbol's
+    current number, without adding a guard.
 
     With ``dynamic=True``, Dynamo turns numbers of a config into symbols. If the symbol is a
     tensor's size, the function returns None.

@@ -100,12 +100,13 @@ def make_without_memory(
     storage_offset: int | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """Create a wrapper subclass whose tensors no code can mistake for tensors with memory.
+    """Create a tensor of a wrapper subclass that no code can mistake for a tensor with memory.
 
-    A usual wrapper subclass has the dispatch keys of its device and a null pointer. Code that reads
-    memory without Python then crashes: code that uses raw pointers or storages, or a plain tensor
-    to whose `.data` the wrapper was assigned. This wrapper has the dispatch keys and the storage of
-    the meta device, and only reports `device` as its device.
+    A tensor of a usual wrapper subclass has the dispatch keys of its device, and a null pointer as
+    its address. Then C++ code that reads the memory crashes, for example code that uses raw
+    pointers or storages, or a plain tensor to whose `.data` the wrapper was assigned. The tensor
+    that this function creates has the dispatch keys and the storage of the meta device, but its
+    attribute `device` names the given device.
 
     The subclass must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. The subclass
     must also have a property `device`, and a method `refuse_memory` that raises an error.
@@ -158,7 +159,8 @@ def _refuse_assigned_data() -> torch.library.Library:
     """Make assignments to `.data` call `_shares_metadata` if one of the tensors has the meta
     device's dispatch keys.
 
-    PyTorch's own check is an operation that is never dispatched to Python.
+    PyTorch checks such an assignment in an operation that is never dispatched to Python, so a
+    subclass cannot refuse the assignment itself.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
@@ -171,8 +173,8 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[Sequence[str], Any]:
-    """Return the names of the inner tensors of a wrapper subclass, and the rest of its
-    description."""
+    """Return the names of the inner tensors of a wrapper subclass, and the metadata with which
+    `__tensor_unflatten__` rebuilds the subclass."""
     names, about = cast("Any", tensor).__tensor_flatten__()
     return names, about
 
@@ -191,18 +193,19 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
-    """Return whether tensors are stand-ins for other tensors, or a mode intercepts operations on
-    them."""
+    """Return whether one of the tensors stands for another one (as fake tensors do in tracing), or
+    a mode intercepts operations on them."""
     stands_for_others = any(type(tensor) is not torch.Tensor for tensor in tensors)
     return stands_for_others or torch._C._len_torch_dispatch_stack() > 0
 
 
 def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any:
-    """Return a mode under which tensors have sizes but no memory.
+    """Return a fake tensor mode, in which tensors have sizes but no memory.
 
-    For an op outside of Dynamo's traces, the mode calls ``outside(op, args, kwargs, run)``, which
-    returns the op's result. ``run()`` computes the sizes of this result. With ``has_addresses``,
-    the address of each tensor is 0; without it, reading an address raises an error.
+    If an op runs outside of Dynamo's traces, the mode calls ``outside(op, args, kwargs, run)``,
+    which returns the op's result. ``run()`` computes the sizes of this result. With
+    ``has_addresses``, the address of each tensor is 0; without it, reading an address raises an
+    error.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -1,5 +1,5 @@
-"""Integrations with other frameworks: one module per framework, through which the framework
-compiles with memeff.
+"""Integrations with other frameworks: each module makes one framework compile its models with this
+backend.
 
     from memeff_compile.integrations.transformers import MemeffCallback   # Trainer, TRL's trainers
     from memeff_compile.integrations.accelerate import MemeffPlugin       # Accelerator

@@ -36,7 +36,7 @@ Keys are the names of options in docs/options.md, and mode, dynamic or fullgraph
 
 
 class MemeffPlugin(BasePlugin):  # type: ignore[misc]
-    """Axolotl plug-in that adds a callback to the trainer; the callback compiles the model in
+    """Axolotl plug-in that adds a callback to Axolotl's trainer; the callback compiles the model in
     place.
 
     Raises:

@@ -1,4 +1,5 @@
-"""Compile a model in place exactly once, even if a framework requests it several times."""
+"""Compile a model in place exactly once, even if a framework requests the compilation several
+times."""
 
 from __future__ import annotations
 

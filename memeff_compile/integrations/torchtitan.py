@@ -1,5 +1,5 @@
-"""Compute the loss of torchtitan, which is computed in chunks there, over the whole sequence with
-this package's op.
+"""Compute torchtitan's loss for the whole sequence with this package's op; torchtitan itself
+computes it in chunks of the sequence.
 
 Importing this module also lets torchtitan compile blocks with FlexAttention with this backend.
 
@@ -47,8 +47,8 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """The configuration of torchtitan's chunked loss, for projections that torchtitan computes
-        itself."""
+        """The configuration of torchtitan's chunked loss, which still computes the loss of
+        projections that the op does not support."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
@@ -75,8 +75,8 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 
     def _prepare(self, pred: Tensor, labels: Tensor) -> None:
-        """Add a method that computes the loss to the projection module; when code calls the method,
-        FSDP2 gathers the projection's weight."""
+        """Add a method to the projection module that computes the loss; FSDP2 gathers the
+        projection's weight when code calls this method."""
         head = self.lm_head
         self._is_prepared, self._left = True, _unserved(head, pred, labels)
         if self._left is not None:

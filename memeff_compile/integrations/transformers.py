@@ -112,8 +112,8 @@ class MemeffCallback(TrainerCallback):
         compile_in_place(extract_model_from_parallel(model), self.request)
 
     def _trainers(self) -> Iterator[Trainer]:
-        """Yield the Trainer that calls, because it passes its model to callbacks, but not
-        itself."""
+        """Yield the Trainer that calls this callback. The Trainer passes only its model to
+        callbacks, so this method searches for the Trainer."""
         from transformers import Trainer
 
         frame = inspect.currentframe()

@@ -4,9 +4,10 @@ TRL's trainers call `model(..., labels=labels, fused_lm_head=True)`. TRL's patch
 computes log-probabilities in chunks, inside an autograd function that breaks every graph. While
 this backend captures such a model, the same formula in plain PyTorch replaces TRL's function, and
 the pass `fuse_linear_cross_entropy` rewrites that formula into one op. Outside of such a capture,
-and with any other backend, TRL's own function runs. On a GPU, TRL selects the rows whose labels
-count before it calls the function. The number of these rows depends on the data, so the graph of
-the model ends there. The next graph then contains the output projection and the loss.
+and with any other backend, TRL's own function runs. On a GPU, TRL first selects the tokens whose
+labels count in the loss, then calls the function. The number of these tokens depends on the data,
+so the graph of the model ends at the selection. The next graph then contains the output projection
+and the loss.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def statistics(
     scale: float = 1.0,
     outputs: tuple[str, ...] = (),
 ) -> tuple[Tensor | None, ...]:
-    """Return log-probabilities and statistics of rows, with the results of TRL's chunked function.
+    """Return log-probabilities and statistics of rows (tokens); the results equal those of TRL's
+    chunked function.
 
     Args:
         hidden: N rows of hidden states.
@@ -120,7 +122,7 @@ def statistics(
         bias: The bias of the output projection.
         targets: One class per row.
         temperature: The number by which the logits are divided.
-        chunk_size: TRL's number of classes per chunk, which the backend ignores.
+        chunk_size: The number of classes per chunk in TRL's function; the backend ignores it.
         softcap: The softcap of the logits, applied before the temperature.
         scale: The factor of the logits, applied before the softcap.
         outputs: Which of the last four results to compute; the others are None.
@@ -142,8 +144,8 @@ def statistics(
         return logits if temperature == 1.0 else logits / temperature
 
     def by_classes() -> Iterator[Tensor]:
-        """Compute logits and statistics for some classes at a time, and compute both again in the
-        backward pass."""
+        """Compute logits and statistics for some classes at a time, and compute the logits and
+        statistics again in the backward pass."""
         for first in range(0, weight.shape[0], _CLASSES_AT_ONCE):
             some = slice(first, first + _CLASSES_AT_ONCE)
             yield transformed(F.linear(hidden, weight[some], None if bias is None else bias[some]))

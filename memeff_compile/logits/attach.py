@@ -1,5 +1,6 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Create deferred logits, and pass their values to compiled code that takes them as inputs.
+"""Create deferred logits (logits that are computed when first read), and pass their values to
+compiled code that takes the logits as inputs.
 
 `defer` creates deferred logits from hidden states and an output projection, `attach` creates them
 from the outputs of a compiled graph, and `accept` passes their values to compiled code. The
@@ -48,9 +49,9 @@ def defer(
     """Return the logits of `hidden` as `DeferredLogits`, with the autograd graph of ordinary
     logits.
 
-    If the output projection or the hidden states were changed in place, the first read of the
-    logits raises a `StaleLogitsError`. For example, `logits[:, -1].argmax(-1)` computes only the
-    last rows of the logits.
+    Reading a part computes only this part: `logits[:, -1].argmax(-1)` computes only the logits of
+    the last tokens. If the output projection or the hidden states are changed in place before the
+    first read, that read raises a `StaleLogitsError`.
     """
     return _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
 
@@ -109,7 +110,8 @@ def _fake(
 def with_missing_outputs(
     compiled: Callable[..., Any], present: Sequence[bool]
 ) -> Callable[..., Any]:
-    """Wrap a compiled callable so that it returns None in the positions of removed outputs."""
+    """Wrap a compiled callable so that it again returns None in the positions of outputs that were
+    removed from its graph because they are None."""
 
     def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))

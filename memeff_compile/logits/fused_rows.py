@@ -1,10 +1,12 @@
-"""Compute per-row results of deferred logits with the fused op, for losses outside of the graph.
+"""Compute results of deferred logits per row (token) with the fused loss op, for losses outside of
+the graph.
 
 `Head` is some rows of logits in factored form: hidden states, and the output projection that turns
-them into logits. For these rows, the op returns the log-sum-exp, the target's logit and the sum,
-without building the logits. `FusedRows` is the gradient of such rows, also in factored form: a few
-numbers per row instead of one per class. The backward pass of the deferred logits passes
-`FusedRows` to the op, which computes the gradients of the hidden states and the output projection.
+them into logits. For each of these rows, the op returns the log-sum-exp of the logits, the target's
+logit and the sum of the logits, without building the logits. `FusedRows` is the gradient of such
+rows of logits. It also has a compact form, with a few numbers per row instead of one number per
+class. The backward pass of the deferred logits passes `FusedRows` to the op, which computes the
+gradients of the hidden states and the output projection.
 
 Apart from the passes, only this module calls the op, and always in its exact mode: the lossy modes
 of memeff.linear_cross_entropy apply only inside the graph.
@@ -35,8 +37,8 @@ _BACKWARD_TENSORS = [
 
 
 class Folded(NamedTuple):
-    """The steps after the projection's product, as the op's arguments: ``z = softcap * tanh(scale *
-    (s + bias) / softcap)``."""
+    """The steps that turn the matrix product s of the output projection into logits z, as arguments
+    of the op: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float  # as above, softcap 0 for none
     softcap: float  # likewise
@@ -76,8 +78,8 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """Combine all casts, multiplications and divisions into one factor; return None if there are
-    other steps."""
+    """Combine all casts, multiplications and divisions among the steps into one factor; return None
+    if there is any other step."""
     factor = 1.0
     for name, value in steps:
         if name not in ("to", "mul", "div"):
@@ -89,8 +91,8 @@ def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Some rows of logits in factored form (hidden states and output projection); none of the
-    tensors has an autograd graph."""
+    """Some rows of logits, stored as hidden states and output projection, whose product they are.
+    All tensors are detached from autograd."""
 
     hidden: Tensor  # (..., hidden), one per row
     weight: Tensor  # as a `LogitsRecipe` takes them
@@ -110,7 +112,7 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of vocabulary entries (columns)."""
+        """Return the number of vocabulary entries, which are the columns of the logits."""
         return self.recipe.vocab(self.weight)
 
     @property
@@ -149,8 +151,8 @@ class Head:
     def total(
         self, target: Tensor, ignore_index: int, norm: Tensor | None, needed: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        """Return the sum of the rows' losses divided by `norm`, and its gradients if `needed`
-        requests them."""
+        """Return the sum of the rows' losses divided by `norm`, and the gradients of hidden states,
+        weight and bias that `needed` requests."""
         knobs = self._knobs(ignore_index)
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy_total(
             *self._operands(), target, None, norm, **knobs, output_mask=list(needed)
@@ -164,9 +166,10 @@ class Head:
         return op_folder.makes_gradients_in_forward(*asked, workspace=self.settings.workspace)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-        """Return the hidden states, weight, bias and scale whose product is the rows of logits.
+        """Return the hidden states, weight, bias and scale from which the logits are computed.
 
-        Return None if the logits have a softcap, or if the rows are not logits.
+        Return None if the logits have a softcap, or if the rows hold other values, such as
+        log-probabilities.
         """
         folded = fold_recipe(self.recipe)
         if isinstance(folded, str) or folded.softcap or folded.factor is not None:
@@ -174,9 +177,9 @@ class Head:
         return *self._operands(), folded.scale
 
     def logits(self, recipe: LogitsRecipe) -> Tensor:
-        """Compute the result that `recipe` gives for the rows of logits.
+        """Compute the logits of these rows by the steps of `recipe`.
 
-        `recipe` is the recipe of these logits, or only its first steps.
+        `recipe` is the recipe (list of steps) of these logits, or its first steps only.
         """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
@@ -228,8 +231,8 @@ class Ready:
     is_last: bool  # no later backward pass reads them
 
     def take(self, factor: float, needed: Sequence[bool]) -> list[Tensor] | None:
-        """Return the gradients that the loss stored, multiplied by the gradient of the loss and by
-        `factor`.
+        """Return the gradients that the loss stored in its forward pass, multiplied by the gradient
+        of the loss and by `factor`.
 
         Return None if an earlier call has already taken these gradients.
         """
@@ -245,8 +248,10 @@ _OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
 
 @dataclass(frozen=True)
 class FusedRows:
-    """The gradient of some rows of logits z, or of log-probabilities, in factored form.
+    """The gradient of some rows of logits z, of their log-probabilities or of their probabilities,
+    as a few numbers per row.
 
+    The fields outer, nll, lse, total and plogp have one number per row, w has one number per class.
     With p = softmax(z) and its entropy H, the gradient in a row and column j is::
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
@@ -283,7 +288,8 @@ class FusedRows:
 
     @property
     def recomputed(self) -> FusedRows:
-        """Return the gradient without the parts that the loss computed in its forward pass."""
+        """Return this gradient without the gradients that the loss already computed in its forward
+        pass, so that it must be computed again."""
         if self.ready is None:
             return self
         _, lse, *_ = self.head.statistics(with_lse=True, with_logit_sum=False)
@@ -345,8 +351,8 @@ class FusedRows:
         )
 
     def merged(self, other: FusedRows) -> FusedRows | None:
-        """Return the sum of two gradients of the same rows, or None if the sum needs two calls of
-        the op."""
+        """Return the sum of two gradients of the same rows, or None if one call of the op cannot
+        compute the sum."""
         if self.ready is not None or other.ready is not None or not self._is_like(other):
             return None
         if self.target is None and other.target is not None:
@@ -399,7 +405,8 @@ class FusedRows:
         return replace(self, head=head, lse=lse, is_log=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the dense gradient, (..., vocabulary), that eager PyTorch would compute."""
+        """Return the gradient as a dense tensor of shape (..., vocabulary), as eager PyTorch would
+        compute it."""
         if self.versions != self._versions():
             raise StaleLogitsError(
                 "The gradient of deferred logits was kept in factored form, and the head "
@@ -447,10 +454,10 @@ class FusedRows:
         return grad.mul_(self.outer).to(dtype)
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight, bias and the recipe's vectors of the
-        deferred logits.
+        """Return the gradients of the tensors from which the deferred logits are computed: hidden
+        states, weight, bias and the vectors that the recipe (list of steps) applies.
 
-        The deferred logits' recipe `base` must be the beginning of this object's recipe.
+        `base` is the recipe of the deferred logits; the recipe of this object must begin with it.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head
@@ -498,8 +505,8 @@ class FusedRows:
         return self._parts(needed, found)
 
     def _parts(self, needed: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Return the op's gradients as gradients of the tensors from which the deferred logits are
-        computed."""
+        """Turn the gradients that the op returned into gradients of the tensors from which the
+        deferred logits are computed."""
         head, (grad_hidden, grad_weight, grad_bias, *_) = self.head, found
         parts: list[Tensor | None] = [None] * len(needed)
         if needed[0]:

@@ -2,11 +2,11 @@
 """The base class of tensors whose values are computed on first use.
 
 A wrapper subclass has a shape, a dtype, a device and a node in the autograd graph, but no memory.
-Functions that read memory without PyTorch's dispatcher would therefore read no values, or fail;
-examples are pickling, numpy, raw pointers, storages and shared memory. `LazyTensor` makes each of
-these functions use a plain tensor: `_values` if the function only reads, `_memory` if it may also
-write. If neither `_values` nor `_memory` works for a function, the function raises an error
-(`compat.make_without_memory`).
+Functions that access memory without PyTorch's dispatcher would therefore find no values: pickling,
+numpy, raw pointers, storages and shared memory. `LazyTensor` makes each of these functions use a
+plain tensor instead: the one that `_values` returns if the function only reads, the one that
+`_memory` returns if the function may also write. A function that can use neither of them raises an
+error (`compat.make_without_memory`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _NO_DATA = (
 class LazyTensor(torch.Tensor):
     """A tensor that computes its values on demand; subclasses define how the values are computed.
 
-    Tensors already have another metaclass, so abc cannot check that a subclass defines every
-    method.
+    Tensor classes have a metaclass of PyTorch, so Python's abc module cannot check that a subclass
+    defines every method.
     """
 
     _device: torch.device
@@ -85,7 +85,7 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _memory(self) -> Tensor:
-        """Return the values as a plain tensor, to which callers may write later."""
+        """Return the values as a plain tensor to which callers may write."""
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _peek(self) -> Tensor | None:
@@ -93,7 +93,8 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
-        """Return a plain tensor with the same values, which is a leaf if `self` is one.
+        """Return a plain tensor with the same values; it is a leaf of the autograd graph if `self`
+        is one.
 
         If code calls an operation on the returned tensor, PyTorch raises its usual errors, for
         example for `numpy()` on a tensor that requires a gradient.

@@ -1,5 +1,5 @@
-"""The memory that eager PyTorch would allocate for logits, shared by deferred logits and their
-views."""
+"""Represent the memory that eager PyTorch would allocate for logits; deferred logits (logits that
+are computed when first read) and their views share one such object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Part(Protocol):
-    """The interface of deferred logits that `Memory` uses; each such tensor is a view of one
+    """The interface of deferred logits that `Memory` uses. Each deferred tensor is a view of one
     `Memory`."""
 
     own: Tensor | None  # the view's values while the memory has none
@@ -34,14 +34,14 @@ class Part(Protocol):
 
     @property
     def place(self) -> Place:
-        """Return the position of the view in its memory."""
+        """Return the size, strides and offset of the view in its memory."""
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view from which the present view was created, and a function that computes the
-        values of the present view from those of the earlier one.
+        """Return the view from which this view was created, and a function that computes this
+        view's values from the values of that view.
 
-        Return None if the present view consists of whole rows.
+        Return None if this view consists of whole rows, that is, of all classes of some tokens.
         """
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -62,8 +62,8 @@ class Statistics(NamedTuple):
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
         """Return the statistics of the rows of `view`, or None if they were not computed.
 
-        The statistics were computed if `view` has the same rows as the recorded view, or is that
-        view at one index of dimension 0.
+        They were computed if `view` has the same rows as the view for which the statistics are
+        recorded, or is one index of dimension 0 of the recorded view.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:
@@ -80,10 +80,10 @@ class Statistics(NamedTuple):
 class Memory:
     """The memory that eager PyTorch would allocate for a logits tensor and all its views.
 
-    After the values of all rows are computed, this object stores them, and every view reads them
-    from this object. Until then, a view that reads only some rows computes only those rows, in a
-    tensor that no other view uses and that must not be written to. A write first computes all rows;
-    so does creating a plain alias, because code could write through the alias.
+    Once all rows are computed, this object stores their values, and every view reads the stored
+    values. Before that, reading a view of some rows computes only these rows, in a separate
+    read-only tensor. A write first computes all rows. Creating a plain alias also computes all
+    rows, because code could write through the alias.
     """
 
     source: LogitsSource
@@ -149,11 +149,11 @@ class Memory:
     def snapshot(
         self, view: Part, function: Callable[[Tensor], Tensor]
     ) -> Callable[[], Tensor | None]:
-        """Return a function that, when called later, applies `function` to a copy of the values of
-        `view`.
+        """Return a function without arguments that applies `function` to a copy of the values that
+        `view` has when the returned function is called.
 
-        The returned function does not keep the `Memory` alive. The returned function returns None
-        if no values exist at its call, or if user code may have written to them.
+        The returned function does not keep the `Memory` alive. It returns None if the values are
+        not computed at the time of its call, or if user code may have written to them.
         """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference

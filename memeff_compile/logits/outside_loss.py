@@ -1,5 +1,6 @@
 # ruff: noqa: ANN401  (the functions of PyTorch take and return anything)
-"""Losses of deferred logits outside of the compiled graph, computed by the fused op.
+"""Losses that user code computes outside of the compiled graph from deferred logits (logits that
+are computed when first read); the fused op computes these losses without the logits.
 
     loss = F.cross_entropy(out.logits.view(-1, V).float(), labels.view(-1))
 
@@ -8,12 +9,12 @@ handler returns the function's result, computed by `memeff::linear_cross_entropy
 and the output projection. If a handler declines a call, PyTorch's function runs on the computed
 logits.
 
-`_Rows` is the autograd function that turns logits into numbers per row. The backward pass of
-`_Rows` returns the gradient of the logits in factored form (`FusedRows`), and this form passes
-through all earlier views, casts and scales. So hooks, `retain_grad` and `torch.autograd.grad` see
-the autograd graph of eager PyTorch, and code that reads the gradient gets a dense tensor.
-Log-probabilities (`_LogSoftmax`) are deferred tensors too: if code only gathers them, sums them or
-passes them to `nll_loss`, they are never built.
+`_Rows` is the autograd function that turns logits into a few numbers per row (token). The backward
+pass of `_Rows` returns the gradient of the logits in a compact form (`FusedRows`, a few numbers per
+row), and autograd passes this form back through views, casts and scales of the logits. So hooks,
+`retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch, and code that reads
+the gradient gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred too. They are never
+computed if code only gathers some of them, sums them or passes them to `nll_loss`.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ class _Function(torch.autograd.Function):
 
 
 class _Rows(_Function):
-    """The autograd function that computes nll = lse - z_t, lse and the weighted sum of z for each
-    row of logits z with target t.
+    """The autograd function that computes, for each row of logits z with target t, their
+    log-sum-exp lse, the loss nll = lse - z_t, and the sum of z with one weight per class.
 
-    For rows of log-probabilities l, the function computes nll = -l_t and the weighted sum of l.
+    For each row of log-probabilities l, it computes nll = -l_t and the weighted sum of l.
     """
 
     @staticmethod
@@ -127,8 +128,8 @@ class _Rows(_Function):
 
 
 class _Total(_Function):
-    """The autograd function that computes the sum of losses divided by a number, and its gradients
-    in the forward pass.
+    """The autograd function that computes the sum of the rows' losses divided by a number; its
+    forward pass also computes the gradients.
     """
 
     @staticmethod
@@ -265,8 +266,8 @@ class _PLogP(_Function):
 
 
 class _NegativeEntropy(_Function):
-    """The autograd function that sums the deferred products p log p over the classes; autograd does
-    not see `logs`."""
+    """The autograd function that sums the deferred products p log p over the classes; `logs`, the
+    log-probabilities log p, gets no gradient from it."""
 
     @staticmethod
     def forward(ctx: Any, terms: View, logs: tuple[View]) -> Tensor:
@@ -289,10 +290,10 @@ class _NegativeEntropy(_Function):
 
 
 def _needs_nothing(ctx: Any) -> bool:
-    """Return whether the backward pass of a sum must not use saved tensors, as in eager PyTorch.
+    """Return whether the backward pass of a sum must run without saved tensors, as the backward
+    pass of eager PyTorch's sum does.
 
-    The function returns True in a second derivative, and in a second backward pass through the same
-    graph.
+    This is so for a second derivative, and for a second backward pass through the same graph.
     """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors
@@ -317,10 +318,10 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
-        """Save `others` and the tensors from which the values are computed, if a backward pass will
-        follow.
+        """Save for the backward pass `others` and the tensors from which the values of `view` are
+        computed, if gradients are needed.
 
-        The function returns the data that autograd does not save.
+        Return the data that autograd cannot save, because it is not a tensor.
         """
         if not any(ctx.needs_input_grad):
             return None
@@ -330,18 +331,18 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the data that a backward pass needs, for other values that the same output
-        projection computed.
+        """Return the data that a backward pass needs for `view`, whose values the same output
+        projection computes.
 
-        The other values use the same saved tensors, which autograd frees after a backward pass
-        through either.
+        Both sets of values use the same saved tensors, and autograd frees these tensors after the
+        first backward pass through either of the two.
         """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
         )
 
     def after_a_backward(self) -> _Kept:
-        """Return the data that is still needed after one backward pass."""
+        """Return the part of this data that is still needed after one backward pass."""
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
@@ -392,8 +393,8 @@ class _Kept(NamedTuple):
 
 
 def _result(ctx: Any, kept: _Kept) -> Tensor | None:
-    """Return the result of a loss function, for a second derivative, if the result still exists
-    unchanged."""
+    """Return the result of a loss function, which a second derivative needs, if the result still
+    exists and is unchanged."""
     result = ctx.result()
     if result is None or result.grad_fn is not ctx:  # detached in place, or written to since
         return None
@@ -409,8 +410,8 @@ def _written_by(view: Any) -> Any:
 
 
 class Declined(Exception):
-    """The exception that a handler raises for a call that PyTorch must run itself; it contains the
-    reason for the report, or ""."""
+    """The exception that a handler raises for a call that PyTorch's own function must run. It
+    contains the reason, which the report shows, or ""."""
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
@@ -439,7 +440,8 @@ def _is_deferred(value: Any) -> bool:
 
 
 def _last(view: View, dim: Any) -> bool:
-    """Return whether `dim` is the last dimension and that is the vocabulary dimension."""
+    """Return whether `dim` is the last dimension of `view` and the last dimension is the
+    vocabulary."""
     rank = len(view.dims)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
@@ -546,9 +548,10 @@ def _class_loss(
 def _makes_gradients(view: View) -> bool:
     """Return whether a loss of deferred logits computes its gradients in its forward pass.
 
-    Gradients from the forward pass are as large as the hidden states and the weight together. So
-    the forward pass computes them only for a loss of more than half of the rows, and only if no
-    earlier step had a second loss of the same logits, for which the logits would be computed again.
+    Such gradients take as much memory as the hidden states and the weight together. So the forward
+    pass computes them only for a loss of more than half of the rows, and only if no earlier
+    training step had a second loss of the same logits, because a second loss would compute the
+    logits again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()
@@ -571,7 +574,8 @@ def _makes_gradients(view: View) -> bool:
 
 
 def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Return the mean or the sum of the losses, from a call that also computes the gradients."""
+    """Return the mean or the sum of the rows' losses, computed by one call of the op that also
+    computes the gradients."""
     source = view.memory.source
     source.require_unchanged()
     norm = (target != ignore_index).sum() if reduction == "mean" else None
@@ -585,7 +589,8 @@ def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Ten
 
 
 def _class_last(input: Any, target: Any) -> View:
-    """Return the logits of a loss with the class dimension moved to the end."""
+    """Return the arguments of a loss with the class dimension of the logits moved from the second
+    position to the end."""
     _need(_is_deferred(input), "")
     _need(isinstance(target, Tensor), "the targets are no tensor")
     _need(not target.dtype.is_floating_point, "the targets are class probabilities")
@@ -660,7 +665,8 @@ def _get_item(input: Any, index: Any) -> Any:
 
 
 def _picked(view: View, target: Tensor) -> Tensor:
-    """Return one column of each row, given the columns' indices."""
+    """Return the log-probability or logit of one class in each row; `target` contains the class
+    indices."""
     factor = _check(view, target).factor
     is_log = factor is not None
     spelling = "log_softmax + gather" if is_log else "gather"
@@ -679,8 +685,7 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
 
 
 def _exp(input: Any, *, out: Any = None) -> Any:
-    """Return deferred probabilities, if the argument is a log_softmax to which no other step was
-    applied."""
+    """Return deferred probabilities if the argument is the unchanged result of log_softmax."""
     if not _is_deferred(input) or input.recipe.steps[-1:] != (("log_softmax", None),):
         return NotImplemented
     is_last = input.order is None and out is None

@@ -1,13 +1,14 @@
-"""The steps from hidden states to logits, as data that a pass writes and the runtime reads.
+"""Recipes: lists of the steps from hidden states to logits, which a pass writes and the runtime
+executes.
 
 A `LogitsRecipe` describes a model's output projection: the dtype of the product, the orientation of
 the weight, and the pointwise steps after the product, in the model's order. `LogitsRecipe.logits`
 runs the same PyTorch calls as the model would, so its values equal the model's bit for bit.
-`LogitsRecipe.gradients` computes the derivative as autograd would, but without a forward product
-that the derivative does not need.
+`LogitsRecipe.gradients` computes the gradients as autograd would, but does not compute the logits
+again if the gradients do not depend on them.
 
-A recipe does not contain selections of rows. Selecting rows before the product gives the same
-result as selecting them after it, so selections are applied to the hidden states.
+A recipe has no steps that select rows (tokens). Selecting rows of the hidden states gives the same
+result as selecting rows of the logits, so selections are applied to the hidden states.
 """
 
 from __future__ import annotations
@@ -96,11 +97,12 @@ class LogitsRecipe:
     """The steps of a model's output projection, from hidden states to logits.
 
     The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
-    ("bias", None), which adds the next of `vectors` and names the new dtype if it changes. The
-    first step may be ("adapter", Adapter), which takes the next two vectors as A and B. The step
-    ("classes", (start, stop, count)) selects the classes from `start` up to, not including, `stop`;
-    `count` is the number of classes before this step. Only code outside of the graph adds the steps
-    ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x).
+    ("bias", None), which adds the next tensor of `vectors`; if the sum has another dtype, this
+    dtype replaces None. The first step may be ("adapter", Adapter), which takes the next two
+    vectors as A and B. The step ("classes", (start, stop, count)) selects the classes from `start`
+    up to, not including, `stop`; `count` is the number of classes before this step. Only code
+    outside of the graph adds the steps ("log_softmax", None), ("exp", None) and ("times_exp",
+    None), which is x * exp(x).
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -129,8 +131,8 @@ class LogitsRecipe:
 
     @cached_property
     def classes(self) -> tuple[int, int] | None:
-        """Return the indices of the first class of the logits, and of the class after the last one,
-        among the weight's classes.
+        """Return the range of the weight's classes that the logits contain, as the index of the
+        first class and the index after the last class.
 
         Return None if the logits have all of the weight's classes.
         """
@@ -141,7 +143,8 @@ class LogitsRecipe:
         return found
 
     def cut(self, weight: Tensor) -> Tensor:
-        """Return the rows of a weight that belong to the classes of the logits."""
+        """Return the rows of an output projection's weight that belong to the classes of the
+        logits; each row of the weight is one class."""
         if self.classes is None:
             return weight
         start, stop = self.classes
@@ -179,9 +182,8 @@ class LogitsRecipe:
         # which gradients to compute, in the order of the result; None: all
         needed: Sequence[bool] | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of hidden, weight, bias and every vector.
-
-        A gradient that `needed` does not request is None.
+        """Return the gradients of hidden, weight, bias and every vector; a gradient that `needed`
+        does not request is None.
         """
         count = 3 + len(vectors)
         needs = [True] * count if needed is None else list(needed)
@@ -309,12 +311,12 @@ class DeferredOutput:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Return the indices of all graph outputs that are the logits or views of them."""
+        """Return the indices of all graph outputs that are the logits or views of the logits."""
         return tuple(view.output for view in self.views) or (self.output,)
 
     def put(self, logits: Tensor, results: list[Any]) -> None:
-        """Write the deferred logits, or views of them, into the graph's results at the recorded
-        indices."""
+        """Write the deferred logits, and views of the deferred logits, into the graph's results at
+        the recorded indices."""
         logits = logits.detach() if self.detached else logits
         logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
         views = {view.output: view.of(logits, results) for view in self.views}
@@ -324,7 +326,8 @@ class DeferredOutput:
 
 @dataclass(frozen=True)
 class GivenSize:
-    """A size, symbolic during compilation, that the graph returns after all its other outputs."""
+    """A size that is symbolic during compilation; the graph returns its value, after all other
+    outputs."""
 
     output: int
 
@@ -352,7 +355,8 @@ def _with_sizes(arg: object, results: Sequence[Any]) -> object:
 
 
 def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
-    """Return the index of the first graph output that is a size for the given views, or None."""
+    """Return the index of the first graph output that is a size which the planned views of the
+    logits need, or None."""
     calls = [view.calls for entry in plan for view in entry.views]
     sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]
     return min(sizes, default=None)
@@ -360,8 +364,8 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """Pointwise steps as the op's arguments: ``z = softcap * tanh(scale * (s + bias) /
-    softcap)``."""
+    """Pointwise steps that turn the product s into logits z, as arguments of the op: ``z = softcap
+    * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0 for no cap
@@ -372,8 +376,8 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """The reason why steps cannot become arguments of the op: a code, a sentence, and the index of
-    the step."""
+    """The reason why the steps of a recipe cannot become arguments of the op: a code, a sentence,
+    and the index of the unsupported step."""
 
     code: str
     sentence: str

@@ -1,14 +1,16 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Gradients of logits that are zero except in a few rows; only these rows are stored.
+"""Gradients of logits that are nonzero only in a few rows (tokens); only these rows are stored.
 
 For `logits[:, -1]`, the backward pass of eager PyTorch returns a gradient as large as all logits,
 with zeros in nearly all rows. In this module, the backward pass of such a selection returns a
-`RowGradient` instead, whose dispatcher records the operation without running it. The backward pass
-of the deferred logits computes only the rows that a `RowGradient` contains; for any other
-operation, a `RowGradient` becomes eager PyTorch's dense tensor.
+`RowGradient` instead. A `RowGradient` records reshapes, sums and similar operations without running
+them; any other operation runs on the dense gradient, as in eager PyTorch. The backward pass of
+deferred logits (logits that are computed when first read) uses only the rows that a `RowGradient`
+contains.
 
-The gradient of a fused loss outside of the graph is a `RowGradient` too: it contains `FusedRows`, a
-few numbers per row, until the backward pass of the deferred logits uses them.
+A loss of deferred logits outside of the graph also has a `RowGradient` as its gradient. This
+gradient contains `FusedRows`, a few numbers per row, from which the backward pass of the deferred
+logits computes the gradients of hidden states and weight.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ aten = torch.ops.aten
 
 
 class RowStep(NamedTuple):
-    """A function that selects rows of a tensor, and its transpose, which writes rows back to their
-    positions.
+    """A function that selects rows of a tensor, and its adjoint function, which writes the selected
+    rows back to their positions.
 
-    Both functions apply to any tensor with these leading dimensions: hidden states, or gradients
-    whose last dimension is the vocabulary.
+    The two functions apply to hidden states and to gradients of logits, because only the last
+    dimension of these tensors differs.
     """
 
     select: Callable[[Tensor], Tensor]
@@ -43,9 +45,9 @@ class RowStep(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The gradient of some rows, and the steps by which the rows were selected among all rows.
+    """The gradient of some rows, and the selection steps that led from all rows to these rows.
 
-    The steps are stored in reverse order.
+    The last step is stored first.
     """
 
     rows: Tensor | FusedRows
@@ -53,7 +55,8 @@ class Piece(NamedTuple):
 
     @property
     def fused(self) -> FusedRows | None:
-        """Return the factored gradient, if it covers all rows."""
+        """Return the gradient as `FusedRows` (a few numbers per row) if it has this form and covers
+        all rows, otherwise None."""
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -62,21 +65,22 @@ class Piece(NamedTuple):
         return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
 
     def select(self, tensor: Tensor) -> Tensor:
-        """Return the rows of `tensor` for which this gradient has entries."""
+        """Return the rows of `tensor` that this gradient covers."""
         for step in reversed(self.steps):
             tensor = step.select(tensor)
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with all rows: the rows of `tensor` where this gradient has entries, and
-        zeros elsewhere."""
+        """Return a tensor with all rows: the rows that this gradient covers are taken from
+        `tensor`, the other rows are zero."""
         for step in self.steps:
             tensor = step.scatter(tensor)
         return tensor
 
 
 class RowGradient(LazyTensor):
-    """A gradient with the shape of a dense gradient, stored as a sum of gradients of some rows."""
+    """A gradient that looks like a dense tensor, but is stored as a sum of gradients that each
+    cover some rows."""
 
     pieces: tuple[Piece, ...]
     order: tuple[int, ...] | None  # of the blocks' dimensions, if the vocabulary is not last
@@ -97,9 +101,9 @@ class RowGradient(LazyTensor):
     @staticmethod
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
-        """Return a RowGradient that contains a few rows.
+        """Return a RowGradient that contains the given rows.
 
-        A gradient that has an autograd graph itself is returned unchanged.
+        If `rows` has an autograd graph (as in a second derivative), return `rows` unchanged.
         """
         if type(rows) is not Tensor or rows.requires_grad or compat.is_batched(rows):
             return rows
@@ -117,7 +121,8 @@ class RowGradient(LazyTensor):
 
     @staticmethod
     def of_fused(rows: FusedRows) -> Tensor:
-        """Return a RowGradient that contains the factored gradient of all rows.
+        """Return a RowGradient that contains the gradient of all rows in compact form (a few
+        numbers per row).
 
         vmap cannot see a `RowGradient`, so under vmap the function returns a dense gradient.
         """
@@ -129,7 +134,8 @@ class RowGradient(LazyTensor):
 
     @property
     def is_fused(self) -> bool:
-        """Return whether all summands are factored, and the vocabulary is the last dimension."""
+        """Return whether all summands have the compact form `FusedRows`, and the vocabulary is the
+        last dimension."""
         are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
         return any(are_fused) and all(are_fused) and self.order is None
 
@@ -160,17 +166,17 @@ class RowGradient(LazyTensor):
         return self._dense
 
     def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
-        """Return the gradient of the tensor from which one more selection took these rows.
+        """Return the gradient of the tensor from which `step` selected the rows of this gradient.
 
-        `shape` is the shape of that tensor's rows.
+        `shape` is the tensor's shape without the last dimension.
         """
         pieces = tuple(Piece(piece.rows, (*piece.steps, step)) for piece in self.pieces)
         return RowGradient(shape, pieces, self)
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record one ATen operation if there is a rule for it, otherwise run it on the dense
-        gradient."""
+        """Record one ATen operation if this module has a rule for it; otherwise run the operation
+        on the dense gradient."""
         rule = _RULES.get(func)
         given = [leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, RowGradient)]
         is_taken = rule in _ANY_ORDER or all(grad.order is None for grad in given)
@@ -272,14 +278,15 @@ def _index_put(
 def _index_add(
     zeros: Tensor, dim: int, index: Tensor, values: Tensor, *, alpha: float = 1
 ) -> RowGradient | None:
-    """Record the gradient of `index_select`."""
+    """Record `index_add`, with which autograd computes the gradient of `index_select`."""
     if alpha != 1:
         return None
     return _index_put(zeros, [*[None] * (dim % zeros.dim()), index.reshape(-1)], values, True)
 
 
 def indexed_dims(indices: Sequence[Tensor | None]) -> int:
-    """Return the number of leading dimensions up to the last one that has an advanced index."""
+    """Return the number of dimensions up to and including the last dimension that has an advanced
+    index."""
     place = covered = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -312,8 +319,8 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Add up factored gradients of the same rows, so that one call of the op handles all of
-    them."""
+    """Add up gradients in compact form that cover the same rows, so that one call of the op
+    computes their sum."""
     result: list[Piece] = []
     for piece in pieces:
         for place, other in enumerate(result):
@@ -353,7 +360,7 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the gradient of `split` and `chunk`."""
+    """Record the concatenation with which autograd computes the gradient of `split` and `chunk`."""
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
         return None
@@ -365,7 +372,8 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the gradient of `unbind` and of iteration over a tensor."""
+    """Record the stacking with which autograd computes the gradient of `unbind` and of a loop over
+    a tensor."""
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):
@@ -380,8 +388,8 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Join several gradients into one if all are factored and of the same kind; otherwise keep them
-    separate.
+    """Join several gradients into one if all have the compact form `FusedRows` and the same kind of
+    values; otherwise keep them as separate summands.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

@@ -1,4 +1,4 @@
-"""Let PyTorch's `aot_compile` write compiled graphs to a file, and load them from it.
+"""Let PyTorch's `aot_compile` save compiled graphs to a file, and load graphs from such a file.
 
     compiled = torch.compile(model, backend="memeff", fullgraph=True)
     compiled.forward.aot_compile(((x,), {})).save_compiled_function(path)
@@ -23,7 +23,8 @@ from memeff_compile.logits.recipe import DeferredOutput
 
 @dataclass(frozen=True)
 class Around:
-    """The wrappers of a compiled graph that every process needs, also after loading."""
+    """The wrappers of a compiled graph that must be saved with it, because a process that loads the
+    graph needs them too."""
 
     present: list[bool] | None
     plan: Sequence[DeferredOutput]
@@ -84,8 +85,8 @@ def savable(
     around: Around,
     how: str,  # how the graph is compiled, for the error where that cannot be saved
 ) -> Callable[..., Any]:
-    """Return a compiled graph that can be saved if `aot_compile` is running, otherwise return the
-    callable itself."""
+    """Return a `SavedGraph`, which can be saved, if `aot_compile` is running; otherwise return the
+    callable `run`."""
     if not compat.is_to_be_saved():
         return run
     if not compat.has_artifact(inner):

@@ -1,11 +1,10 @@
-"""The tensors from which deferred logits are computed, with checks that these tensors are
-unchanged.
+"""The tensors from which deferred logits (logits that are computed when first read) are computed,
+with checks that these tensors are unchanged.
 
 Eager PyTorch computes logits before the output projection can change. Deferred logits are computed
-when code reads them, and an optimizer step may have changed the output projection before that.
-Deferred logits must never be computed from changed tensors. So a `LogitsSource` records version
-counters and addresses of its tensors (a stamp) when it is created, and compares them before it
-computes logits.
+later, and an optimizer step may have changed the output projection in the meantime. Deferred logits
+must never be computed from changed tensors. So a `LogitsSource` records version counters and
+addresses of its tensors (a stamp) when it is created, and compares them before it computes logits.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _reading: list[str] = []
 def reading_for(reason: str) -> Iterator[None]:
     """Set the name of the op that reads values in this context, for the report.
 
-    In nested contexts, the name set by the outermost context counts.
+    If contexts are nested, the report shows the name that the outermost context set.
     """
     _reading.append(reason)
     try:
@@ -54,7 +53,7 @@ class LogitsSource:
     logits are computed.
 
     Because the aliases are detached, this object does not keep the autograd graph of the hidden
-    states alive. Only the logits keep that graph alive; detached copies of the logits do not.
+    states alive. As in eager PyTorch, logits keep that graph alive, but detached logits do not.
     """
 
     def __init__(
@@ -131,9 +130,10 @@ class LogitsSource:
         """Raise a StaleLogitsError if one of the tensors has changed since the logits were
         deferred.
 
-        Comparing sampled values on the host would make it wait for the GPU. So an assertion on the
-        GPU compares the samples before the backward pass; ordinary training loops do not write to
-        the output projection earlier.
+        A write through `.data` is detected by comparing sampled elements of the weight. Comparing
+        them on the CPU would make the CPU wait for the GPU. So an assertion on the GPU compares
+        them, before the backward pass; ordinary training loops do not change the output projection
+        earlier.
         """
         if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
             self._refuse(self.change())
@@ -151,8 +151,7 @@ class LogitsSource:
             )
 
     def change(self) -> str | None:
-        """Return which of the source's tensors has changed since the source was created, or
-        None."""
+        """Return the name of a tensor that has changed since this source was created, or None."""
         change = self._visible_change()
         if change is not None or self._sample is None:
             return change
@@ -167,7 +166,8 @@ class LogitsSource:
         return torch.cat([sample.flatten(), *adapters]) if adapters else sample.clone()
 
     def _visible_change(self) -> str | None:
-        """Return which tensor has changed, if that is visible without reading values."""
+        """Return the name of a tensor that has changed, if its version counter or address shows the
+        change, or None."""
         for name, tensor, version_then, pointer_then in self._seen:
             version, pointer = _stamp(tensor)
             if version != version_then:
@@ -192,9 +192,9 @@ def _is_matrix(added: Tensor) -> bool:
 
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
-    """Return a tensor's version counter and address, which show changes without reading values.
+    """Return a tensor's version counter and address; if they change, so may have the values.
 
-    Inference tensors have no version counter, so for them only the address is compared.
+    Inference tensors have no version counter, so only their address is returned.
     """
     return (None if tensor.is_inference() else compat.version_of(tensor)), tensor.data_ptr()
 
@@ -227,8 +227,8 @@ _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
-    """Detect optimizer steps that do not change version counters: fused optimizers, and writes
-    through `.data`.
+    """Register a hook that detects optimizer steps which do not change version counters: steps of
+    fused optimizers, and steps that write through `.data`.
     """
     register_optimizer_step_post_hook(_after_step)
 

@@ -10,14 +10,14 @@ The design, from the outermost object to the innermost:
 
 * `attach.defer` creates the tensors from the outputs of a graph, with an autograd function.
 * `DeferredLogits` is the class of these tensors, a wrapper subclass. Views, and other operations
-that do not change the vocabulary dimension (`_LAZY`), return another `DeferredLogits`. Every other
-operation computes the values and returns a plain tensor. Both kinds of operations run below
-autograd, so the autograd graph, the views and the version counters are the same as in eager
-PyTorch. Views that do not consist of whole rows, such as a diagonal, are `DeferredLogits` too, so
-that every write is detected. `_ABOVE_AUTOGRAD` lists the functions that must be handled above
-autograd.
-* `Memory` represents the memory that eager PyTorch would allocate: the logits and all their views
-share one `Memory`, and a copy or a cast creates another.
+  that do not change the vocabulary dimension (`_LAZY`), return another `DeferredLogits`. Every
+  other operation computes the values and returns a plain tensor. All these operations run below
+  autograd (after autograd has recorded them), so the autograd graph, the views and the version
+  counters are the same as in eager PyTorch. Views that do not consist of whole rows (all classes of
+  some tokens), such as a diagonal, are `DeferredLogits` too, so that every write is detected.
+  `_ABOVE_AUTOGRAD` lists the functions that must be handled before autograd records them.
+* `Memory` represents the memory that eager PyTorch would allocate. The logits and all their views
+  share one `Memory`; each copy or cast of the logits has another one.
 * `LogitsSource` contains the hidden states and the output projection, and detects whether they have
 changed.
 * `outside_loss` computes losses of deferred logits without building the logits.
@@ -113,8 +113,8 @@ class DeferredLogits(LazyTensor):
         return self.whole(Memory(memory.source, recipe, rows, shape, origin), self.dims)
 
     def as_plain(self) -> Tensor:
-        """Return an ordinary tensor that is a view of the deferred tensor, for autograd and for
-        writes."""
+        """Return an ordinary tensor that is a view of the deferred tensor, so that autograd records
+        operations on it and writes to it change the deferred tensor."""
         self._memory()
         return self.to_read()
 
@@ -125,7 +125,8 @@ class DeferredLogits(LazyTensor):
         """Return an ordinary tensor that autograd treats as a view of the deferred tensor, for
         reading only.
 
-        Only this view is not a `DeferredLogits`; `implicit` requests it.
+        PyTorch requests a plain view with the argument `implicit`; every other view of deferred
+        logits is a `DeferredLogits`.
         """
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
@@ -177,8 +178,8 @@ class DeferredLogits(LazyTensor):
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
-        """Return the reason why the values differ, or may differ, from a new product with the
-        output projection, or None."""
+        """Return the reason why the values may differ from those that hidden states and output
+        projection would give now, or None."""
         memory = self.memory
         if memory.is_open:
             return "the logits were written to, or may have been"
@@ -188,7 +189,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def materialisations(self) -> int:
-        """Return how often logits were computed, for the deferred tensor and for all tensors
+        """Return how many times values were computed for the deferred tensor and for the tensors
         derived from it."""
         return self.memory.source.materialisations
 
@@ -222,8 +223,8 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one ATen operation: without computing values if there is a rule for it, otherwise on
-        the computed values."""
+        """Run one ATen operation: if this module has a rule for it, without computing the logits,
+        otherwise on the computed logits."""
         rule = _LAZY.get(func)
         if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
             result = rule(_Call(func, args[0], args[1:], kwargs))
@@ -239,7 +240,7 @@ class DeferredLogits(LazyTensor):
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
-    """Return whether a rule for operations without values applies to `view`.
+    """Return whether a rule that runs an operation without computing the logits applies to `view`.
 
     Few rules apply if the vocabulary is not the last dimension.
     """
@@ -342,11 +343,11 @@ def _derive(
 
 
 def _windows(call: _Call) -> Any:
-    """Run a view operation whose result does not consist of whole rows, such as a slice of classes
-    or a diagonal.
+    """Run a view operation whose result does not consist of whole rows (all classes of some
+    tokens), such as a slice of classes or a diagonal.
 
-    The values of the result are a view of the values of `view`. Return None for other view
-    operations, such as a view with another dtype.
+    When the result is read, its values are a view of the values of the argument. Return None for
+    other view operations, such as a view with another dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -447,7 +448,8 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """Return a new deferred tensor whose values are those of `view` after `function`."""
+    """Return a new deferred tensor whose values are `function` applied to the values of `view`;
+    `recipe` computes them from hidden states."""
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
     order = view.order
@@ -462,7 +464,7 @@ def _copy(
 
 
 def _indexed(call: _Call) -> DeferredLogits | None:
-    """Run indexing of rows by tensors or masks, which also makes a copy in eager PyTorch."""
+    """Run indexing of rows by tensors or masks; as in eager PyTorch, the result is a copy."""
     view, where = call.view, call.args[0]
     memory, rank = view.memory, len(view.dims)
     if memory.value is not None or memory.is_open or view._is_reordered:
@@ -488,8 +490,8 @@ def _itself(call: _Call) -> DeferredLogits:
 
 
 def _recorded(call: _Call) -> object:
-    """Keep the tensors from which logits are computed in memory until another CUDA stream no longer
-    uses them."""
+    """Run `record_stream` on the tensors from which the logits are computed, so that their memory
+    is not reused while another CUDA stream uses it."""
     view = call.view
     for tensor in (view.rows, view.memory.source.weight, view._peek()):
         if tensor is not None:
@@ -551,8 +553,8 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
-    """Pass on the gradient of selected rows as a RowGradient, because their autograd node would
-    make it dense."""
+    """Make the gradient of selected rows a RowGradient, which stores only these rows; the autograd
+    node of the selection would otherwise make a dense gradient."""
     is_part = view.window is None and prod(view.dims) < prod(base.dims)
     if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook
@@ -592,13 +594,14 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Return `.data`, which stays deferred if it contains all classes of each of its rows.
+    """Return `.data` of deferred logits.
 
-    If code assigns such deferred logits to the `.data` of another tensor, that tensor then uses
-    their memory.
+    The result is deferred too if the logits contain all classes of each row. If code assigns
+    deferred logits to the `.data` of another tensor, the other tensor then uses the memory of the
+    deferred logits.
 
-    As in eager PyTorch, `.data` is not a view: writing a value with a gradient to it changes only
-    the gradient of `.data`.
+    As in eager PyTorch, `.data` is not a view for autograd: if code writes a value that requires a
+    gradient to `.data`, then only `.data`, not the logits, requires a gradient.
     """
     data: DeferredLogits = func(view)
     # Without a node first: that of a view which a write made stale would raise.
@@ -622,8 +625,9 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the values of a copy immediately, if the copy has no gradient.
 
-    Such a copy, or a transfer to the CPU, is usually read later, when the output projection may
-    have changed. A copy with a gradient may be used in a loss, so its values stay deferred.
+    A copy without a gradient, for example on the CPU, is usually read later, when the output
+    projection may have changed. A copy with a gradient may be used in a loss, so its values are not
+    computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -26,8 +26,8 @@ _asking: list[bool] = []
 
 @contextmanager
 def all_ranks_ask() -> Iterator[None]:
-    """Inside this context, allow reads of a split projection's logits, because every rank requests
-    them."""
+    """In this context, which every rank enters, allow code to read logits of an output projection
+    that is split over ranks."""
     _asking.append(True)
     try:
         yield
@@ -44,8 +44,8 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """Return which tensor has changed on at least one rank; all ranks must call this
-        function."""
+        """Return a sentence about a tensor that has changed on at least one rank, or None; all
+        ranks must call this function."""
         if not _asking:
             raise ShardedLogitsError(
                 "These logits were left out of the forward pass, and their head is split over "
@@ -59,7 +59,7 @@ class Ranks:
         return change or ("the head of another rank changed since then" if changed.item() else None)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the logits for the classes of all ranks together."""
+        """Return the logits of all classes, gathered from all ranks."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         places: list[Any] = [Replicate()] * self.mesh.ndim

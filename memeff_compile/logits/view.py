@@ -29,7 +29,7 @@ class View(Part, Protocol):
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """Return the recipe that computes the values from hidden states."""
+        """Return the recipe: the steps that compute the values from hidden states."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,8 +40,9 @@ class View(Part, Protocol):
         """Return the device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
-        """Return a tensor in new memory, whose values come from a recipe or from a function of the
-        present values."""
+        """Return a deferred tensor in new memory. If the present values are already computed,
+        `function` computes the new values from them; otherwise `recipe` computes the new values
+        from hidden states."""
 
     def to_read(self) -> Tensor:
         """Return an ordinary tensor that autograd treats as a view of the deferred logits."""

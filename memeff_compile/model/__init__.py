@@ -1,10 +1,10 @@
-"""Functions that change whole models; `torch.compile` must not make these changes, because it must
+"""Functions that change whole models. A user calls them explicitly, because `torch.compile` must
 not free the user's tensors.
 
-A user calls these functions to change a model, or to create an object for it. These functions may
-run kernels. The functions do not depend on graphs and passes, and passes do not depend on the
-functions. Names are imported on first use, because transformers' quantizers import
-`ternary.pretrained` early, and this must not import kernels.
+The functions change a model, or create an object for it, such as a cache, and may run kernels. The
+functions do not depend on graphs and passes, and passes do not depend on the functions. A name is
+imported only when code first uses it: transformers imports `ternary.pretrained` early, together
+with its quantizers, and this must not import kernels.
 """
 
 from __future__ import annotations

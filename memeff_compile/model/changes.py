@@ -1,4 +1,5 @@
-"""Reports of functions that change models in place, stored for each model."""
+"""Reports of functions that change models in place; the latest reports are stored for each
+model."""
 
 from __future__ import annotations
 
@@ -43,13 +44,13 @@ class Changes(VerbReport, int):
         """Return a summary, then the new state of each module or weight, or the reason why it did
         not change.
 
-        Layers with equal texts share one line; `details` has a line for each layer.
+        Layers of which the report says the same share one line; `details` has one line per layer.
         """
         return self._text(fold_names(self._said()))
 
     def details(self) -> str:
-        """Return a summary, then one line per module or weight: its new state, or the reason why it
-        is unchanged."""
+        """Return a summary, then one line per module or weight, which gives its new state, or the
+        reason why it did not change."""
         return self._text(self._said())
 
     def _said(self) -> list[tuple[str, str]]:
@@ -97,7 +98,7 @@ def verb_report(model: nn.Module, verb: str | None = None) -> VerbReport | None:
     """Return the report of the last function that changed a model in place, or None.
 
     Args:
-        model: the argument of that function; it may have been compiled afterwards.
+        model: the model that was passed to that function; it may have been compiled afterwards.
         verb: the name of a function, such as "ternarize_", to get the latest report of this
             function.
 

@@ -36,7 +36,8 @@ def draw_spreads(
     *,
     least: float | None = None,  # where a line across all names is drawn
 ) -> None:
-    """Draw one point with its spread for each name, from top to bottom, and for each series."""
+    """Draw one row per name, from top to bottom, with one point and an error bar for each
+    series."""
     matplotlib = matplotlib_for(error)
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(7.0, 1.2 + LINE * len(names)), layout="constrained"

@@ -1,8 +1,9 @@
-"""Train or run a model with low-bit queries, keys and values in its attention (use_low_bit_heads_).
+"""Round queries, keys and values in a model's attention to few bits, for training or inference
+(use_low_bit_heads_).
 
-A model trained in this way adapts to a cache that stores such codes (`KVCache(scheme="per_head")`).
-The method is that of BitNet a4.8, table 3. The function needs transformers, which is imported when
-it is called.
+A model trained in this way adapts to a cache that stores keys and values in few bits
+(`KVCache(scheme="per_head")`). The method is that of BitNet a4.8, table 3. The function needs
+transformers, which is imported when it is called.
 """
 
 from __future__ import annotations
@@ -97,22 +98,22 @@ def use_low_bit_heads_(
     first: int = 0,
     first_bits: int = 4,
 ) -> Undo:
-    """Round the queries, keys and values of a model's attention to few bits; gradients pass through
-    unchanged.
+    """Make a model round the queries, keys and values of its attention to few bits; gradients pass
+    through the rounding unchanged.
 
-    The function rounds after the rotary embedding, with one scale per token and head. The paper's
+    Rounding happens after the rotary embedding, with one scale per token and head. The paper's
     settings are ``key_value=4``; ``query=4, key_value=4``; and ``query=4, key_value=3, first=1``.
 
     Args:
         model: a transformers model with an attention implementation other than "eager".
         query: the number of bits of queries: 16 (unchanged), 8, 4, 3 or 2.
         key_value: the number of bits of keys and values.
-        first: the number of first tokens that have `first_bits`. First tokens are counted from
-            position 0, so pad on the right.
+        first: the number of first tokens of a sequence whose keys and values have `first_bits`
+            bits. First tokens are counted from position 0, so pad on the right.
         first_bits: the number of bits of the first tokens.
 
     Returns:
-        Undo: call it, or use it as a context manager.
+        An object that undoes the change: call it, or use it as a context manager.
 
     Raises:
         OptionError: The model's attention cannot be wrapped.

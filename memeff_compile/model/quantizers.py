@@ -1,8 +1,9 @@
 """Register this package's quantizer as soon as transformers loads its own.
 
 `from_pretrained` finds a quantizer in a table of transformers. That table needs an entry for this
-package, but importing this package must not import transformers. So the entry is added immediately
-if transformers is loaded, otherwise when transformers creates the table.
+package, but importing this package must not import transformers. So this module adds the entry
+immediately if transformers is already imported, otherwise as soon as transformers creates the
+table.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def _load(name: str) -> None:
 
 
 def load_with_quantizers(name: str) -> None:
-    """Import a module that adds an entry to transformers' table of quantizers, now or when
-    transformers creates the table."""
+    """Import the module `name`, which adds an entry to transformers' table of quantizers: now if
+    the table exists, otherwise as soon as transformers creates it."""
     _modules.append(name)
     if _QUANTIZERS in sys.modules:
         _load(name)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 
 def runs_of(inputs: object) -> Iterable[Any] | None:
-    """Return the arguments of each run of a model, or None if the inputs have an unsupported form.
+    """Return a list with the arguments of each run of a model, or None if the inputs have an
+    unsupported form.
 
-    A single mapping or tensor is one run.
+    A single mapping or tensor gives one run.
     """
     if isinstance(inputs, (Tensor, Mapping)):
         return [inputs]
@@ -29,7 +30,8 @@ def call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode, without dropout; afterwards restore each module's mode."""
+    """In this context, put a model in eval mode, without dropout; at its end, restore each module's
+    mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

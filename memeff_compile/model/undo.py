@@ -19,16 +19,16 @@ def undo(model: nn.Module) -> Changes:
     - compiled calls, of the model and of modules inside it;
     - KV caches of `compile(kv_cache=)` and `use_kv_cache_`;
     - attention with low-bit heads;
-    - compressed weights, and linear layers that `ternarize_` changed. All weights are restored bit
-      for bit, including all training since the change.
+    - compressed weights, and linear layers that `ternarize_` changed. These become dense again,
+      with exactly the values that the weights have now, after any training.
 
     Weights that were rounded (`compress_(mantissa=3)`) or packed (`pack_ternary_`) cannot be
     restored; the report lists them under `left`, with the reason. Modules that another backend
     compiled stay compiled. A second call makes no changes.
 
     Args:
-        model: the object that you call: the model itself, possibly wrapped by PEFT, or the wrapper
-            that `torch.compile` returned.
+        model: the model, possibly wrapped by PEFT, or the wrapper that `torch.compile` returned for
+            it.
 
     Returns:
         The number of changes; `print` shows the list.
@@ -57,8 +57,8 @@ def undo(model: nn.Module) -> Changes:
 
 
 def _compiled(model: nn.Module) -> system.Undone:
-    """Make modules run without compilation, and replace `torch.compile` wrappers inside the model
-    by the wrapped modules."""
+    """Make the modules of a model run without compilation, and replace `torch.compile` wrappers
+    inside the model by the modules that they wrap."""
     places: dict[str, str] = {}
     for path, module in list(model.named_modules()):
         said = compat.undo_compile(module, BACKEND)

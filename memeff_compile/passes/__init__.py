@@ -35,6 +35,7 @@ PASSES = system.in_order(CORE, lambda each: each.name, lambda each: system.load(
 
 
 def in_order(ours: Sequence[GraphPass], theirs: Sequence[GraphPass]) -> tuple[GraphPass, ...]:
-    """Return the built-in passes, preceded and followed by the user's passes."""
+    """Return the order in which passes run: the built-in passes `ours`, with each of the user's
+    passes `theirs` before or after them, as the pass requests."""
     before = [each for each in theirs if each.when == "before"]
     return (*before, *ours, *(each for each in theirs if each not in before))

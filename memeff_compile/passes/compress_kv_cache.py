@@ -1,5 +1,5 @@
-"""Attention over a low-bit KV cache -> memeff::coded_kv_cache_attention, which reads the codes
-without decoding the cache.
+"""Rewrite attention over a low-bit KV cache into memeff::coded_kv_cache_attention, which reads the
+codes without decoding the whole cache.
 
     before: memeff.coded_kv_cache_append(*cache, k, v, ...)
             K, V = memeff.coded_kv_cache_view(*cache, ...)
@@ -7,9 +7,9 @@ without decoding the cache.
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
-The user creates the cache as a `memeff_compile.KVCache`. The pass neither moves nor reorders the
-appends to the cache. If the pass declines a match, the result is correct but slow, because every
-decoding step decodes all keys and values (the dense view).
+The user creates the cache as a `memeff_compile.KVCache`. The pass does not move the calls that
+append to the cache. If the pass declines an attention call, the result is correct but slow, because
+every decoding step then decodes all keys and values.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """An attention call that reads decoded keys and values (a dense view of a low-bit cache), the
-    view, and the nodes between both."""
+    """An attention call that reads decoded keys and values, the node that decodes them from a
+    low-bit cache (the dense view), and the nodes between these two."""
 
     view: Node
 
@@ -85,8 +85,8 @@ class CompressKVCache(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula for the bytes of the dense view, and of its copies for the query
-        heads."""
+        """Return a formula for the bytes that the decoded keys and values take, and the copies of
+        them that are repeated for the query heads."""
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = match.tensors(info)
         codes, of_values, window = *pool[:2], pool[op_folder.POOL.index("k_window")]
@@ -112,7 +112,8 @@ class CompressKVCache(cached.CachedPass):
         return Gain(before, kv_cache.bytes_after(b, h, 1, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Replace the dense view and its attention by one op that reads the codes."""
+        """Replace the node that decodes the cache, and the attention that reads its result, by one
+        op that reads the codes."""
         given = match.call.args
         chains = [node for name in ("key", "value") for node in _behind(info, given[name])[1]]
         pool, maps = (
@@ -133,7 +134,7 @@ class CompressKVCache(cached.CachedPass):
 
 
 def _keepers(info: GraphInfo) -> list[op_folder.Keeper]:
-    """Return the low-bit caches whose exact layers are all read by the graph."""
+    """Return the low-bit caches of which this graph reads all layers that stay exact."""
     if info.parent is not None:
         return []
     return op_folder.keepers_of(map(compat.example_input, info.placeholders))
@@ -148,21 +149,21 @@ def _is_view(node: Node) -> bool:
 
 
 def _bits(view: Node) -> int | None:
-    """Return the bits of a view's codes as a number, even if Dynamo made them a symbol because of a
-    second cache."""
+    """Return the number of bits of a cache's codes, even if Dynamo made the number a symbol because
+    two caches differ in it."""
     bits = compat.known_number(view.args[_POOL + 2])
     return None if bits is None else int(bits)
 
 
 def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
-    """Return the bits of values' codes."""
+    """Return the number of bits of the codes of values."""
     k_block, v_block = (compat.size_hint(each.shape[3]) for each in (codes, of_values))
     return op_folder.value_bits_of(k_block, v_block, bits)
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Return the dense view (decoded keys and values) from which a node's value comes, if any, and
-    the nodes that repeat its heads."""
+    """Return the node that decodes the cache (the dense view) from which a node's value comes, if
+    there is one, and the nodes that repeat its heads."""
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
         if not isinstance(node, Node):
@@ -239,8 +240,8 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
-    """Return a decline if another node needs the dense view, or if a node writes to memory that
-    attention reads later.
+    """Return a Decline if another node needs the decoded keys and values, or if a node writes to
+    memory that the new attention op would read later.
     """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):

@@ -1,15 +1,16 @@
-"""Decide whether a graph can return deferred logits instead of logits, and plan how.
+"""Decide whether a graph can return deferred logits (logits that are computed when first read)
+instead of logits, and plan the rewrite.
 
-Two passes use this module. The pass for fused losses plans the logits that a model returns together
-with its loss. The pass in this file plans the logits of a training graph without a loss: user code
-computes the loss outside of the graph, and deferred logits call the fused op there
-(`memeff_compile/logits/outside_loss.py`).
+Two passes use this module. The pass `fuse_linear_cross_entropy` uses it for logits that a model
+returns together with its loss. The pass in this file uses it for the logits of a training graph
+without a loss: user code then computes the loss from deferred logits outside of the graph, and the
+fused op computes this loss (`memeff_compile/logits/outside_loss.py`).
 
-A Hugging Face model returns its logits together with the loss. Without this plan, the logits would
-stay in memory as a graph output that requires a gradient, and the backward pass would add zeros of
-the same size to their gradient. So the rewritten graph returns the hidden states (N x D) instead,
-and the backend wraps them: ``out.logits`` has the right shape, dtype and gradient, and is computed
-when code reads it.
+A Hugging Face model returns its logits together with the loss. If the graph returned ordinary
+logits, they would stay in memory, and because they require a gradient, the backward pass would add
+zeros of the same size to their gradient. So the rewritten graph returns the hidden states (N x D)
+instead, and the backend makes deferred logits from them: ``out.logits`` has the usual shape, dtype
+and gradient, but its values are computed only when code reads them.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)
@@ -48,8 +49,8 @@ class DeferLogits(GraphPass):
     name = "defer_logits"
 
     def find(self, info: GraphInfo) -> Iterable[outputs.Returned | Decline]:
-        """Yield one match for each output projection whose logits the graph only returns, and a
-        note for each narrow projection."""
+        """Yield one match for each output projection whose logits the graph returns and does not
+        use otherwise, and a note for each projection that is too narrow."""
         found = [m for m in outputs.returned_logits(info) if outputs.is_unused(info, m)]
         return [*found, *narrow_heads(info)]
 

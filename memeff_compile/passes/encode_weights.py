@@ -1,22 +1,23 @@
-"""linear with a compressed weight -> memeff::coded_weight_linear, which keeps no decoded weight for
-the backward pass.
+"""Rewrite linear layers with a compressed weight into memeff::coded_weight_linear, which keeps no
+decoded weight for the backward pass.
 
     before: out = linear(x, W, b)       after: out = memeff.coded_weight_linear(x, W, b)
 
 W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without this
 pass, each linear would decode W, and autograd would keep every layer's decoded weight for the
 backward pass, so compression would save no memory. The op saves the compressed weight, and its
-backward pass decodes the weight again. The pass must run before autograd traces the graph, also
-inside activation checkpoints.
+backward pass decodes the weight again. The pass runs before autograd traces the graph, inside
+activation checkpoints too.
 
 In inference, two or three linears with the same input, such as those of queries, keys and values,
-become a single op, which launches only one kernel for one token:
+become a single op, which launches only one kernel if the input is one token:
 
     before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
 
-If another operation (such as an embedding or an explicit product) reads a compressed weight, the
-weight is decoded there. Such decoding is correct but takes memory, and the report names it.
+If another operation (such as an embedding or an explicit matrix product) reads a compressed weight,
+the weight is decoded before the operation. This is correct but takes memory, and the report names
+the operation.
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ class Several:
 
 
 class EncodeWeights(GraphPass):
-    """The pass that runs linears on compressed weights.
+    """The pass that makes linear layers read compressed weights.
 
-    The bytes saved per layer are part of the record's sentence, because the report merges equal
-    layers.
+    The report merges records of equal layers, so each record's sentence says how many bytes are
+    saved per layer.
     """
 
     name = "encode_weights"
 
     def find(self, info: GraphInfo) -> list[Several]:
-        """Return every node that reads a compressed weight; linears with the same input form one
-        match."""
+        """Return one match for every node that reads a compressed weight; linear layers with the
+        same input form one match."""
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
         for node in info.visit(info.gm.graph.nodes):
@@ -94,8 +95,8 @@ class EncodeWeights(GraphPass):
         return found
 
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
-        """Return the reason why a linear cannot join the other linears with the same input, or an
-        empty string."""
+        """Return the reason why a linear layer cannot be in one op with the group of linear layers
+        that have the same input, or an empty string."""
         first = group[0]
         codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
         needed = [_whole(n) for n in (site.x, site.weight, site.bias) if n is not None]

@@ -1,16 +1,18 @@
-"""nn.MultiheadAttention's single node -> linear, scaled_dot_product_attention, linear.
+"""Replace the single node of nn.MultiheadAttention by linear layers and a call of
+scaled_dot_product_attention.
 
     before: out, weights = multi_head_attention_forward(x, x, x, ..., need_weights=True)
     after:  q, k, v = linear(x, w, b).unflatten(-1, (3, H, D)).permute(...).unbind(0)
             attended = scaled_dot_product_attention(q, k, v)
             out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
 
-PyTorch itself has two implementations of this function. With ``need_weights=True``, the default,
-PyTorch builds the attention scores and weights, even if no node reads them. Otherwise, PyTorch
-calls scaled_dot_product_attention, with a separate mask per head if both masks are given. If no
-node reads the attention weights, this pass inserts the second implementation, with one mask for all
-heads, so that the pass ``recover_attention`` can read the mask. If the rewrite would save neither
-memory nor time, the pass does not change the node.
+PyTorch has two implementations of this function. With ``need_weights=True``, the default, the first
+one builds the attention scores and weights, even if no node reads them. Otherwise, the second one
+calls scaled_dot_product_attention; if an attention mask and a padding mask are given, it builds a
+separate mask per head. If no node reads the attention weights, this pass inserts nodes like those
+of the second implementation, but with one mask for all heads, so that the pass
+``recover_attention`` can read the mask. If the rewrite would save neither memory nor time, the pass
+does not change the node.
 """
 
 from __future__ import annotations
@@ -172,8 +174,8 @@ def _turned_from(node: Node) -> Node | None:
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
-    """Return phrases that describe the gains of the second implementation; none if PyTorch already
-    uses it."""
+    """Return phrases that describe what is gained by the second implementation, which calls
+    scaled_dot_product_attention; if the original call uses it already, return no phrases."""
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
     is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"
@@ -203,7 +205,8 @@ def _scores(info: GraphInfo, match: Multihead) -> str:
 
 
 def _form(info: GraphInfo, match: Multihead) -> Form | None:
-    """Return the attention mask as a condition on query and key, or None if it cannot be read."""
+    """Return the attention mask as a condition on query and key index, or None if no rule can read
+    the mask."""
     mask = match.attention
     if mask is None or info.value(mask.node).dim() != 2:
         return None
@@ -223,8 +226,8 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 
 def _unserved(match: Multihead) -> Decline | None:
-    """Return the arguments that the inserted nodes would not handle like the original call, or
-    None."""
+    """Return a Decline that names an argument that the inserted nodes would not handle like the
+    original call, or None."""
     kind, given = kind_among(match.node.all_input_nodes), match.given
     if kind:
         return subclass(kind)
@@ -245,7 +248,8 @@ def _unserved(match: Multihead) -> Decline | None:
 
 
 def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Return a decline if a mask was written to after it was created, or requires a gradient."""
+    """Return a Decline if the graph wrote to a mask after it was created, or if a mask requires a
+    gradient."""
     for mask in match.masks:
         if mask.made_by and mask.taken is not None:
             write = info.written_between([mask.node, mask.taken], mask.node, match.node)
@@ -271,7 +275,8 @@ def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
 
 
 class _Expansion:
-    """Inserter of the new call's nodes, in the dtype of the old call, with or without autocast."""
+    """Inserts the nodes that replace a call. They compute in the dtype of the call, also under
+    autocast."""
 
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
         self.info, self.editor, self.match = info, editor, match
@@ -344,7 +349,8 @@ class _Expansion:
         return [self.item(pieces, place) for place in range(parts)]
 
     def _batch_first(self, source: Node) -> tuple[Node, int]:
-        """Return a 3D tensor to project, and the number of its batch axis (one of the first two).
+        """Return the 3D tensor that the first linear layer gets, and the index of its batch axis, 0
+        or 1.
 
         With ``batch_first``, the module swaps these two axes of its inputs. This pass projects the
         tensor before the swap, so it needs no copy.
@@ -356,8 +362,8 @@ class _Expansion:
         return (node, 1) if turned is None else (turned, 0)
 
     def _mask(self) -> Node | None:
-        """Return a mask, or None: booleans that are true for visible keys, or numbers to add to the
-        scores."""
+        """Return the mask of the attention call, or None. A boolean mask is true for visible keys;
+        other masks contain numbers that are added to the scores."""
         masks = self.match.masks
         if not masks:
             return None
@@ -388,8 +394,8 @@ class _Expansion:
         return node
 
     def _nothing_is_nan(self, mask: Node) -> Node:
-        """Return nan for queries that may attend to no key, otherwise 1, to match a softmax over
-        only minus infinities.
+        """Return factors for the result: nan for queries that may see no key, otherwise 1. The
+        original softmax, over only minus infinities, gives nan for such queries.
         """
         if compat.example_value(mask).dtype != torch.bool:
             mask = self.call(aten.gt.Scalar, mask, -math.inf)

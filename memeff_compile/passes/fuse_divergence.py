@@ -1,5 +1,5 @@
-"""Two output projections and the divergence of their softmaxes -> memeff::linear_divergence, which
-builds no N x V logits.
+"""Rewrite two output projections and the divergence of their softmaxes into
+memeff::linear_divergence, which builds no N x V logits.
 
     before: s = log_softmax(linear(h, W) / T)
             with no_grad(): t = softmax(linear(g, U) / T)
@@ -9,18 +9,19 @@ builds no N x V logits.
     before: s = log_softmax(linear(h, W)).gather(-1, i)
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
 
-A match of the first kind, as in the first example, is one number per row that compares the softmax
-of a student's output projection with the softmax of a teacher; the teacher is another output
-projection of this graph, or a tensor of logits. `losses/divergences.py` recognises the different
-ways to write such a divergence. If the rest of the graph only masks, scales and sums the rows, the
-op returns the sum and its gradients, with four matrix products; otherwise the backward pass
-computes the logits again. A match of the second kind reads k classes of each row
-(`losses/classes.py`), because a teacher often provides only its k most likely classes. The rest of
-such a loss, which uses these k numbers, stays in the graph.
+A match of the first kind (first example) is one number per row (token) that compares the softmax of
+a student's output projection with a teacher's softmax. The teacher's logits come from another
+output projection of this graph, or are a tensor. `losses/divergences.py` recognises the different
+ways to write such a divergence. If the rest of the graph only masks, scales and sums these numbers,
+the op returns the sum and its gradients, with four matrix products in all; otherwise the backward
+pass computes the logits again. A match of the second kind (second example) reads the
+log-probabilities of k classes per row (`losses/classes.py`), because a teacher often provides only
+its k most likely classes. The rest of such a loss stays in the graph and uses these k numbers.
 
-The pass declines teachers that require a gradient, other readers of the logits, softcaps and
-vectors over the vocabulary, in-place writes before the divergence, and tensor subclasses.
-docs/passes/fuse-divergence.md lists the codes of all reasons.
+The pass declines if the teacher requires a gradient, if other nodes read the logits, if the logits
+have a softcap or a vector over the vocabulary is added to them, if a node writes to them in place
+before the divergence, or if an operand is a tensor subclass. docs/passes/fuse-divergence.md lists
+the codes of all reasons.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class FuseDivergence(GraphPass):
     name = "fuse_divergence"
 
     def find(self, info: GraphInfo) -> Iterable[Divergence | Classes | Decline]:
-        """Yield every divergence of an output projection, every read of several classes per row,
-        and a Decline for each `kl_div` that the pass cannot read.
+        """Yield every divergence of an output projection's softmax, every gather of several classes
+        per row, and a Decline for each `kl_div` that the pass cannot read.
         """
         nodes = list(info.gm.graph.nodes)
         if not any(node_name(node) in _SOFTMAXES for node in nodes):
@@ -110,8 +111,8 @@ class FuseDivergence(GraphPass):
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
-        """Return the bytes of the student's and teacher's logits, and of the blocks that replace
-        them."""
+        """Return the bytes of the student's and teacher's logits, and the bytes of the blocks of
+        logits that the op computes at a time instead."""
         if isinstance(match, Divergence) and match.group.members[0] is not match:
             return None  # the first divergence of these logits has counted them
         hidden, weight, *_ = _values(info, match.student)
@@ -189,8 +190,8 @@ class FuseDivergence(GraphPass):
 def _refusal(
     info: GraphInfo, match: Divergence | Classes, covered: Sequence[Node]
 ) -> Decline | None:
-    """Return the reason why a match is not rewritten, or None; all nodes of `covered` are rewritten
-    together with the match."""
+    """Return the reason why a match is not rewritten, or None. The nodes in `covered` are rewritten
+    together with the match, so they may read the logits."""
     return (
         _check_sides(info, match)
         or _check_readers(info, match, set(covered))
@@ -200,8 +201,8 @@ def _refusal(
 
 
 def _lending_depth(info: GraphInfo, match: Divergence | Classes) -> int:
-    """Return the hidden size of the weight whose gradient the op computes in its forward pass, or 0
-    if it computes none there."""
+    """Return the hidden size of the student's weight if the op computes this weight's gradient in
+    its forward pass, otherwise 0."""
     weight = info.value(_head(match.student).weight)
     is_total = isinstance(match, Divergence) and _is_total(info, match)
     size = compat.known_size(info.value(_head(match.student).hidden).shape[-1])
@@ -214,8 +215,8 @@ def _head(side: Side) -> Any:
 
 
 def _unread(info: GraphInfo, reader: DivergenceReader, node: Node) -> Iterable[Decline]:
-    """Return a decline for a divergence of a projection's log-probabilities that the pass does not
-    recognise."""
+    """Return a Decline if a node is a divergence of an output projection's log-probabilities that
+    the pass does not recognise."""
     given = kl_arguments(node) or {"input": node.args[0] if node.args else None}
     sides = [reader.softmax.log_probs(given.get(name)) for name in ("input", "target")]
     if any(isinstance(side, Soft) for side in sides):
@@ -267,7 +268,8 @@ def _check_sides(info: GraphInfo, match: Divergence | Classes) -> Decline | None
 def _check_readers(
     info: GraphInfo, match: Divergence | Classes, covered: set[Node]
 ) -> Decline | None:
-    """Return a decline if anything else needs the logits, except a loss or an output."""
+    """Return a Decline if a node needs the logits that is neither in `covered`, nor another loss,
+    nor the graph's output."""
     reader = HeadReader(info)
     tails = TailReader(info, reader)
     for node in (*match.covered, *(each for side in match.sides for each in side.nodes)):

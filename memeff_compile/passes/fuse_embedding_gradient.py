@@ -1,27 +1,28 @@
-"""embedding -> memeff::embedding_tied, which adds the rows' gradient to the output projection's
-gradient of the same weight, in place.
+"""Rewrite an embedding that shares its weight with an output projection into
+memeff::embedding_tied, which adds the embedding's gradient to the output projection's gradient of
+the weight, in place.
 
     before: x = embedding(ids, W);          nll, .. = memeff.linear_cross_entropy(h, W, y)
     after:  x, C = memeff.embedding_tied(W, ids, -1)
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
-C is a view of the table W. Because the lookup returns C, autograd passes two gradients to the
-lookup's backward pass: the output projection's gradient of W, and the rows' gradient, which is
-added to the first in place. The pass saves an fp32 buffer as large as the table (V x D), to which
-Inductor would scatter the rows' gradient.
+C is a view of the table W (the weight). Because the op returns the looked-up rows x and C, its
+backward pass gets the gradient of x and the output projection's gradient of C, and adds the
+gradient of x to the rows of the other one, in place. This saves an fp32 buffer as large as the
+table (V x D), to which Inductor would scatter the gradient of x.
 
 Several lookups in one table (encoder and decoder) form a chain: each takes the table that the
-previous lookup returned. Autograd adds the gradients of other uses of the table as usual.
+previous lookup returned. If other nodes use the table, autograd adds their gradients as usual.
 
 If a large 16-bit table has no fused output projection in the same graph, its lookup becomes
 memeff::embedding, whose backward pass writes the 16-bit gradient without the fp32 buffer. The
 lookup of an fp32 table without a fused output projection is not rewritten, because the buffer to
 which Inductor scatters is already the gradient.
 
-If DTensor splits a table over ranks, each rank looks up rows in its own shard, with `over_ranks`.
-Without the pass, DTensor builds the gradient of all rows on every rank, in the table's dtype, if
-the rows are split. So the pass rewrites the lookup of every large split table; the looked-up rows
-are summed over ranks as before:
+If DTensor splits a table over ranks by rows, DTensor builds the gradient of the whole table on
+every rank. So the pass rewrites the lookup of every large split table: each rank looks up the rows
+of its own shard, `over_ranks` makes a DTensor of the results, and the ranks' results are summed as
+before:
 
     before: x = embedding(ids, W).redistribute(...)                  W: Shard(0)
     after:  W_r = part_of_rank(W)
@@ -144,7 +145,8 @@ class FuseEmbeddingGradient(GraphPass):
         return None
 
     def gain(self, info: GraphInfo, match: Table) -> Gain:
-        """Return the formula for the table-sized buffers, before and after the rewrite."""
+        """Return a formula for the bytes of buffers as large as the table, before and after the
+        rewrite."""
         weight = info.value(match.weight)
         n, d, v, b, held = sympy.symbols("N D V B V_r", integer=True, positive=True)
         parts = op_folder.parts_of(weight)[0]
@@ -259,8 +261,8 @@ def _unread(node: Node) -> Decline:
 
 
 def _sources(weight: Node) -> list[Node]:
-    """Return a weight, and this rank's shards of it; fused output projections may multiply by any
-    of them."""
+    """Return a weight and the nodes that take this rank's shard of it; a fused output projection
+    may use any of these nodes as its weight."""
     parts = (user for user in weight.users if user.target is part_of_rank)
     return [weight, *(part for part in parts if all(summed is None for summed in part.args[1:]))]
 
@@ -271,8 +273,8 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     """Return the nodes after ``last`` through which fused output projections use ``weight``: the
-    op, a cast, or a slice of the classes. Casts to a narrower dtype are not included, because their
-    gradient would stay in the wider dtype through the whole backward pass.
+    op, a cast, or a slice of the classes. Casts to a narrower dtype are not included, because the
+    gradient of the table would then be stored in the wider dtype during the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -304,8 +306,8 @@ def _is_made_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
 def _is_large(info: GraphInfo, weight: Node) -> bool:
     """Return whether the buffer that the pass avoids is large enough to be worth a rewrite.
 
-    That buffer is the fp32 copy to which Inductor scatters for a 16-bit table, or the gradient of
-    all rows for a table that is split over ranks.
+    For a 16-bit table, the buffer is the fp32 tensor to which Inductor scatters the gradient; for a
+    table that is split over ranks, it is the gradient of the whole table.
     """
     value = info.tensor(weight)
     if value is None or value.dim() != 2:
@@ -323,8 +325,8 @@ def _is_compiled(info: GraphInfo) -> bool:
 
 
 def _sizes(weight: torch.Tensor) -> dict[str, int]:
-    """Return the sizes of the gradient buffer that exists without the pass; they are the same on
-    every rank."""
+    """Return the sizes of the gradient buffer that the pass avoids; the sizes are the same on every
+    rank."""
     rows, columns = map(compat.size_hint, weight.shape)
     return {"V": rows, "D": -(-columns // op_folder.parts_of(weight)[1])}
 
@@ -336,7 +338,8 @@ def _layout(info: GraphInfo, weight: Node, ids: Node) -> op_folder.Layout | None
 
 
 def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> Decline | None:
-    """Return the reason why ranks cannot look up a split table shard by shard, or None."""
+    """Return the reason why the ranks cannot each look up rows in their own shard of a split table,
+    or None."""
     anchor, found = match.lookups[0], None
     if all(compat.known_size(size) is not None for size in weight.shape):
         found = op_folder.layout_of(weight, ids)
@@ -359,10 +362,10 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """Return whether the node that reads rows which are partial sums adds the rows up over ranks
-    before it uses them.
+    """Return whether a node that reads looked-up rows, of which each rank has a partial sum, first
+    adds them up over ranks.
 
-    If it does, every rank has the complete result.
+    If it does, every rank gets the complete rows.
     """
     if node_name(user) in _MOVES:
         return True
@@ -373,8 +376,8 @@ def _reads_sums(user: Node) -> bool:
 
 
 def _hand_over(editor: Editor, parts: dict[Node, Node]) -> None:
-    """Make the readers of lookups read rows that are split over ranks, either already summed or
-    not."""
+    """Make the nodes that read looked-up rows read the DTensors that the rewritten lookups
+    return."""
     added: dict[Node, Node] = {}
     for user in dict.fromkeys(user for node in parts for user in node.users):
         moves = node_name(user) in _MOVES

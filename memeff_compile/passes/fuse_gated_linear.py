@@ -1,5 +1,5 @@
-"""linear(act(gate) * up) -> memeff::gated_linear, which overwrites gate and up with their
-gradients.
+"""Rewrite linear(act(gate) * up) into memeff::gated_linear, whose backward pass overwrites gate and
+up with their gradients.
 
     before: out = linear(silu(gate) * up, W)        after: out = memeff.gated_linear(gate, up, W)
 
@@ -115,8 +115,8 @@ def _activation(call: Call) -> str:
 
 
 def _gains(info: GraphInfo, match: Gated) -> bool:
-    """Return whether the op overwrites only tensors that the backward pass computes just for this
-    op."""
+    """Return whether the op would overwrite only tensors that the backward pass recomputes for this
+    op and that no other node reads."""
     out, gate, up = (info.tensor(n) for n in (match.linear, match.gate, match.up))
     if out is None or gate is None or up is None:
         return False

@@ -1,4 +1,5 @@
-"""linear + cross entropy -> memeff::linear_cross_entropy, which never builds the N x V logits.
+"""Rewrite an output projection and its cross entropy into memeff::linear_cross_entropy, which never
+builds the N x V logits.
 
     before: logits = linear(h, W)
             f = logits.float().view(-1, V)
@@ -8,21 +9,22 @@
             loss = nll.sum() / (y != -100).sum()
             return loss, h                                      (logits deferred)
 
-A LoRA adapter of the output projection is a low-rank product that is added to the projection's
-product; the op takes the adapter's factors as arguments.
+If the output projection has a LoRA adapter, the op takes the adapter's low-rank matrices as
+arguments.
 
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
 A *site* is one output projection and every consumer of its logits that the op supports:
 cross_entropy, log_softmax + nll_loss or gather, logsumexp (z-loss), and metrics of the same logits
-(argmax, entropy, losses without a gradient). Consumers that use the same rows and targets share one
-call of the op. The reductions over rows stay ATen nodes, so an empty or entirely ignored batch
-gives nan, as in eager PyTorch.
+(argmax, entropy, losses without a gradient). Consumers that use the same rows (tokens) and targets
+share one call of the op. Sums and means over rows stay ATen nodes, so the mean of a batch without
+any counted token is nan, as in eager PyTorch.
 
-The pass declines targets that are class probabilities, other sums and uses of the logits inside the
-graph, in-place writes to logits or operands before the loss, logits used both with and without
-gradients, weights that are integers or subclasses, scales that are tensors, and output projections
-in another graph. The page docs/passes/fuse-linear-cross-entropy.md lists every code.
+The pass declines if the targets are class probabilities, if other nodes of the graph use the
+logits, if a node writes to the logits or to an operand in place before the loss, if some losses of
+the logits have gradients and others do not, if the weight is an integer tensor or a tensor
+subclass, if a scale is a tensor, or if the output projection is in another graph. The page
+docs/passes/fuse-linear-cross-entropy.md lists every code.
 """
 
 from __future__ import annotations
@@ -326,8 +328,8 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return as text the implementation's name, its measured speed, and the effect of a gradient
-    filter."""
+    """Return the report's text about the implementation of the op: its name, its measured speed,
+    and the effect of a gradient filter."""
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)
     name, speed = _engine_name(info, match), speed_note(hidden.device)

@@ -8,8 +8,9 @@ memeff.recompute allows.
 The pass changes neither numbers nor nodes: it gives the checkpoint a policy, like the argument
 `context_fn` of `torch.utils.checkpoint`. The checkpoint then saves results of fused attention (with
 their log-sum-exps) and of linears; everything else is recomputed as before. If the backward pass
-reads a linear's result only after further linear steps, such as the rotary embedding of queries and
-keys, the result of these steps is saved instead: it has the same size and saves more work.
+reads a linear layer's result only after further linear steps, such as the rotary embedding of
+queries and keys, the checkpoint saves the result of these steps instead, which has the same size
+and spares the backward pass more work.
 
 With a limit in bytes, the checkpoint saves the results that save the most time per byte; among
 equal ones, later blocks come first. A linear's result is not saved if the backward pass does not
@@ -99,7 +100,8 @@ class KeepActivations(GraphPass):
     name = "keep_activations"
 
     def find(self, info: GraphInfo) -> Iterable[Products | Decline]:
-        """Yield the results of the checkpoint body that were chosen to be saved."""
+        """Yield, as one match, the results in this checkpoint's body that the checkpoint should
+        save."""
         if info.called_by is None or not info.region.grad:
             return
         every = [_product(info, node) for node in info.visit(info.gm.graph.nodes)]
@@ -264,8 +266,8 @@ def _linear(info: GraphInfo, node: Node, call: Call) -> Product | None:
 
 
 def _readers(linear: Node) -> list[Node]:
-    """Return the nodes of a linear's result that the backward pass reads: the linear itself, or
-    linear steps after it.
+    """Return the nodes that the backward pass reads, among a linear layer's result and the linear
+    steps that follow it.
 
     The backward pass does not read a result that is only added and returned. If
     `memeff::gated_linear` reads one of these nodes, the list is empty, because that op overwrites
@@ -298,8 +300,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the first ops after a node that do more than move data; return the node's own op if
-    that op does more."""
+    """Return the first ops, from a node on, that do more than move data; the node's own op may be
+    one."""
     found: list[Any] = []
     ways, seen = [node], {node}
     while ways:
@@ -314,8 +316,7 @@ def _ends(node: Node) -> list[Any]:
 
 
 def _without_moves(node: Node, linear: Node) -> Node:
-    """Return the earlier node with the same values, before they were moved, or cast and cast
-    back."""
+    """Return the node whose values ``node`` only moves, or casts and casts back."""
     while node is not linear:
         calls, source = read(node), node.all_input_nodes[0]
         is_move = calls is not None and all(call.op in _MOVES for call in calls)
@@ -328,7 +329,8 @@ def _without_moves(node: Node, linear: Node) -> Node:
 
 
 def _is_made_op_by_op(value: torch.Tensor) -> bool:
-    """Return whether PyTorch chose unfused attention, which ends in a plain matrix product.
+    """Return whether an attention result comes from PyTorch's unfused implementation, which ends in
+    a plain matrix product.
 
     PyTorch chooses the kernel of an attention call when Dynamo traces the call, for example under
     `sdpa_kernel`. For a planned GPU, the kernel that PyTorch would choose is unknown.

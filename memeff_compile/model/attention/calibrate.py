@@ -1,10 +1,11 @@
 """Measure, on the user's inputs, which attention calls of a model may run in low bits.
 
-During the measurement, the model runs with its usual attention. In addition, each call of PyTorch's
-attention is computed at every level, on the same queries, keys and values, and compared with the
-exact result. The model continues with the exact result, so an error in one layer does not reach the
-next layer. As in SageAttention2, a level is chosen per layer and, for diffusion models, per time
-step. The worst score of a level decides, not the mean score.
+During the measurement, the model runs with its usual attention. In addition, each attention call is
+also computed at every level (a low-bit format, such as `8b`), on the same queries, keys and values,
+and compared with the exact result. The model continues with the exact result, so an error in one
+layer does not reach the next layer. As in SageAttention2, a level is chosen per layer and, for
+diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
+enough; the mean score does not count.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
 class Calibration(VerbReport, dict[str, Any]):
-    """A table of levels for the option `memeff.attention`; it can be stored as JSON.
+    """The result of `calibrate_attention`, a dictionary: the low-bit level of each attention
+    module, for the option `memeff.attention`.
 
-    The table's keys are: `levels`, which contains for each attention a level, or a list with a
-    level per call; `scores`, which contains for each attention, level and call the mean and
-    standard deviation over inputs, and the worst score; and `min_score`, or `share` if a share of
-    calls was requested.
+    It can be stored as JSON. Its keys are: `levels`, which maps each attention module to a level,
+    or to a list with a level per call; `scores`, which contains for each attention, level and call
+    the mean and standard deviation of the score over inputs, and the worst score; and `min_score`,
+    or `share` if `share` was passed.
     """
 
     def __str__(self) -> str:
-        """Return how many attention modules run in low bits, and the table as text, starting with
-        the worst module."""
+        """Return how many attention modules run in low bits, and a table of all modules as text, in
+        which the module with the lowest score comes first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
         asked = (
@@ -123,8 +125,8 @@ def calibrate_attention(
     levels: Sequence[str] | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
-    """Score each attention of a model at each level, and choose the first level that is good
-    enough.
+    """Score each attention module of a model at each level (low-bit format), and choose the first
+    level that is good enough.
 
     A score is the cosine similarity of a level's result and the exact result, multiplied by (1 -
     their relative L1 distance). The lowest score over all inputs counts. An attention is named by
@@ -148,7 +150,8 @@ def calibrate_attention(
             whole sampling loop.
 
     Returns:
-        A table for `memeff.attention`, which can be printed and stored as JSON.
+        The level of each attention module, as a value for the option `memeff.attention`; it can be
+            printed and stored as JSON.
 
     Raises:
         CalibrationError: There are no inputs, the model called no attention, or an argument is not
@@ -218,11 +221,11 @@ def _levels(
 
 
 def restart_attention_calls() -> None:
-    """Reset all counts of attention calls to the first call, for use after an interrupted loop.
+    """Make the next call of each attention module use the first level in its list of levels.
 
-    If a table lists a level for each call, calls use these levels in order, and start again after
-    the last level. Restarting is not needed after loops that make the same number of calls as in
-    the calibration.
+    If a calibration has a list of levels for an attention module, one per call, successive calls
+    use these levels in order, and start again after the last level. Call this function after a loop
+    that was interrupted; a loop that makes as many calls as the calibration did needs no restart.
 
     Example: memeff_compile.restart_attention_calls()
     """
@@ -230,7 +233,8 @@ def restart_attention_calls() -> None:
 
 
 def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return, for each attention call, the first level whose worst score is at least `least`."""
+    """Return, for each attention call, the first of `levels` whose worst score over all inputs is
+    at least `least`."""
     return {
         site: [
             next((level for level in levels if min(by_level[level][place]) >= least), EXACT)
@@ -241,8 +245,8 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 
 
 def _by_share(found: _Found, share: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return, for each call, the second level if its score is among the worst, otherwise the
-    first."""
+    """Return, for each attention call, the second level if the call's score at the first level is
+    among the worst, otherwise the first level."""
     low, high = levels
     worst = sorted(
         (min(scores), number, site, place)
@@ -272,8 +276,8 @@ def _table(found: _Found, by_call: Mapping[str, list[str]], **asked: float) -> C
 
 
 def score(found: Tensor, wanted: Tensor) -> float:
-    """Return the cosine similarity multiplied by (1 - relative L1), at least 0; if a number is not
-    finite, return 0."""
+    """Return the score of a result: its cosine similarity with the exact result, multiplied by (1 -
+    their relative L1 distance). The score is at least 0, and 0 if a number is not finite."""
     ours, theirs = found.flatten().double(), wanted.flatten().double()
     size = theirs.abs().sum()
     if not float(size):

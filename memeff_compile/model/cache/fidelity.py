@@ -1,11 +1,12 @@
 """Measure how a lossy KV cache changes a model's predictions, on the user's inputs.
 
-The model runs twice on each input: with an exact cache, and with a `KVCache` that contains the
-prompt, from which the model predicts the last tokens of the input. The predicted tokens come from
-the input; they are not generated. The report compares both runs' probabilities of the next token.
-The similarity of adjacent layers shows whether merging these layers can work.
+The model runs twice on each input: once with an exact cache, and once with a `KVCache` that holds
+all tokens but the last few. In each run, the model predicts each of these last tokens from the
+input's tokens before it; no tokens are generated. The report compares the probabilities of the next
+token in the two runs. The similarity of adjacent layers shows whether merging these layers can
+work.
 
-Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
+The method `plot` of a report draws the report's data as figure 1a of MiniCache (arXiv 2405.14366).
 """
 
 from __future__ import annotations
@@ -44,28 +45,33 @@ class FidelityReport(VerbReport):
 
     Attributes:
         settings: the settings of the cache that was compared with an exact cache.
-        pairs: for each pair of adjacent layers: their `layers`; for keys and for values, the mean
-            cosine between their rows, the 5th percentile of the cosines, and a histogram of `BINS`
-            from -1 to 1; `aligned`, the mean cosines of `keys` and of `values` after the two layers
-            are aligned; `has_window`, whether one of them attends to a window (such layers stay
-            exact and never merge); and with `each_pair` the `kl` of a cache that merges only these
-            two layers.
+        pairs: for each pair of adjacent layers: the numbers of the two `layers`; for keys and for
+            values, the mean cosine between the vectors of the same token in the two layers, the 5th
+            percentile of the cosines, and a histogram with `BINS` bins from -1 to 1; `aligned`, the
+            mean cosines of `keys` and of `values` after the two layers are aligned; `has_window`,
+            whether one of them attends to a window (such layers stay exact and never merge); and,
+            if `each_pair` was passed, the `kl` (as below) of a cache that merges only these two
+            layers.
         attention: for each attention call that both runs made, the `mean` and the `worst` cosine
-            between its two results; empty if the model never calls scaled_dot_product_attention.
-        logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
-            `kl_worst`, `agreement`, the share of positions with the same most likely token, and the
-            losses `loss_exact` and `loss` of the actual tokens.
-        memory: the `bytes` of the cache, the bytes that keys and values take in the model's dtype
-            (`before`), and the `ratio` of the two.
+            between the results in the two runs; empty if the model never calls
+            scaled_dot_product_attention.
+        logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
+            exact cache, in nats; `kl_worst`, the largest one; `agreement`, the share of positions
+            at which the most likely token is the same; and the mean losses of the input's tokens,
+            `loss_exact` with an exact cache and `loss` with the measured one.
+        memory: the `bytes` of the measured cache, the bytes that keys and values take in the
+            model's dtype (`before`), and the `ratio` of these two numbers.
         merged: `KVCache.merged` for the last input.
-        codes: for a cache that merges: `bits`, `kl` and `ratio` of other caches: without merging,
-            with as many bits, with 3 and with 2, and with 3 for keys and 2 for values, where
-            `value_bits` is 2; and with these and the values of all layers merged, where
-            `values_merged` is True.
-        maps: for each two neighbouring layers, the maps that align them on all inputs: the
-            rotations of keys and of values, (heads, 2, depth, depth), and the lower layer's head
-            for each head of the upper layer. A cache that is created with this report uses these
-            maps from its first token on. The JSON does not contain the maps.
+        codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other caches,
+            for comparison. Four do not merge layers: one has as many bits as the measured cache,
+            one 3 bits, one 2 bits, and one 3 bits for keys and 2 for values (its entry has
+            `value_bits`). The fifth has 3 bits for keys and 2 for values too, and merges the values
+            of all layers (its entry has `values_merged`).
+        maps: for each pair of adjacent layers, the maps that align the upper layer with the lower
+            one, fitted to all inputs: the rotations of keys and of values, (heads, 2, depth,
+            depth), and, for each head of the upper layer, the matching head of the lower layer. A
+            cache that is created with this report uses these maps from its first token on. The JSON
+            does not contain the maps.
     """
 
     settings: dict[str, Any]
@@ -97,10 +103,11 @@ class FidelityReport(VerbReport):
         return f"{here}. Use it if {_without(best)} is too large; that loses less."
 
     def cheapest(self, count: int) -> tuple[int, int] | None:
-        """Return `start_layer` and `end_layer` of those `count` consecutive pairs that cost least.
+        """Return the `start_layer` and `end_layer` between which merging `count` consecutive pairs
+        of layers costs least.
 
-        The cost is the sum of the losses that each pair causes when only that pair merges. If the
-        costs of such pairs were not measured, return None.
+        The cost is the sum, over the pairs, of the error that merging only this pair causes. Return
+        None if the report was made without `each_pair`.
         """
         costs = {pair["layers"][0]: pair["kl"] for pair in self.pairs if "kl" in pair}
         starts = [
@@ -112,8 +119,8 @@ class FidelityReport(VerbReport):
         return start, start + 2 * count
 
     def _other_layers(self) -> str:
-        """Return advice to merge other layers, if each pair was measured and other pairs cost
-        less."""
+        """Return advice to merge other layers, if each pair was measured alone and other pairs cost
+        less than the merged ones."""
         merged = [tuple(line["layers"]) for line in self.merged]
         found = self.cheapest(len(merged))
         if found is None or found == (merged[0][0], merged[-1][1] + 1):
@@ -163,8 +170,8 @@ class FidelityReport(VerbReport):
         return json.dumps(named, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the similarity of adjacent layers: the mean cosine, and the range of the middle 90 %
-        of the rows.
+        """Draw the similarity of adjacent layers: the mean cosine, and the range that contains 90 %
+        of the cosines.
 
         The extension of `path` determines the file format; without an extension, the format is SVG.
         Raise CalibrationError if matplotlib is not installed.
@@ -199,9 +206,9 @@ def fidelity_report(
         merge: as in `KVCache`.
         steps: the number of tokens at the end of an input whose predictions are compared, at least
             2.
-        each_pair: also measure each pair of adjacent layers when only that pair merges; this shows
-            where merging costs least. With each_pair, the model runs once more for each pair and
-            input.
+        each_pair: also measure, for each pair of adjacent layers, a cache that merges only this
+            pair; this shows which layers can be merged at the least cost. The model then runs once
+            more for each pair and input.
         settings: further settings of `KVCache`, except `max_cache_len`.
 
     Returns:
@@ -258,7 +265,8 @@ def fidelity_report(
 
 
 def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
-    """Return the token ids and the mask of an input."""
+    """Return the token ids and the attention mask (or None) of an input; raise an error if the
+    input has too few tokens."""
     is_named = isinstance(given, Mapping)
     ids = given.get("input_ids") if is_named else given
     mask = given.get("attention_mask") if is_named else None
@@ -286,9 +294,10 @@ class _Run(NamedTuple):
 
 @torch.no_grad()
 def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = None) -> _Run:  # noqa: ANN401
-    """Run the model on all tokens of an input; if there is a cache, first fill it with the prompt.
+    """Run the model on all tokens of an input.
 
-    With a cache, the input's last tokens then attend to the cache's contents.
+    If `cache` is given, the model first runs on all but the last `steps` tokens to fill the cache,
+    and the last tokens then attend to the contents of the cache.
     """
     from memeff_compile.model.cache.layers import CACHE_NAME  # transformers, slow to import
 
@@ -311,14 +320,14 @@ class _Other(NamedTuple):
     values_merged: bool = False
 
     def merge(self) -> MiniCache | None:
-        """Return the setting that merges the values of all layers, or nothing if the values are not
-        merged."""
+        """Return the `merge` setting of this cache: it merges the values of all layers, or is
+        None."""
         return (
             MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
         )
 
     def named(self) -> dict[str, Any]:
-        """Return the settings that are not defaults."""
+        """Return the settings of this cache that differ from the defaults."""
         named = {"bits": self.bits, "value_bits": self.value_bits}
         named["values_merged"] = self.values_merged or None
         return {name: value for name, value in named.items() if value is not None}
@@ -330,8 +339,7 @@ def _others(bits: int) -> list[_Other]:
 
 
 def _without(codes: Mapping[str, Any]) -> str:
-    """Return the report's description of another cache, with which the measured cache is
-    compared."""
+    """Return as text the settings of another cache, with which the measured cache is compared."""
     kl, ratio = codes["kl"], codes["ratio"]
     of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""
     merged = "with values alone merged" if codes.get("values_merged") else "without merging"
@@ -343,7 +351,7 @@ def _all_bits(codes: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Gathered:
-    """The measurements of all inputs, grouped by kind."""
+    """The measurements of all inputs so far, grouped by kind; `report` summarizes them."""
 
     def __init__(self) -> None:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
@@ -354,13 +362,15 @@ class _Gathered:
         self.products: dict[int, Tensor] = {}
 
     def other(self, which: _Other, exact: _Run, found: _Run, size: int) -> None:
-        """Record the model's predictions with another cache, and the bytes of that cache."""
+        """Record how the model's predictions with another cache differ from those with the exact
+        cache, and the bytes of the other cache."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", which)
         self.others[which] += size
 
     def alone(self, at: int, exact: _Run, found: _Run) -> None:
-        """Record the model's predictions with a cache that merges only one pair of layers."""
+        """Record how the predictions with a cache that merges only one pair of layers differ from
+        those with the exact cache."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "alone", at)
 
@@ -372,7 +382,7 @@ class _Gathered:
         self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
-        """Record how similar the rows of adjacent layers are."""
+        """Record how similar the keys, and the values, of adjacent layers are."""
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())

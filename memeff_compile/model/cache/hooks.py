@@ -1,4 +1,4 @@
-"""Let the core make a model's `generate()` use KV caches, and compile the model in place."""
+"""Hooks through which `memeff_compile.compile` makes a model's `generate()` use KV caches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memeff_compile.system import Hooks, Request, Undone
 
 
 class CacheHooks(Hooks):
-    """Make a model's `generate()` use caches; compile the model in place for caches of any
-    length."""
+    """Hooks that make a model's `generate()` use this package's KV caches, and compile the model in
+    place so that caches of any length share the same graphs."""
 
     def wants(self, request: Request) -> bool:
         return request.kv_cache is not None

@@ -65,7 +65,8 @@ class KVCache(Cache):
             more tokens raises an error. On a GPU, where the CPU does not wait for the number of
             tokens, the logits of further tokens are nan.
         bits: 16 (exact), 8, 4, 3 or 2.
-        value_bits: the bits of values, if they are not those of keys: values need fewer.
+        value_bits: the bits of values, if values should have fewer bits than keys; by default the
+            same number.
         scheme: ``kivi`` (a scale and a zero point per channel of keys and per token of values) or
             ``per_head`` (one scale per token and head).
         group: number of tokens that are encoded together: 32, 64 or 128.
@@ -75,9 +76,10 @@ class KVCache(Cache):
         attention_mask: the mask of prompts that are padded on the left: (batch, tokens) with 0 for
             padding. With this mask, `keep_first` counts from the first token after the padding, and
             scales ignore padding.
-        merge: None, ``"minicache"``, or a `MiniCache` with settings: adjacent layers then share the
-            directions of their older tokens. Merging layers loses more accuracy than 3-bit codes.
-            Merging shows a warning unless you pass the result of `fidelity_report` for your model.
+        merge: None, ``"minicache"``, or a `MiniCache` with settings: each two adjacent layers then
+            share one direction for the keys, and one for the values, of each older token. Merging
+            layers loses more accuracy than 3-bit codes. Merging shows a warning unless you pass the
+            result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -148,11 +150,13 @@ class KVCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **how)
 
     def merged(self) -> list[dict[str, Any]]:
-        """Return one line per pair of layers that share directions; the CPU waits for the device.
+        """Return one dictionary per pair of merged layers (layers that share directions of their
+        older tokens). To read the numbers, the CPU waits for the device.
 
-        A line contains the pair's `layers`; the number of `merged` tokens; `kept`, the mean number
-        of rows per sequence and head that stayed unmerged, without first tokens; and `left_over`,
-        the number of rows per sequence and head that should have stayed unmerged but did not fit.
+        A dictionary contains the numbers of the pair's `layers`; the number of `merged` tokens;
+        `kept`, the mean number of tokens per sequence and head that stayed unmerged, not counting
+        the exact first tokens; and `left_over`, the number of tokens per sequence and head that
+        should have stayed unmerged but did not fit.
         """
         found = []
         for layer in self.layers:
@@ -164,8 +168,8 @@ class KVCache(Cache):
         return found
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
-        """Empty the cache, whose tensors keep their memory. The argument is the attention mask of
-        the next prompts; None means no padding.
+        """Empty the cache; its tensors keep their memory. The argument is the attention mask of the
+        next prompts; None means no padding.
         """
         ours = (layer for layer in self.layers if isinstance(layer, InPlace))
         held = {tensor.shape[0] for layer in ours for _, tensor in layer.tensors()}
@@ -184,8 +188,8 @@ class KVCache(Cache):
                 layer.is_empty = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every layer; a negative argument is minus the number of tokens
-        to remove.
+        """Remove the last n tokens of every layer if the argument is -n; a positive argument is an
+        error.
 
         If a layer cannot remove that many tokens, or has a sliding window, raise
         UnsupportedInputError and remove no token.
@@ -285,7 +289,8 @@ def _warn_once(text: str) -> None:
 
 
 def _kept_exact(layers: list[Untyped], bits: int) -> str:
-    """Return as text which layers stay exact although the user requested low bits, or ""."""
+    """Return a sentence that lists the layers that stay exact although the user requested low bits,
+    or ""."""
     ours = [n for n, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
     coded = [n for n in ours if isinstance(layers[n], CodedLayer)]
     exact = [n for n in ours if n not in coded]
@@ -351,8 +356,8 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """From a start layer on, replace pairs of adjacent layers that can merge by layers that share
-    directions.
+    """From the start layer of `merge` on, replace each pair of adjacent layers that can be merged
+    by two layers that share the directions of their older tokens.
     """
     text = config.get_text_config(decoder=True)
     # A layer without rotary embeddings never goes with one that has them.
@@ -435,8 +440,8 @@ def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
     """Return a compiled call whose first graphs are valid for prompts and caches of any length.
 
-    Before a decoding step, windows are moved, so the same compiled step works whether the windows
-    are full or not.
+    Layers with a sliding window make room for a new token before the compiled step runs, so one
+    compiled step works whether the windows are full or not.
     """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:
@@ -467,11 +472,11 @@ _HOOK = "_prepare_cache_for_generation"
 
 @dataclasses.dataclass
 class _Hook:
-    """A hook that replaces a method of the model which generate() calls, and stores the original
-    method.
+    """A hook that replaces the method with which generate() prepares a model's cache, and stores
+    the original method.
 
-    The hook refers to the model, so that copies of the model, including pickled ones, get their own
-    hooks.
+    The hook refers to the model, so that a copied or pickled model gets a hook that refers to the
+    copy.
     """
 
     model: Any
@@ -492,7 +497,7 @@ class _Hook:
         *args: object,
         **kwargs: object,
     ) -> Untyped:
-        """Put a KVCache into the arguments of a model call, unless the call requests another
+        """Put a KVCache into the arguments of a generate() call, unless the call requests another
         cache."""
         model = self.model
         given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
@@ -536,8 +541,8 @@ class _Hook:
         return compiled is not None and compiled[1].get("memeff.preset") == "off"
 
     def undo(self) -> None:  # of this use alone
-        """Undo the setting: make the model create the same caches as before, unless an earlier
-        setting has also been undone."""
+        """Undo this call of `use_kv_cache_`: the model then creates the same caches as before the
+        call. If an earlier call was undone in the meantime, that one stays undone."""
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)
@@ -553,7 +558,8 @@ class _Hook:
     def _cache(
         self, config: Untyped, mode: Untyped, batch_size: int, tokens: int, mask: Tensor | None
     ) -> KVCache:
-        """Return an empty cache; an earlier cache is reused if its tensors are no longer in use."""
+        """Return an empty cache: an earlier one if no code uses its tensors any more, otherwise a
+        new one."""
         model = self.model
         sequences = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
 

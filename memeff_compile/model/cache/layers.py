@@ -44,7 +44,8 @@ CACHE_NAME = "cache" if "cache" in _NAMES else OLDER_CACHE_NAME
 
 
 def refuse(sentence: str) -> None:
-    """Raise an error with a sentence that names the input and the requirement."""
+    """Raise UnsupportedInputError with a sentence that names the wrong input and the
+    requirement."""
     raise UnsupportedInputError(f"KVCache: {sentence}")
 
 
@@ -111,10 +112,10 @@ class InPlace(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """Return the largest number of tokens that fit (`max_cache_len`).
+        """Return the largest number of tokens that fit into the layer (`max_cache_len`).
 
-        If a buffer of the layer has that many rows, read the number from the buffer's shape, so
-        that compiled code accepts any length.
+        If a buffer has one entry per token, the number is read from the buffer's shape, so that
+        compiled code accepts caches of any length.
         """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
@@ -126,7 +127,7 @@ class InPlace(CacheLayerMixin):
 
     @abstractmethod
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens; the caller has already checked that they fit."""
+        """Write the keys and values of new tokens; the caller has already checked that they fit."""
 
     @abstractmethod
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,8 @@ class InPlace(CacheLayerMixin):
 
     @abstractmethod
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens, after `keeps` has returned that the layer can remove them."""
+        """Remove the last tokens; call this only if `keeps` has returned None, which means that the
+        layer can remove them."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; as in transformers, a negative argument is minus their number."""
@@ -187,7 +189,8 @@ class InPlace(CacheLayerMixin):
         self.remove_last(remove)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and the offset of the keys that the mask covers."""
+        """Return the number of keys that the attention mask covers, and the position of the first
+        of these keys."""
         return (query_length if self.is_empty else self.room), 0
 
     def get_max_length(self) -> int:
@@ -207,9 +210,11 @@ class InPlace(CacheLayerMixin):
 
 
 class AsTheyCome(InPlace, StaticLayer):
-    """A layer that stores keys and values unchanged, each in its own dtype.
+    """A layer that stores keys and values unchanged, keys in the dtype of keys and values in the
+    dtype of values.
 
-    Under autocast the two dtypes differ, because keys are rotated in fp32 and values have 16 bits.
+    Under autocast these dtypes differ, because the rotary embedding returns keys in fp32, and
+    values have 16 bits.
     """
 
     keys: Any
@@ -224,7 +229,7 @@ class AsTheyCome(InPlace, StaticLayer):
 
 
 class ExactLayer(AsTheyCome):
-    """An exact layer with memory for all tokens."""
+    """A layer without a sliding window that stores all tokens exactly."""
 
     is_croppable = True
     buffers = held = long = "keys", "values"
@@ -275,10 +280,10 @@ class WindowLayer(AsTheyCome):
     """A sliding-window layer with memory for slightly more tokens than the window.
 
     New tokens are written after the existing ones. When new tokens do not fit, the window is moved
-    to the front of the memory; with more memory, this happens less often. Attention masks select
-    the visible tokens. The number of tokens is counted twice: on the CPU for masks, and on the
-    device for write positions. If the cache is not longer than this layer's memory, no token ever
-    leaves the layer.
+    to the front of the memory; with more memory, this happens less often. The attention mask hides
+    tokens outside of the window. The number of tokens is counted on the CPU, for masks, and also on
+    the device, for write positions. If the cache is not longer than this layer's memory, no token
+    ever leaves the layer.
     """
 
     buffers = held = long = "keys", "values"
@@ -299,7 +304,8 @@ class WindowLayer(AsTheyCome):
 
     @property
     def here(self) -> int:
-        """Return the number of tokens that the layer still contains."""
+        """Return the number of tokens that the layer still contains, of all tokens that were
+        appended."""
         return min(self.filled - _NONE, self.max_cache_len)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -330,7 +336,8 @@ class WindowLayer(AsTheyCome):
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         """Write to all positions at once with index_copy_, as exact layers do.
 
-        With copy_ instead, a memory snapshot showed the prompts of all layers at the GPU's peak.
+        With copy_ instead, the prompts of all layers were in memory at the same time at the GPU's
+        peak.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -378,7 +385,8 @@ class WindowLayer(AsTheyCome):
         return found
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and the offset of the keys that the mask of the next tokens covers."""
+        """Return the number of keys that the attention mask of the next tokens covers, and the
+        position of the first of these keys."""
         if self.is_empty:
             return query_length, 0
         if self.filled + query_length <= self.room + _NONE:
@@ -444,12 +452,12 @@ class CodedLayer(InPlace):
         self.layout: op_folder.Layout | None = None  # its tensors, once their shapes are known
 
     def pool(self) -> list[Tensor]:
-        """Return the tensors in the order in which the ops take them."""
+        """Return the layer's tensors in the order in which the cache ops take them as arguments."""
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the tensors for keys and values with the shape and dtype of the given ones;
-        raise an error if those cannot be encoded."""
+        raise an error if keys or values of this shape and dtype cannot be encoded."""
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:
             refuse(
@@ -487,10 +495,10 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the maps of a layer that is aligned to another layer, or an empty result for other
-        layers.
+        """Return the tensors that align a merged layer with the layer with which it shares
+        directions; return an empty tuple for other layers.
 
-        The maps are passed to the ops of the cache as their last arguments.
+        They are the last arguments of the cache ops.
         """
         return ()
 
@@ -501,7 +509,8 @@ class CodedLayer(InPlace):
         return keys, values
 
     def _lengths(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the factors of the decoded keys and values, (B, H, N), or None."""
+        """Return the numbers by which decoded keys and values are multiplied, (B, H, N), or None if
+        the layer has no such numbers."""
         return (None, None) if self.norms is None else (self.norms[..., 0], self.norms[..., 1])
 
     def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens
@@ -543,8 +552,8 @@ class CodedLayer(InPlace):
 
 
 class Starts:
-    """The start of each sequence and the positions of the exact first tokens, which all layers
-    share."""
+    """The position at which each sequence starts (after its padding), and the positions of the
+    first tokens that stay exact. All layers of a cache share one `Starts`."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
@@ -558,7 +567,7 @@ class Starts:
         self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
-        """Start again with other sequences, in the existing tensors; if the method raises an error,
+        """Store the starts of new sequences in the existing tensors; if the method raises an error,
         it has changed no tensor.
 
         `held` contains the batch sizes of the layers' tensors.
@@ -603,7 +612,8 @@ class Starts:
         return self.first.to(device, torch.int32).repeat_interleave(sequences // batch)
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
-        """Reorder, repeat or select sequences."""
+        """Apply `function`, which reorders, repeats or selects sequences, to the tensors with one
+        element per sequence."""
         if not self._shape:
             return
         changed = function(self.places)

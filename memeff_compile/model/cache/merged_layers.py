@@ -1,9 +1,10 @@
-"""The merged layers of a KVCache: two adjacent layers share one direction per row.
+"""The merged layers of a KVCache: two adjacent layers store, per token and head, one common
+direction of their keys (and one of their values) and a separate length for each layer.
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
-exist. So a single token is written to the lower layer's window immediately, and the upper layer's
-append merges the complete groups of both layers. If several tokens are appended together, the lower
-layer's tokens wait for those of the upper layer.
+exist. So when one token is appended, the lower layer writes it to its exact tokens, and later the
+upper layer's append merges the groups of tokens that are now complete. When several tokens are
+appended at once, the lower layer keeps them aside until the upper layer's tokens arrive.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that the two layers of a pair share, and the lower layer's waiting tokens."""
+    """The state that the two layers of a pair share, and the tokens of the lower layer that wait
+    until those of the upper layer arrive."""
 
     def __init__(
         self,
@@ -50,24 +52,24 @@ class Pair:
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return the shared tensors in the order in which the ops take them."""
+        """Return the shared tensors in the order in which the cache ops take them as arguments."""
         return [getattr(self, name) for name in op_folder.SHARED]
 
     def maps(self) -> list[Tensor]:
-        """Return the tensors that align the layers, in the ops' order.
-
-        If the layers are not aligned, the property is None.
+        """Return the tensors that align the two layers, in the order in which the cache ops take
+        them, or None if the layers are not aligned.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
     def find_angles(self, depth: int, device: torch.device) -> None:
-        """Find the angles of the keys' rotary embedding, which are needed to fit alignment maps."""
+        """Find the angles of the keys' rotary embedding, without which the rotations that align the
+        layers cannot be computed."""
         found = None if self.config is None else angles_of(self.config, depth)
         self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
-        """Return the message of the error for tokens that wait because a forward pass was
-        interrupted."""
+        """Return the error message for the case that a forward pass was interrupted, so that tokens
+        of the lower layer still wait for the upper layer."""
         lower, upper = self.numbers
         return (
             f"a forward pass ended between layers {lower} and {upper}, which are merged: layer "
@@ -76,8 +78,8 @@ class Pair:
         )
 
     def kept(self) -> dict[str, float]:
-        """Return how many rows per sequence and head stay unmerged, without first tokens, and how
-        many should have stayed unmerged but did not fit."""
+        """Return how many tokens per sequence and head stay unmerged, not counting the exact first
+        tokens, and how many should have stayed unmerged but did not fit."""
         held: Any = self
         if self.shape is None:
             return {"kept": 0.0, "left_over": 0.0}
@@ -103,7 +105,8 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two adjacent layers whose older tokens share one direction but have two lengths."""
+    """One of two adjacent layers that store a common direction for each older token, and a separate
+    length in each layer."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
@@ -134,12 +137,12 @@ class MergedLayer(CodedLayer):
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return the tensors that the ops for view and attention take."""
+        """Return the layer's tensors as the ops for decoding and attention take them."""
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the maps that the ops for view and attention take, or none if the layers are not
-        aligned."""
+        """Return the alignment tensors that the ops for decoding and attention take, or an empty
+        tuple if the layers are not aligned."""
         held = self.pair.maps()
         return tuple(held[1:] if self.is_upper else held[:1])
 
@@ -173,8 +176,8 @@ class MergedLayer(CodedLayer):
             )
 
     def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
-        """Raise an error if a report belongs to another model, and move the report's rotations to
-        the device."""
+        """Raise an error if the report passed as `MiniCache(fidelity=...)` belongs to another
+        model; otherwise move the report's rotations to the device."""
         if self.pair.common is None:
             return
         turns, slots = self.pair.common
@@ -188,8 +191,8 @@ class MergedLayer(CodedLayer):
         self.pair.common = turns.to(self.device), slots.to(self.device)
 
     def lengthy(self) -> list[Tensor]:
-        """Return the tensors whose third dimension depends on the cache's length, including those
-        of unmerged rows."""
+        """Return the tensors whose third dimension depends on the cache's length, including the
+        tensors that store unmerged tokens."""
         shared = (tensor for tensor in self.pair.shared() if tensor.dim() > 2)
         return [*super().lengthy(), *shared]
 
@@ -205,10 +208,11 @@ class MergedLayer(CodedLayer):
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write a single token into the window, or keep several tokens waiting for the upper layer.
+        """In the lower layer, write a single token to the exact tokens, or keep several tokens
+        until those of the upper layer arrive.
 
-        The upper layer writes its own tokens and the lower layer's waiting tokens, and merges
-        complete groups.
+        In the upper layer, write its tokens and the kept tokens of the lower layer, and merge each
+        group of tokens that is complete.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)
@@ -226,7 +230,8 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write a single token into the lower layer's window, or let several tokens wait."""
+        """Write a single token to the lower layer's exact tokens, or keep several tokens until
+        those of the upper layer arrive."""
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states
             return
@@ -234,8 +239,8 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_lower(*held, key_states, value_states, self.room)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values decoded, including waiting tokens, or nan if the tokens do not
-        fit."""
+        """Return all keys and values as plain tensors, including tokens that wait for the upper
+        layer; return nan if the tokens do not fit."""
         if self.pair.parked is None:
             return self._view()
         length, new = self.counts[op_folder.LENGTH], key_states.shape[2]
@@ -263,7 +268,7 @@ class MergedLayer(CodedLayer):
         self._forget()
 
     def _forget(self) -> None:
-        """Delete the alignment maps, so that the next tokens fit new maps as the first tokens
-        did."""
+        """Delete the tensors that align the layers, so that they are computed again from the next
+        tokens."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

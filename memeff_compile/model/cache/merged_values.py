@@ -1,9 +1,8 @@
-"""The layers of a KVCache that share values: each pair of adjacent layers has one store of values,
-and each layer its own keys.
+"""The layers of a KVCache that merge only values: two adjacent layers store common directions for
+their values, and each layer stores its own keys.
 
-Keys of neighbouring layers differ more than values do, and an error in a key changes every score.
-So each layer has its own encoded keys; merging only values loses much less accuracy than merging
-both.
+Keys of neighbouring layers differ more than values do, and an error in a key changes the attention
+scores of all queries. So merging only values loses much less accuracy than merging keys and values.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 
 
 class ValuesPair(Pair):
-    """The values that the two layers of a pair share, and the tokens of the lower layer that
-    wait."""
+    """The values that the two layers of a pair share, and the tokens of the lower layer that wait
+    until those of the upper layer arrive."""
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield the shared tensors, once they exist, and the maps that align the values."""
@@ -29,16 +28,16 @@ class ValuesPair(Pair):
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return the shared tensors in the order in which the ops take them."""
+        """Return the shared tensors in the order in which the cache ops take them as arguments."""
         return [getattr(self, name) for name in op_folder.SHARED_VALUES]
 
     def kept(self) -> dict[str, float]:
-        """Return zeros, because only the first tokens' rows stay unmerged."""
+        """Return zeros, because no tokens stay unmerged, apart from the exact first tokens."""
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens, and discard the alignment maps or replace them by those of a
-        report."""
+        """Remove all tokens, and delete the tensors that align the layers, or replace them by those
+        of a fidelity report."""
         self.parked = None
         maps = self.maps()
         op_folder.identity(maps)
@@ -49,7 +48,7 @@ class ValuesPair(Pair):
 
 
 class ValuesLayer(MergedLayer):
-    """One of two neighbouring layers that share their older tokens' values."""
+    """One of two adjacent layers that share the directions of their older tokens' values."""
 
     held = tuple(name for name in op_folder.OWN_KEYS if name != "counts")
     long = "span", "k_codes", "k_scales"
@@ -60,7 +59,7 @@ class ValuesLayer(MergedLayer):
         return [getattr(self, name) for name in op_folder.OWN_KEYS]
 
     def pool(self) -> list[Tensor]:
-        """Return the tensors that the ops for view and attention take."""
+        """Return the layer's tensors as the ops for decoding and attention take them."""
         return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())
 
     def _lengths(self) -> tuple[Tensor | None, Tensor | None]:
@@ -85,10 +84,11 @@ class ValuesLayer(MergedLayer):
         self._make(self, own)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write a single token into the window, or let several tokens wait for the upper layer.
+        """In the lower layer, write a single token to the exact tokens, or keep several tokens
+        until those of the upper layer arrive.
 
-        The upper layer writes its own tokens and the lower layer's waiting tokens, encodes keys,
-        and merges the values of complete groups.
+        In the upper layer, write its tokens and the kept tokens of the lower layer, and for each
+        group of tokens that is complete, encode the keys and merge the values.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

@@ -1,4 +1,5 @@
-"""The settings for merging: which layers of a KV cache share directions, and in which way.
+"""The settings for merging layers of a KV cache: which layers share the directions of their keys
+and values, and how a shared direction is computed.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -40,54 +41,59 @@ class Measured(Protocol):
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
-        """Return, for each pair of layers, its `layers` and the cosines between their keys and
-        between their values.
-
-        The `mean` cosines are those of the unchanged rows; the cosines under `aligned` are those
-        after alignment.
+        """Return, for each pair of layers, the numbers of the `layers`, the `mean` cosine between
+        their keys and between their values, and under `aligned` the mean cosines after the layers
+        are aligned.
         """
 
     @property
     def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
         """Return the maps that align each pair of layers on the report's inputs.
 
-        The maps are the rotations of keys and values, (H, 2, D, D), and the slots, (H,).
+        The maps are the rotations of keys and values, (H, 2, D, D), and the lower layer's head for
+        each head of the upper layer, (H,).
         """
 
 
 @dataclass(frozen=True)
 class MiniCache:
     """The settings with which adjacent layers of a `KVCache` are merged; `fidelity_report` measures
-    the loss.
+    how much accuracy the merge costs.
 
     Args:
         start_layer: earlier layers are not merged; pairs start with this layer and the next one, by
             default with the middle layer.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
-            are merged. The last layer by itself may cost the most; `fidelity_report` shows this.
-        align: ``heads`` subtracts each layer's mean from its rows, matches the heads of two layers,
-            and rotates the upper layer's rows towards those of the lower layer before they are
-            merged; the maps are fitted on the first tokens that the cache gets. ``none`` merges the
-            unchanged rows, as the paper does.
-        rule: how one direction is computed from two: ``slerp``, on the arc between them;
-            ``average``, their weighted mean; ``max_norm``, the direction of the longer row.
-        t: position on the arc, or the weight: 0 is the lower layer's direction, 1 the upper
-            layer's; by default 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
-        gamma: rows whose distance is within this share of the largest distance are kept unchanged;
-            a larger share keeps more rows, and 1 keeps all that fit.
-        retained: the memory for such rows, as a share of `max_cache_len`. The rows that differ most
-            are kept first.
-        reading: ``distinct`` keeps the rows that differ most; ``similar``, another interpretation
-            of the paper's inequality, keeps those that differ least.
-        scale: ``norm`` restores each row's length; ``projection`` makes the error of each row
-            smallest.
-        values_only: merge values alone. Each layer keeps codes of its own keys, no rows but the
-            first tokens stay unchanged, and `gamma`, `retained` and `reading` have no effect.
-        fidelity: the result of `fidelity_report` for the model. Without it, a cache with merged
-            layers warns the user; with it, the cache raises an error for a pair whose rows have a
-            mean cosine below `ALIKE`. The report's maps are used if the cache's first tokens are
-            too few to fit maps.
-        force: merge even if layers are not alike, without a warning.
+            are merged. Merging the last layer may cost more accuracy than any other;
+            `fidelity_report` shows the cost.
+        align: ``heads`` subtracts each layer's mean from its keys and values, pairs the heads of
+            the two layers, and rotates the upper layer's vectors towards the lower layer's before
+            they are merged; the rotations are fitted to the first tokens that the cache gets.
+            ``none`` merges without these steps, as the paper does.
+        rule: how one direction is computed from two: ``slerp``, a point on the arc between them;
+            ``average``, their weighted mean; ``max_norm``, the direction of the longer vector.
+        t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``:
+            0 gives the lower layer's direction, 1 the upper layer's; by default 0.7 if keys and
+            values of aligned layers are merged, otherwise 0.5.
+        gamma: tokens whose distance between the two layers is within this share of the largest
+            distance stay unmerged; a larger share keeps more tokens unmerged, and 1 keeps all that
+            fit.
+        retained: the memory for unmerged tokens, as a share of `max_cache_len`. Tokens that differ
+            most between the layers are kept first.
+        reading: which tokens stay unmerged: with ``distinct`` those that differ most between the
+            layers; with ``similar``, another interpretation of the paper's inequality, those that
+            differ least.
+        scale: the length that a merged vector gets: ``norm`` restores the vector's original length;
+            ``projection`` uses the length with the smallest error.
+        values_only: merge only values. Each layer then stores codes of its own keys, no values
+            except those of the first tokens stay unmerged, and `gamma`, `retained` and `reading`
+            have no effect.
+        fidelity: the result of `fidelity_report` for the model. Without this report, creating a
+            cache with merged layers shows a warning; with it, the cache raises an error for a pair
+            of layers whose mean cosine is below `ALIKE`. The report's rotations are used if the
+            cache's first tokens are too few to fit rotations.
+        force: merge the layers even if the report shows that they are not similar, and without a
+            warning.
 
     Raises:
         UnsupportedInputError: A setting is not supported; the message says why.
@@ -137,18 +143,19 @@ class MiniCache:
             )
 
     def position(self) -> float:
-        """Return `t`, or its default for layers that are aligned or not aligned."""
+        """Return `t`, or its default, which depends on whether aligned keys and values are
+        merged."""
         is_even = self.align == "none" or self.values_only
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """Return the rotations, and the assignment of heads (slots), that the `fidelity_report`
-        contains for a pair of layers, or None."""
+        """Return the rotations and the assignment of heads that the report contains for a pair of
+        layers, or None if there is no report."""
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many unmerged rows a cache of a given length can contain, by default 328 for
-        32768."""
+        """Return how many unmerged tokens a cache with a length of `tokens` can contain; with the
+        default settings, 328 for a length of 32768."""
         return math.ceil(self.retained * tokens)
 
 
@@ -206,9 +213,9 @@ def _named(pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of adjacent layers of one kind between layers `start` and `end`.
+    """Return the pairs of adjacent layers between `start` and `end` whose kinds are equal.
 
-    Each layer belongs to at most one pair; layers of the kind None belong to none.
+    Each layer belongs to at most one pair; a layer of the kind None belongs to no pair.
     """
     found: list[tuple[int, int]] = []
     for lower, upper in pairwise(range(len(kinds))[start:end]):

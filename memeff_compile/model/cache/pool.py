@@ -1,4 +1,5 @@
-"""Reuse the caches of generate(), so that their addresses are the same in every call.
+"""Reuse the KV caches of generate(), so that the addresses of their tensors are the same in every
+call.
 
 The CUDA graph of a decoding step depends on the addresses of its cache, and compiled code depends
 on the cache's sizes. So lengths are rounded up to a few sizes, tensors are allocated before the
@@ -28,8 +29,8 @@ Made = TypeVar("Made")
 
 
 def bucket(tokens: int) -> int:
-    """Return the length of a cache for a number of tokens: at most an eighth more, and at least
-    256."""
+    """Return the length of a cache for a number of tokens: the number rounded up by at most an
+    eighth, and at least 256."""
     step = max(_SMALLEST, (1 << (tokens - 1).bit_length() - 1) // 8) if tokens > 1 else _SMALLEST
     return -(-tokens // step) * step  # 12288 for 12096
 
@@ -68,7 +69,8 @@ class Pool:
         mask: Tensor | None,  # of padding, for the cache
         make: Callable[[], Made],  # makes one, with the mask, for the first of these lengths
     ) -> Made:
-        """Return an empty cache of a kind; an earlier cache is reused if one is free."""
+        """Return an empty cache of the given kind: an earlier one if no code uses it any more,
+        otherwise a new one."""
         with self._lock:
             alike = [k for k in self._kept if k.kind == kind and k.tokens in tokens]
             for kept in alike:
@@ -102,15 +104,16 @@ def forget_caches() -> None:
 
 
 def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
-    """Return whether code other than transformers splits a model over processes."""
+    """Return whether code other than transformers has split a model over processes."""
     is_theirs = (getattr(model, "_tp_size", None) or 1) > 1
     return not is_theirs and any(map(compat.is_tensor_parallel, model.parameters()))
 
 
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
-    """Return the number of key-value heads and the head dimension of this process's cache.
+    """Return the number of key-value heads and the head dimension of the model's cache in this
+    process.
 
-    If these are known only when the first keys arrive, return None.
+    Return None if these numbers are unknown before the first keys arrive.
     """
     if is_cut_elsewhere(model):
         return None

@@ -1,9 +1,9 @@
 """Find the angles by which a model's rotary embedding rotates keys, if the model's config
 determines them.
 
-A cache only receives keys after their rotary embedding, and the model's config. The config
-determines the angles; the function `rotate_half` of the model's module, tried on a few numbers,
-shows which channels rotate together.
+A cache receives only the model's config, and keys that the rotary embedding has already rotated.
+The config determines the angles; calling the function `rotate_half` of the model's Python module
+with a few numbers shows which channels are rotated together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def _pairs_halves(name: str) -> bool:
 
 
 def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
-    """Return the angle per position by which channels i and i + D / 2 rotate, (D / 2,).
+    """Return the angle per position by which channels i and i + D / 2 of a key are rotated, for
+    each i, as a tensor of shape (D / 2,).
 
     Return None if the angles are not known: if adjacent channels rotate together, if some channels
     do not rotate, or if the embedding's scaling depends on the length.

@@ -2,10 +2,10 @@
 runs the previous one.
 
 After each token, generate() checks whether all sequences have ended. Before the check, the CPU
-waits for the GPU; during the check, the GPU waits for the CPU. transformers can check one step late
-(`DeferredStopCheck`) and discard the extra step, but only on one kind of device. With this module,
-transformers also checks one step late on a GPU, for caches that `use_kv_cache_` creates; other
-caches are not affected.
+waits for the GPU; during the check, the GPU waits for the CPU. transformers can check after the
+next step has started (`DeferredStopCheck`) and discard the extra step, but only on one kind of
+device. With this module, transformers also checks one step late on a GPU, for caches that
+`use_kv_cache_` creates; other caches are not affected.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MARK = "_may_run_ahead"
 
 
 def let_run_ahead(cache: object) -> None:
-    """Let generate() check one step late whether it has finished, as long as it fills the given
-    cache."""
+    """Let generate() check one step late whether all sequences have ended, in calls that use the
+    given cache."""
     from transformers.generation import utils  # slow to import; who generates has it
 
     check: Any = getattr(utils, "DeferredStopCheck", None)
@@ -58,9 +58,9 @@ def may_be_late(loop: Mapping[str, Any]) -> bool:
     """Return whether the user cannot observe one extra step, judged by the local variables of
     generate().
 
-    If only the length ends generation, there is no extra step. Otherwise, an extra step could have
-    visible effects: it may draw one more random number, and it calls processors and criteria, whose
-    state is unknown, once more.
+    If generation ends only at a given length, there is no extra step. Otherwise, an extra step
+    could have effects that the user sees: it may draw one more random number, and it calls logits
+    processors and stopping criteria, which may have a state, once more.
     """
     names = ("stopping_criteria", "logits_processor", "generation_config", "synced_gpus")
     if not all(name in loop for name in names) or loop["synced_gpus"]:

@@ -1,1 +1,2 @@
-"""Functions that make a model's linears ternary, or pack ternary weights."""
+"""Functions that make the weights of a model's linear layers ternary (-1, 0 or 1), or pack ternary
+weights."""

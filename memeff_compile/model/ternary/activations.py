@@ -2,8 +2,8 @@
 BitNet a4.8.
 
 BitNet a4.8 is designed for `down(relu(gate(x)) ** 2 * up(x))`. Model classes use different names
-for the layers of a gated MLP. So each MLP's forward runs once with stand-in layers, which shows
-which module is the activation function.
+for the layers of a gated MLP. So this module runs each MLP's forward with its layers replaced by
+stand-ins that return known numbers; the results show which module is the activation function.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKENS = 2
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """The MLP that contains a down projection, as found by running it with stand-in layers."""
+    """A gated MLP with its down projection, found by running the MLP with stand-in layers."""
 
     path: str
     module: nn.Module
@@ -44,7 +44,8 @@ class GatedMLP:
 
     @property
     def place(self) -> str:
-        """Return the path of the activation function in the model, or the path of the MLP."""
+        """Return the path of the activation function in the model, or the path of the MLP if the
+        activation function is not a module."""
         return ".".join(filter(None, (self.path, self.name)))
 
 
@@ -62,7 +63,7 @@ class _Gives(nn.Module):
 
 
 class _Notes(nn.Module):
-    """A stand-in layer that records its input, and returns fixed numbers or the input itself."""
+    """A stand-in layer that records its input, and returns fixed numbers or the input."""
 
     weight = torch.empty(0)
 
@@ -76,7 +77,8 @@ class _Notes(nn.Module):
 
 
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
-    """Return a module as a gated MLP, given the roles of its children: "gate or up", or "down"."""
+    """Return the description of a module as a gated MLP, or None if it is none; `roles` gives the
+    role of each child: "gate or up", or "down"."""
     kind = type(module).__name__
     into = [name for name, role in roles.items() if role == "gate or up"]
     (down, *others) = [name for name, role in roles.items() if role == "down"]
@@ -106,7 +108,8 @@ def _may_activate(child: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _StandIn:
-    """Runner of a module's forward on the CPU, with stand-in layers that return fixed numbers."""
+    """A copy of an MLP on the CPU whose layers are replaced by stand-ins that return fixed
+    numbers."""
 
     module: nn.Module
     into: tuple[str, ...]  # gate and up, in either order, or one projection to both
@@ -142,8 +145,8 @@ class _StandIn:
         return [torch.rand(size, generator=draw, device="cpu") + 1 for _ in range(count)]
 
     def _into_down(self, first: Tensor, second: Tensor, own: Mapping[str, nn.Module]) -> Tensor:
-        """Return the input of the down projection, or an empty tensor if forward computes something
-        else."""
+        """Return the input that the down projection gets, or an empty tensor if the MLP's forward
+        does not have the expected form."""
         end = _Notes()
         parts: dict[str, nn.Module] = {part: nn.Identity() for part in self.module._modules}
         parts |= {**own, self.down: end}
@@ -192,8 +195,7 @@ def require_gated(mlps: list[GatedMLP]) -> None:
 
 
 def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
-    """Return the activation functions, by path, that come before a down projection and are not the
-    squared ReLU."""
+    """Return the activation functions of the MLPs that are not the squared ReLU, by their path."""
     return {
         mlp.place: type(mlp.activation if mlp.name else mlp.module).__name__
         for mlp in mlps
@@ -205,8 +207,8 @@ def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict
     """Put the squared ReLU into each MLP, and write its name into the model's config.
 
     Returns:
-        The new activation of each module, by the module's path, and the values that the config
-        could not store.
+        The new activation function of each MLP, by path, and the configs that will not name the
+        squared ReLU after loading.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -236,8 +238,8 @@ def unsquare(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Restore every activation that `square` replaced, for `undo`.
 
     Returns:
-        The new activation of each module, by its path, and the reasons why some activation
-        functions were not restored.
+        The restored activation function of each MLP, by path, and, for those that were not
+        restored, the reasons.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -276,6 +278,7 @@ def _names_of(config: Any, activation: nn.Module) -> dict[str, str]:  # noqa: AN
 
 
 def _comes_back(config: Any) -> bool:  # noqa: ANN401
-    """Return whether a config still names the squared ReLU after it was saved and loaded."""
+    """Return whether a config that names the squared ReLU would still name it after saving and
+    loading."""
     saved = type(config).from_dict(config.to_dict())
     return any(getattr(saved, key, None) == "relu2" for key in CONFIG_KEYS)

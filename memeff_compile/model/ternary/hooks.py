@@ -1,5 +1,5 @@
-"""Let the core of this package make a model's linears ternary before compilation, and undo the
-change."""
+"""Hooks through which `memeff_compile.compile` and `undo` make a model's linear layers ternary and
+restore them."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def _module(request: Request) -> Any:  # noqa: ANN401
 
 
 def _skip(options: Options) -> tuple[str, ...]:
-    """Return the module paths that stay dense, because the ternary passes skip them."""
+    """Return the paths of modules that stay dense, because an option tells the ternary passes to
+    skip them."""
     passes = ("*", *(each.facts.name for each in SYSTEM.passes))
     return tuple(path for name in passes for path in options.skip.get(name, ()))

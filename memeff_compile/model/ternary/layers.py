@@ -1,4 +1,5 @@
-"""Linears with ternary weights as modules: one class for training, one with packed codes."""
+"""Linear layers with ternary weights (-1, 0 or 1): one class for training, one for inference with
+packed weights."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ EPS = 1e-5
 
 
 def require_kind(kind: str) -> str:
-    """Return the name of a token quantiser if it is known, otherwise raise an error."""
+    """Return `kind` if it names a known quantiser of a linear layer's inputs, otherwise raise an
+    error."""
     if kind not in KINDS:
         raise UnsupportedInputError(
             f"The kind is {kind!r}; one of {', '.join(map(repr, KINDS))} is needed."
@@ -75,9 +77,9 @@ class TernaryLinear(nn.Linear):
     """A trainable linear that rounds its weight to -1, 0, 1 and its input to few bits.
 
     The weight remains a full-precision parameter. The forward pass multiplies the weight by a
-    scale, 1 / mean(abs(weight)), and rounds it; `kind` determines how tokens are quantised.
-    Gradients pass through both roundings unchanged. For the backward pass, the layer saves two bits
-    per weight and one byte per input element.
+    scale, 1 / mean(abs(weight)), and rounds it; `kind` determines how each token's input vector is
+    quantised. Gradients pass through both roundings unchanged. For the backward pass, the layer
+    saves two bits per weight and one byte per input element.
 
     Attributes:
         kind: "int8", "int4", "fp4" or "topk8"; you may change it at any time.
@@ -135,12 +137,12 @@ class PackedTernaryLinear(nn.Module):
     """An inference linear whose ternary weights take two bits each.
 
     The buffers, which are part of the state dict, are:
-        packed: (out_features, ceil(in_features / 16)) int32.
-        weight_scale: one float32 number; a weight is its code divided by this number.
-        bias: (out_features,), or no buffer if the linear has no bias.
+        packed: (out_features, ceil(in_features / 16)) int32. weight_scale: one float32 number; each
+        weight equals its code (-1, 0 or 1) divided by this number. bias: (out_features,), or no
+        buffer if the linear has no bias.
 
     Attributes:
-        kind: how tokens are quantised.
+        kind: how each token's input vector is quantised.
         norm: a module that is applied to the input first, or None.
     """
 

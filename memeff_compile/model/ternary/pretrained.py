@@ -1,8 +1,8 @@
 """Save and load packed ternary models with transformers' save_pretrained and from_pretrained.
 
-config.json lists the packed linears, and from_pretrained creates them before it loads weights. This
-module needs transformers, and transformers imports it together with its quantizers, before
-transformers' models exist. So this module imports large modules later, when a packed model is used.
+config.json lists the packed linear layers, and from_pretrained creates these layers before it loads
+weights. transformers imports this module together with its own quantizers, before its model classes
+are imported. So this module imports large modules only when a packed model is used.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class PackedTernaryConfig(QuantizationConfigMixin):
 
 
 class PackedTernaryQuantizer(HfQuantizer):
-    """A transformers quantizer that creates packed linears where a saved model had them; their
-    codes are loaded like other buffers."""
+    """A transformers quantizer that creates the packed linear layers that a saved model had; the
+    codes of these layers are loaded like other buffers."""
 
     quantization_config: PackedTernaryConfig
     # transformers' name for "loads only models that were packed before"
@@ -63,9 +63,9 @@ class PackedTernaryQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
         """Return the tensors to save, and update the entry in the model's config.
 
-        In addition to its codes, one linear gets a weight with no elements. Without that weight, a
-        process that lacks this quantizer would silently use random dense weights; because of the
-        weight's shape, transformers raises an error instead.
+        One packed linear layer is also saved with an empty tensor as its `weight`. Without this
+        tensor, a process in which this quantizer is not registered would silently load random dense
+        weights; with it, transformers raises an error, because the shape of the weight is wrong.
         """
         for path, linear in _packed(model).items():
             if not isinstance(linear.norm, _norm() | None):
@@ -159,8 +159,7 @@ def _packed(model: nn.Module) -> dict[str, PackedTernaryLinear]:
 
 
 def _mark(model: Any) -> PackedTernaryConfig:  # noqa: ANN401
-    """Record in a model's config those properties of the packed linears that the dense model does
-    not have."""
+    """Record in a model's config the paths and settings of its packed linear layers."""
     from memeff_compile.model.low_bit_heads import heads_of
 
     marked = PackedTernaryConfig()

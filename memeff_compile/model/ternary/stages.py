@@ -24,18 +24,19 @@ _RATES = ("initial_lr", "max_lr", "min_lr")
 
 
 class TernaryStages:
-    """The two training stages of BitNet a4.8: 8-bit tokens for most of the training, then the
-    recipe "a4.8".
+    """The two training stages of BitNet a4.8: linear layers quantise their inputs to 8 bits for
+    most of the training, and then as the recipe "a4.8" says.
 
-    The optimizer state remains valid, because the parameters remain the same objects. The switch
-    changes an attribute of each linear, so a compiled model is compiled once more.
+    The optimizer state remains valid, because the parameters remain the same objects. The switch to
+    the second stage changes an attribute of each linear layer, so a compiled model is compiled once
+    more.
 
     Args:
         model: A model that `ternarize_` can change, or has already changed.
         steps: The number of steps of the whole training.
         share: The fraction of steps in the first stage; in the paper 95 of 100 billion tokens.
         second: The recipe of the second stage.
-        kinds, skip: As in `ternarize_`; kinds apply to the second stage, skip to both.
+        kinds, skip: As in `ternarize_`; `kinds` applies to the second stage, `skip` to both stages.
         activation: As in `ternarize_`, for both stages; the paper uses "relu2".
         low_bit_heads: As in `ternarize_`, for the second stage.
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
@@ -43,7 +44,8 @@ class TernaryStages:
         scheduler: The scheduler of the optimizer's learning rate, if there is one. The scheduler's
             base rates change too, because it would otherwise restore the learning rate of the first
             stage.
-        rate: The factor of the learning rate; in the paper 1.5e-3 becomes 1e-3 (700M parameters).
+        rate: The factor by which the learning rate is multiplied at the switch; in the paper,
+            1.5e-3 becomes 1e-3 (for 700M parameters).
         weight_decay: The weight decay of the second stage; the paper's 0.1 becomes 0.
 
     Example:
@@ -108,9 +110,9 @@ class TernaryStages:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after the stored number of steps, in the stage to which the next step belongs.
 
-        You may load the states of optimizer and scheduler before or after this call. These states
-        contain the learning rate and weight decay of their stage, which this call does not change
-        again.
+        You may load the states of optimizer and scheduler before or after this call. They contain
+        the learning rate and weight decay of the stage in which they were saved, and this call does
+        not multiply these numbers again.
         """
         self.done = state["done"]
         self._set_stage()
@@ -162,8 +164,8 @@ class TernaryStages:
 
 
 def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Yield the schedulers that have base rates: the given scheduler, one that it wraps, or those
-    of a sequence."""
+    """Yield the schedulers that have base learning rates: the given scheduler, the scheduler that
+    it wraps, or the schedulers of a sequence."""
     if hasattr(scheduler, "base_lrs"):
         yield scheduler
     for inner in (getattr(scheduler, "scheduler", None), *getattr(scheduler, "_schedulers", ())):

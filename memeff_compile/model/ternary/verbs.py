@@ -81,29 +81,31 @@ def ternarize_(
     activation: str | None = None,
     low_bit_heads: int | Mapping[str, int] | None = None,
 ) -> Model:
-    """Replace the linears of a model by trainable ternary linears, in place; return the model.
+    """Replace the linear layers of a model by trainable ternary ones, in place; return the model.
 
-    `verb_report(model)` lists the linears and how each of them quantises its tokens.
+    `verb_report(model)` lists the layers and how each of them quantises its input tokens.
 
     Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
     dicts of the model remain valid. Output projections (`get_output_embeddings()`, `lm_head`) and
-    linears that share their weight with an embedding stay dense. In a model that is already
-    ternary, only the quantisation of tokens changes, as in the second stage of BitNet a4.8 (see
-    `TernaryStages`).
+    linear layers that share their weight with an embedding stay dense. If the model is already
+    ternary, this call only changes how inputs are quantised, as at the start of the second stage of
+    BitNet a4.8 (see `TernaryStages`).
 
     Args:
         model: Any module; its linears of the exact class `nn.Linear` are changed.
-        recipe: "b1.58" (INT8 tokens everywhere), "a4.8" (INT4 tokens for the inputs of attention,
-            gate and up; the larger half of attention's output in INT8; INT8 for the input of down)
-            or "a4.8-fp4" (FP4 instead of INT4 and of the larger half).
+        recipe: how linear layers quantise their inputs: "b1.58" (INT8 in all layers), "a4.8" (INT4
+            in the query, key, value, gate and up projections; in the attention output projection,
+            INT8 for the half of the elements with the largest magnitudes; INT8 in the down
+            projection), or "a4.8-fp4" (FP4 in all projections except the down projection, which has
+            INT8).
         kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". This
-            mapping overrides the recipe, and is needed for modules whose names the recipe does not
-            know. If several patterns match, the first one counts.
+            mapping overrides the recipe. Modules whose names the recipe does not know must be in
+            this mapping. If several patterns match a path, the first pattern counts.
         skip: Patterns for paths of modules that stay dense.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
             the model's config; you must train the model afterwards. None leaves activation
-            functions unchanged, and the report names those for which the paper's recipe was not
-            designed.
+            functions unchanged, and the report names the activation functions for which the paper's
+            recipe was not designed.
         low_bit_heads: The number of bits of keys and values in attention, or the settings of
             `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 
@@ -207,8 +209,8 @@ def _mlps(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> list[Gated
 
 
 def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) -> str:
-    """Give attention low-bit queries, keys and values with new settings; return a sentence for the
-    report.
+    """Make attention round queries, keys and values with the given settings; return a sentence for
+    the report.
     """
     if low_bit_heads is None:
         return ""
@@ -324,8 +326,8 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
 
 
 def _role_of(path: str) -> str:
-    """Return the role of a projection in its block, found by its name, or "" if the name is
-    unknown."""
+    """Return the role of a linear layer in its transformer block, such as "down", found by the
+    layer's name; return "" if the name is unknown."""
     parts = path.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
     return next((_ROLE_OF[end] for end in ends if end in _ROLE_OF), "")
@@ -376,16 +378,16 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     `verb_report(model)` lists the linears and their sizes in bytes.
 
-    The full-precision weights are freed, so an eighth of the memory of bf16 weights remains. The
-    function packs the linears that `ternarize_` makes, and those of transformers' BitNet models:
-    `AutoBitLinear`, online and offline, and the packed `BitLinear`. In transformers, one of these
-    classes multiplies by its scale and another divides by its scale; a packed linear always
-    divides. `save_pretrained` saves packed transformers models, and `from_pretrained` loads them in
-    packed form after memeff_compile was imported. To load a state dict, create the model, call
-    `ternarize_` and `pack_ternary_` on it, and then load.
+    The full-precision weights are freed; packed weights take an eighth of the memory of bf16
+    weights. The function packs the linear layers that `ternarize_` makes, and the linear layers of
+    transformers' BitNet models: `AutoBitLinear`, online and offline, and the packed `BitLinear`.
+    Some of these classes in transformers multiply the codes by their scale, others divide; a packed
+    linear always divides. `save_pretrained` saves packed transformers models, and `from_pretrained`
+    loads them in packed form after memeff_compile was imported. To load a state dict, create the
+    model, call `ternarize_` and `pack_ternary_` on it, and then load.
 
     Args:
-        model: Any module that contains such linears.
+        model: Any module that contains ternary linear layers.
         layers: Further classes of linears: subclasses of nn.Linear that quantise weights by their
             mean absolute value. Each value of this mapping is a kind of token quantisation: "int8",
             "int4", "fp4" or "topk8".
@@ -420,8 +422,8 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
 
 def _save_as_packed(model: nn.Module) -> None:
-    """Prepare the transformers models inside a model for saving; raise an error if saving would
-    lose the packing."""
+    """Prepare the transformers models inside a model, so that `save_pretrained` saves packed
+    weights; raise an error if this is not possible."""
     known: set[nn.Module] = set()
     for module in model.modules():
         is_saved = callable(getattr(type(module), "save_pretrained", None))

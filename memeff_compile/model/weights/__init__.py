@@ -1,2 +1,2 @@
-"""Functions for a model's weights: compress, decompress, save, load, and update in the backward
-pass."""
+"""Functions that compress, decompress, save and load a model's weights, or update them during the
+backward pass."""

@@ -1,10 +1,11 @@
-"""Replace a model's dense linear weights by compressed weights, and back (compress_ and
-decompress_).
+"""Replace the dense weights of a model's linear layers by compressed weights (compress_), or
+compressed weights by dense ones (decompress_).
 
 A compressed weight is a `CodedWeight` that replaces the dense parameter, under the same name.
 Reading the parameter returns the same bf16 weight, bit for bit. `state_dict` returns dense tensors,
 and `load_state_dict` accepts them. Weights are encoded one at a time, and each dense weight is
-freed immediately, so the model never takes more than its dense size plus one weight.
+freed immediately, so during this time the model never takes more memory than the dense model plus
+one weight.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class CompressedWeight:
 
     @property
     def _about(self) -> str:
-        """Return the report's text about a weight, without the weight's name and bits."""
+        """Return the report's text about a weight, which follows the weight's name and its number
+        of bits."""
         if not self.codec:
             return f"{list(self.shape)}: {self.reason}"
         how = ", rounded for inputs" if self.for_inputs else ""
@@ -92,8 +94,8 @@ class CompressedWeight:
 class CompressionReport(VerbReport):
     """The report of `compress_`: which weights were compressed, and which were not.
 
-    `str()` has one line for weights that are equal in all layers, `to_json()` has one entry per
-    weight.
+    `str()` shows weights of several layers about which it says the same in one line; `to_json()`
+    has one entry per weight.
     """
 
     weights: tuple[CompressedWeight, ...]
@@ -135,8 +137,8 @@ class CompressionReport(VerbReport):
     def __str__(self) -> str:
         """Return the totals, then the size of each weight, or the reason why it is unchanged.
 
-        Weights of several layers with equal texts share one line; `details` has a line for each
-        weight.
+        Weights of several layers about which the report says the same share one line; `details` has
+        one line per weight.
         """
         return self._text(folds=True)
 
@@ -176,7 +178,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _line(weights: Sequence[CompressedWeight]) -> str:
-    """Return one line of text for all weights whose texts are equal."""
+    """Return one line of text for weights about which the report says the same."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
@@ -219,18 +221,19 @@ def compress_(
     """Compress the weights of a model's linear layers in place.
 
     The function compresses bf16 weights that only `nn.Linear` modules use, unless you name more
-    `layers`. With `mantissa=7`, the default, this compression is lossless. For a few tokens, the
-    kernel of the matrix product decodes the weight itself, and sums in another order than a dense
-    product. Call this function before you create an optimizer and before you compile the model.
+    `layers`. With `mantissa=7`, the default, this compression is lossless. If the input has only a
+    few tokens, the kernel of the matrix product decodes the weight itself, and adds up the products
+    in another order than a dense matrix product does. Call this function before you create an
+    optimizer and before you compile the model.
 
     Args:
         model: any module, possibly wrapped by PEFT, on the device where it will run.
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest); "win4:k3" is
             "win4" with `mantissa=3`.
-        mantissa: the number of mantissa bits to keep, of 7. The modes 0, 1 and 3 are lossy, for
-            inference: weights in a lossy mode no longer require gradients.
-        block: the number of weights that share a normaliser in the lossy modes: 32, 64, 128, 256
-            or 512.
+        mantissa: the number of mantissa bits to keep: 7 (all, lossless), 3, 1 or 0. Values below 7
+            are lossy and only for inference: the weights then no longer require gradients.
+        block: for lossy compression, the number of weights that share a normaliser (a number by
+            which they are divided before they are rounded): 32, 64, 128, 256 or 512.
         skip: names of modules that stay dense, with everything inside them; a name matches the
             last components of a path, and `*` and `?` match as in file names.
         min_size: a weight with fewer elements stays dense.
@@ -238,11 +241,11 @@ def compress_(
             "Embedding". Conv1D and Embedding decode the whole weight in each call. If the output
             projection shares its weight with the embedding, name both "Linear" and "Embedding",
             and set `skip=()`.
-        inputs: for the lossy modes, the model's arguments: for each run a mapping of keyword
-            arguments, a tuple or list of arguments, or a single argument. A single mapping or
-            tensor is one run. With `inputs`, weights are rounded so that products with such inputs
-            lose less precision, at the same number of bits. For this, the model runs eagerly,
-            without gradients, in eval mode.
+        inputs: for lossy compression, example inputs of the model: for each run a mapping of
+            keyword arguments, a tuple or list of arguments, or a single argument. A single mapping
+            or tensor is one run. With `inputs`, weights are rounded so that their products with
+            such inputs are more precise, at the same number of bits. For this, the model runs
+            eagerly, without gradients, in eval mode.
         progress: whether to show a progress bar (with tqdm, if it is installed); None shows it only
             on a terminal.
 
@@ -290,8 +293,8 @@ def compressible(model: nn.Module) -> list[Tensor]:
     """Return the weights that `compress_` compresses by default, including those on the meta
     device.
 
-    The result is an upper bound, because `compress_` leaves a weight dense if its codes save less
-    than a tenth.
+    The result may contain too many weights, because `compress_` leaves a weight dense if its codes
+    would take more than nine tenths of its memory.
     """
     found = []
     for place in _places(model):
@@ -336,7 +339,8 @@ def settings_of(
 def plan(
     model: nn.Module, codec: str, skip: Sequence[str], min_size: int, layers: Sequence[str]
 ) -> tuple[list[str], list[CompressedWeight]]:
-    """Return which weights of a model on the meta device will be compressed, and which will not."""
+    """Return, for a model on the meta device, which of its weights will be compressed when they are
+    loaded, and which will not."""
     chosen: list[str] = []
     left: list[CompressedWeight] = []
     for place in _places(model):
@@ -350,8 +354,8 @@ def plan(
 def coded_or_dense(
     name: str, weight: Tensor, codec: str
 ) -> tuple[CodedWeight | None, CompressedWeight]:
-    """Encode a weight that was just loaded, or return the dense weight if its codes save less than
-    a tenth."""
+    """Encode a weight that was just loaded; return the dense weight if the codes would take more
+    than nine tenths of its memory."""
     sentence = supports_weight(weight, codec)
     parts = [] if sentence else encode(weight, codec)
     after, shape = sum(part.nbytes for part in parts), tuple(weight.shape)
@@ -365,8 +369,8 @@ def coded_or_dense(
 
 
 def _tell_transformers(model: nn.Module) -> None:
-    """Make save_pretrained of transformers save the codes of compressed weights, as the module
-    `pretrained` describes."""
+    """Make transformers' save_pretrained save the codes of a model's compressed weights; the module
+    `pretrained` describes the format."""
     if "transformers.modeling_utils" in sys.modules:
         import_module("memeff_compile.model.weights.pretrained").know(model)
 
@@ -399,7 +403,7 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 def decompress_(model: nn.Module) -> Changes:
     """Replace a model's compressed weights by dense weights; return the number of replaced weights.
 
-    The returned number is also a report of the weights, which you can `print`.
+    The returned number is also a report: `print` shows the weights.
     """
     require_module(model, "decompress_")
     found: dict[str, str] = {}
@@ -457,7 +461,8 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
 
 
 def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
-    """Return the arguments of the runs in which the inputs of the weights are measured."""
+    """Return the arguments of the runs of the model in which the inputs of its linear layers are
+    measured."""
     if parse(codec).is_lossless:
         raise OptionError(
             "compress_: inputs were given, and mantissa is 7, which keeps every bit: nothing is "
@@ -479,8 +484,8 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 
 
 class _Rounding:
-    """The rounding of weights for a model's inputs, which are measured for a few weights at a
-    time."""
+    """Rounds weights so that products with the model's inputs lose little precision; the inputs are
+    measured for a few weights at a time."""
 
     def __init__(
         self, model: nn.Module, chosen: Sequence[_Place], runs: list[Any], codec: str
@@ -490,7 +495,8 @@ class _Rounding:
         self.grams: dict[str, Tensor] = {}
 
     def of(self, place: _Place) -> Tensor | None:
-        """Return a weight rounded for its inputs, or None if it cannot be rounded in this way.
+        """Return a weight, rounded so that products with its layer's inputs lose little precision,
+        or None if this is not possible.
 
         Call this method for the weights in their order in the model.
         """
@@ -657,8 +663,8 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> CompressedWeight:
-    """Encode a weight, or its rounded values; leave it dense if the codes save less than a
-    tenth."""
+    """Encode a weight, or its rounded values if given; leave the weight dense if the codes would
+    take more than nine tenths of its memory."""
     weight = compat.local_part(place.parameter) if rounded is None else rounded
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
@@ -760,8 +766,8 @@ def _codes_in_state_dict(
     unexpected_keys: list[str],
     error_messages: list[str],
 ) -> None:
-    """Let `load_state_dict` accept codes under the names in a saved folder, because the Trainer
-    loads checkpoints in this way."""
+    """Let `load_state_dict` accept codes under the names that a saved folder uses, because
+    transformers' Trainer passes such codes when it loads a checkpoint."""
     for name, own in module._parameters.items():
         path = f"{prefix}{name}"
         parts = {part: state_dict.pop(f"{path}.{part}", None) for part in PARTS}
@@ -804,8 +810,8 @@ def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
 def _decode_in_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Make `state_dict` return dense tensors under the usual names, unless the caller requested the
-    parameters themselves."""
+    """Make `state_dict` return decoded, dense tensors under the usual names, unless the caller
+    passed `keep_vars=True` to get the parameters."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, CodedWeight) and not isinstance(value, nn.Parameter):

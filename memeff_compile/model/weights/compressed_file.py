@@ -1,9 +1,10 @@
 """Save compressed weights to a safetensors file, and load them without dense copies.
 
-Each coded tensor of a weight has a plain dtype and the name `<name>.<part>`. Other tensors are
-stored unchanged. One metadata string contains the format version, and the codec, shape and checksum
-of each weight. The file also contains small buffers that a state dict omits, such as rotary angles.
-A model on the meta device gets the values of these buffers from the file.
+A compressed weight consists of several coded tensors; the file stores each of them as a plain
+tensor with the name `<weight's name>.<part>`. All other tensors of the model are stored unchanged.
+One metadata string contains the format version, and the codec, shape and checksum of each weight.
+The file also contains small buffers that a state dict omits, such as rotary angles. When a model on
+the meta device is loaded, these buffers get their values from the file.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
         path: the file to write.
 
     Returns:
-        A report of the saved weights, which is also an integer: the number of compressed weights.
+        A report of the saved weights; as an integer, it is the number of compressed weights.
 
     Raises:
         CodedWeightError: No weight of the model is compressed.
@@ -98,9 +99,9 @@ def load_compressed_(
     """Load a file that `save_compressed` wrote into a model of the same architecture, without a
     dense copy.
 
-    Buffers that a state dict omits, such as rotary angles, keep their values. A warning names the
-    buffers that differ from those of the saved model. On the meta device, these buffers get the
-    values from the file, or from the module's initialisation.
+    Buffers that a state dict omits, such as rotary angles, keep the values that they have in
+    `model`; a warning names the buffers whose values differ from the saved model's. Buffers on the
+    meta device get their values from the file, or from the module's initialisation.
 
     Args:
         model: a dense or compressed model, which may be on the meta device.
@@ -108,11 +109,11 @@ def load_compressed_(
         device: the device for the weights of a model on the meta device; by default the CPU.
 
     Returns:
-        A report of the loaded weights, which is also an integer: the number of compressed weights.
+        A report of the loaded weights; as an integer, it is the number of compressed weights.
 
     Raises:
-        CodedWeightError: The file is damaged or belongs to another version or model, or values are
-            missing for a buffer on the meta device.
+        CodedWeightError: The file is damaged or belongs to another version or model, or the values
+            of a buffer on the meta device are unknown.
     """
     require_module(model, "load_compressed_")
     with _opened(path) as file:
@@ -189,7 +190,7 @@ def _left_out(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _make_buffers(model: nn.Module, file: _File, device: object) -> None:
-    """Set the values of those buffers on the meta device that a state dict omits.
+    """Set the values of buffers that are on the meta device and that a state dict omits.
 
     If the values of a buffer are not known, raise CodedWeightError and change no buffer.
     """
@@ -223,9 +224,9 @@ def _initialised(
 ) -> Tensor | None:
     """Return a buffer with the values that the module's initialisation computes, or None.
 
-    In transformers, a method of the model initialises all its modules; elsewhere, each module has
-    its own method. That method is only called if every parameter of the module is on the meta
-    device, so no parameter changes.
+    A transformers model has one method that initialises all its modules; in other models, each
+    module has a method `reset_parameters`. This function calls the method of a module only if every
+    parameter of the module is on the meta device, so that no parameter changes.
     """
     if any(each.device.type != "meta" for each in module.parameters()):
         return None
@@ -344,7 +345,8 @@ def _coded_names(note: dict[str, Any]) -> set[str]:
 
 
 def _check_names(model: nn.Module, file: _File, note: dict[str, Any]) -> None:
-    """Raise an error, before anything changes, if the file belongs to another model."""
+    """Raise an error if the file belongs to another model; call this before any weight is
+    changed."""
     held, needed = _tensor_names(file), _coded_names(note)
     known = {name for name, _ in _everything(model)}
     there = set(note["tensors"]) | (held - needed) | set(note["aliases"])

@@ -1,4 +1,4 @@
-"""Convert the tensors of a saved folder to compressed weights while transformers loads a model."""
+"""Make compressed weights from the tensors of a saved folder while transformers loads a model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Theirs: TypeAlias = Any
 class Join(ConversionOps):
     """A transformers conversion that assembles a compressed weight from its coded tensors.
 
-    transformers catches an error that a conversion raises, prints it in its own report, and raises
-    one that says nothing of it. The quantizer therefore gets our errors, and raises the first one
-    after loading.
+    If a conversion raises an error, transformers prints the error in a report and later raises
+    another error without the reason. So this class stores its errors in the quantizer, which raises
+    the first stored error after loading.
     """
 
     def __init__(self, hf_quantizer: Theirs) -> None:
@@ -31,7 +31,7 @@ class Join(ConversionOps):
     def __deepcopy__(self, memo: object) -> Join:
         """Return the conversion itself.
 
-        transformers copies a conversion for each weight, but all copies must share the same
+        transformers copies a conversion for each weight, and the copies must refer to the same
         quantizer.
         """
         return self

@@ -1,4 +1,5 @@
-"""Let the core compress a model before it is compiled, and add guards for compressed weights."""
+"""Hooks through which `memeff_compile.compile` compresses a model before it is compiled, and adds
+guards for compressed weights."""
 
 from __future__ import annotations
 

@@ -3,16 +3,17 @@ LOMO).
 
 Only one gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
 encoded again in one step, so no second copy of it exists. The update is computed by the optimizer
-that the factory returns, on the same bits as with dense weights. For plain SGD on a GPU, one kernel
-decodes and updates the weight in the gradient's memory, if no other tensor uses that memory.
+that the factory returns; the results are bit for bit those of dense weights. For plain SGD on a
+GPU, one kernel decodes and updates the weight, and writes the new weight to the gradient's memory,
+if no other tensor uses this memory.
 
 A parameter that FSDP2 shards is updated after FSDP2 has reduced its gradient, on the CUDA stream of
 the reduction. FSDP2 reduces each gradient once per backward pass, because autograd first adds up
 the gradient of the gathered weight.
 
-Between updates, the CPU does not wait for the GPU. The CPU checks later whether the codes of a new
-value fitted into the memory of the old codes. If the codes did not fit, the GPU has already copied
-the value to a spill buffer in CPU memory.
+Between updates, the CPU does not wait for the GPU. The codes of a weight's new value are written to
+the memory of the old codes, and the CPU checks later whether they fitted. If they did not fit, the
+GPU has already copied the new value to a spill buffer in CPU memory.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ than a launch takes on the host, and are updated one by one.
 
 
 class _Queue:
-    """New values of weights for which it is not yet known whether their codes fitted, the oldest
-    first.
+    """A queue of new values of weights, the oldest first, for which the CPU does not know yet
+    whether their codes fitted into the memory of the old codes.
 
     If the codes of a value do not fit, the GPU copies the value to a ring of spill buffers in CPU
     memory, and the value is encoded again from there. The CPU can run ahead of the GPU by as many
-    weights as fit into that ring.
+    weights as fit into these spill buffers.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -118,11 +119,10 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Announce that the gradients of all the given parameters exist, and that their hooks will
-        run one after another.
+        """Announce that the gradients of all given parameters exist, and that their hooks will run
+        one after another.
 
-        The queue of new values then collects those parameters that one kernel launch can update
-        together.
+        The queue then collects the parameters that one kernel launch can update together.
         """
         with self.lock, compat.without_torch_function():
             self._encode()
@@ -134,8 +134,8 @@ class _Queue:
                 self._expected = {id(each) for each in coded}
 
     def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
-        """Add a weight to the weights that one launch updates together, if its gradient was
-        announced."""
+        """If a weight's gradient was announced, add the weight to those that one kernel launch will
+        update together."""
         if id(weight) not in self._expected:
             return False
         with self.lock:
@@ -154,7 +154,8 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Encode the collected weights; if memory runs out, the weights remain collected."""
+        """Update and encode all collected weights in one launch; if memory runs out, they remain
+        collected."""
         with self.lock:
             together = self._together
             if together is not None:
@@ -167,8 +168,8 @@ class _Queue:
                 self._head += count
 
     def add(self, value: Unsettled, count: int) -> None:
-        """Add a weight's new value; before the backward pass ends, `settle` checks whether the
-        value's codes fitted into the existing memory."""
+        """Add a weight's new value to the queue; before the backward pass ends, `settle` checks
+        whether the codes of this value fitted into the memory of the old codes."""
         if value.is_settled:
             return
         self._waiting.append((value, self._head))
@@ -177,8 +178,8 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until it is known whether the codes of each new value fitted into the existing
-        memory; encode again the values whose codes did not fit."""
+        """Wait until the CPU knows, for each new value in the queue, whether its codes fitted into
+        the memory of the old codes; encode the values whose codes did not fit again."""
         with self.lock:
             self._encode()
             while self._waiting:
@@ -226,8 +227,7 @@ class _Update:
             self.held.data = self.held.data.new_empty(0)
 
     def _hold_itself(self) -> None:
-        """Let the optimizer update the weight directly, if the weight is dense because the user
-        cast it."""
+        """If the user has made the weight dense by a cast, let the optimizer update it directly."""
         state = self.optimizer.state
         if self.held in state:
             state[self.parameter] = state.pop(self.held)
@@ -283,7 +283,7 @@ class _Update:
 
 
 def _clip(held: list[Tensor], max_norm: float) -> None:
-    """Scale the gradient, the only tensor in the list, down to a maximum norm.
+    """Scale the gradient, which is the only tensor in the list `held`, down to a maximum norm.
 
     The scaling is in place if no other tensor uses the gradient's memory.
     """
@@ -416,12 +416,12 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Check that the backward pass has updated the weights, and apply gradients that the user
-        set by hand.
+        """Check that the backward pass has updated all weights, and update the weights whose
+        gradients the user has set.
 
-        Raise MemeffError if a weight still has a gradient because its hook did not run. A
-        closure computes the loss again, as with any optimizer; its backward pass updates the
-        weights.
+        Raise MemeffError if a weight still has a gradient because its hook did not run. As with any
+        optimizer, a closure computes the loss and its gradients again; its backward pass updates
+        the weights.
         """
         with torch.enable_grad():
             result = None if closure is None else closure()
@@ -432,8 +432,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return result
 
     def _update_by_hand(self) -> None:
-        """Apply the remaining gradients if the user set them by hand; raise an error for other
-        remaining gradients."""
+        """Update the weights whose gradients the user has set; raise an error for any other
+        gradient that still exists."""
         for update in self._updates:
             if update.shard is not None and not update.shard.holds(update.parameter):
                 raise MemeffError(
@@ -454,8 +454,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """Move the lists of all weights to larger shared allocations, if the codes of a weight no
-        longer fit into their old lists."""
+        """If a list in the codes of some weight has grown beyond its memory, move the lists of all
+        weights to larger shared allocations."""
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
         if anew > self._times_anew:
@@ -469,7 +469,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return [u.parameter for u in self._updates if isinstance(u.parameter, CodedWeight)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients that no optimizer update has used yet."""
+        """Discard gradients that are kept for a later update."""
         with compat.without_torch_function():
             for update in self._updates:
                 update.seen = 0
@@ -542,9 +542,10 @@ def optim_in_backward(
         model: a model with compressed or dense weights, or both; FSDP2 may shard dense weights; DDP
             is not supported.
         factory: an optimizer class, or a function that creates the optimizer of one parameter.
-        accumulate: the number of gradients per update, counted per parameter: a parameter that a
-            backward pass does not reach is updated later. If `accumulate` is more than one, dense
-            gradients are kept until the update, so the memory of gradients is not saved.
+        accumulate: the number of gradients per update, counted per parameter: if a backward pass
+            computes no gradient for a parameter, its update comes later. If `accumulate` is more
+            than one, dense gradients are kept until the update, so this function does not save
+            their memory.
         max_norm: the largest allowed norm of each parameter's gradient; a gradient with a larger
             norm is scaled down.
         settings: arguments of the optimizer class, such as `lr`.

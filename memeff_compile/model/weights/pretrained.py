@@ -3,7 +3,7 @@
 The saved folder contains the usual files. config.json lists the compressed weights. The weight
 files contain each coded tensor of a weight as a plain tensor named `<name>.<part>`. transformers
 imports this module together with its quantizers, before its models exist. So this module imports
-the parts of this package that need torch later, when a compressed model is used.
+the modules of this package that need torch only when a compressed model is used.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class MemeffConfig(QuantizationConfigMixin):
 
     Args:
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
-        mantissa: the number of mantissa bits to keep, of 7; 0, 1 and 3 are lossy modes, for
-            inference.
-        block: the number of weights that share a normaliser in the lossy modes.
+        mantissa: the number of mantissa bits to keep: 7 (all, lossless), 3, 1 or 0 (lossy, for
+            inference).
+        block: for lossy compression, the number of weights that share a normaliser.
         skip: the names of modules that stay dense; None means output projections.
         min_size: a weight with fewer elements stays dense; None means 2**20.
         layers: the classes whose weights are compressed: "Linear", "Conv1D" and "Embedding".
@@ -148,8 +148,8 @@ class MemeffQuantizer(HfQuantizer):
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype; raise CodedWeightError if dense tensors of that dtype would not match
-        the codes."""
+        """Return the dtype in which transformers will load dense tensors; raise CodedWeightError if
+        it is not the dtype of the coded weights."""
         given, saved = str(dtype).removeprefix("torch."), self.quantization_config.dtype
         if self.pre_quantized and saved is not None and given != saved:
             raise CodedWeightError(
@@ -166,7 +166,8 @@ class MemeffQuantizer(HfQuantizer):
             _refuse_offloading("a part")
 
     def param_element_size(self, model: Theirs, param_name: str, param: Tensor) -> float:
-        """Return the bytes per element, for a device map that transformers computes."""
+        """Return the bytes per element of a parameter, from which transformers computes a device
+        map."""
         from memeff_compile.model.weights.compressed_file import name_in_folder
 
         coded = name_in_folder(
@@ -187,8 +188,9 @@ class MemeffQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
         """Return the conversions from tensors in the folder to weights of the model.
 
-        In a folder of a compressed model, tensors have the names of the module's parameters. For a
-        folder of a dense model, the model's own conversions are used.
+        If the folder contains a compressed model, its tensors already have the names of the model's
+        parameters, so no other conversions are needed. If the folder contains a dense model, the
+        model's own conversions are kept.
         """
         if not self.pre_quantized or not self.quantization_config.weights:
             return weight_conversions
@@ -342,10 +344,10 @@ def _forget(module: Theirs) -> None:
 
 
 def _with_memory_of_its_own(part: Tensor) -> Tensor:
-    """Return a tensor that can be saved by itself; the coded tensors of a weight may share one
-    storage.
+    """Return a tensor with a storage of its own, which can be saved; the coded tensors of a weight
+    may share one storage.
 
-    The returned copy is in CPU memory, so saving needs no GPU memory.
+    A copy is in CPU memory, so saving needs no GPU memory.
     """
     return part.to("cpu", copy=True) if part.nbytes != part.untyped_storage().nbytes() else part
 
@@ -372,7 +374,8 @@ def _describe(said: MemeffConfig, model: Theirs) -> None:
 
 
 def _sentinel(weights: Mapping[str, str]) -> str:
-    """Return the name of the unused tensor that makes transformers fail without this quantizer."""
+    """Return the name of an unused tensor that is saved so that transformers raises an error if it
+    loads the folder without this quantizer."""
     return max(weights)
 
 

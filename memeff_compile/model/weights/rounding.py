@@ -3,9 +3,10 @@ lose less precision.
 
 Rounding each weight to the nearest number with few mantissa bits minimises the error of the
 weights. A model's quality, however, depends on the error of the products of weights and inputs. So
-this module compensates the rounding error of a column in later columns, before it rounds those, by
-the inverse of the inputs' Gram matrix (Frantar et al. 2022, 2210.17323). The rounded weight has the
-requested number of mantissa bits, and encoding keeps all of them.
+after this module has rounded a column of the weight, it changes the columns that are not rounded
+yet so that they compensate the rounding error. The changes are computed with the inverse of the
+inputs' Gram matrix (Frantar et al. 2022, arXiv 2210.17323). Each number of the rounded weight has
+the requested number of mantissa bits, so encoding the weight loses nothing more.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield, for each run of the model, the number of linears, sorted by width, whose inputs are
-    measured in that run."""
+    """Yield, for each run of the model, how many linear layers are measured in this run; `widths`
+    are the layers' input widths."""
     count = held = 0
     for width in widths:
         if count and held + 4 * width * width > GRAM_BYTES:
@@ -87,7 +88,8 @@ def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor])
 
 
 def kept(x: Tensor, mantissa: int) -> Tensor:
-    """Return fp32 numbers rounded to `mantissa` mantissa bits, with halves away from zero."""
+    """Return fp32 numbers rounded to `mantissa` mantissa bits; numbers halfway between two are
+    rounded away from zero."""
     low = FRACTION - mantissa  # bits that are dropped; a carry raises the exponent
     return x.view(torch.int32).add(1 << (low - 1)).bitwise_and_(-1 << low).view(torch.float32)
 
@@ -97,9 +99,9 @@ def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tens
     """Round a weight (V, D) to numbers that a lossy codec keeps, such that products with the given
     inputs lose little precision.
 
-    The largest number of each block, by which the block's other numbers are divided, is not changed
-    and remains the largest. Return None if all inputs are zero, or if an input or the weight is not
-    finite.
+    A lossy codec divides the numbers of each block by the block's largest number. This number is
+    not changed, and it remains the largest. Return None if all inputs are zero, or if an input or
+    the weight is not finite.
     """
     x = weight.float()
     spread = float(gram.diagonal().mean())

@@ -1,1 +1,1 @@
-"""Recognize attention, its masks and its caches in a graph."""
+"""Recognize attention, attention masks and KV caches in a graph."""

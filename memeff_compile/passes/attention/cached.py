@@ -1,4 +1,4 @@
-"""Conditions that all passes check before they replace attention over a cache."""
+"""Conditions that every pass checks before it replaces attention over a KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MAX_CHAIN = 8  # how many steps a search goes from the operands of attention to 
 
 @dataclass
 class CachedSite:
-    """An attention call over a cache, and the nodes that are used only by this call."""
+    """An attention call whose keys and values come from a KV cache, and the nodes that only this
+    call uses."""
 
     node: Node
     call: Call
@@ -26,7 +27,7 @@ class CachedSite:
 
 
 class CachedPass(GraphPass):
-    """The base class of passes that rewrite attention over caches, one call at a time."""
+    """The base class of passes that rewrite attention over KV caches, one call at a time."""
 
     def places(self, match: CachedSite) -> Sequence[Node]:
         return [match.node]
@@ -44,19 +45,21 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 
 
 def advice(*, is_one_row: bool) -> dict[str, Any]:
-    """Return Inductor settings for the graph: autotuning, if each of its matrix products has only
-    one row.
+    """Return Inductor settings for the graph: autotuning is on if the left operand of each matrix
+    product has only one row.
 
-    For products with one row, GPU libraries reach three quarters of the memory's bandwidth when
-    they read the weights. Kernels that Inductor generates and autotunes read the weights faster.
+    For such products, the time to read the weight is decisive. The GPU vendor's libraries read
+    weights at three quarters of the memory bandwidth; kernels that Inductor generates and autotunes
+    are faster.
     """
     return {"coordinate_descent_tuning": True} if is_one_row else {}
 
 
 def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) -> Decline | None:
-    """Return the reason why the ops do not support a call over a cache, or None.
+    """Return the reason why the cache ops do not support an attention call over a KV cache, or
+    None.
 
-    ``without_causal`` is the remedy that the message names for a call with `is_causal`.
+    ``without_causal`` is the remedy that the message names for a call with `is_causal=True`.
     """
     node, args, value = match.node, match.call.args, info.tensor(match.node)
     if value is None or value.requires_grad:
@@ -83,7 +86,8 @@ def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) ->
 
 
 def held_scale(call: Call) -> float | None:
-    """Return the scale as a number, and add guards on the values of scale and dropout."""
+    """Return the scale of an attention call as a number, and add guards on the current values of
+    scale and dropout."""
     for name in ("dropout_p", "scale"):
         compat.hold_constant(call.args[name])  # symbols where everything is dynamic
     scale = compat.known_number(call.args["scale"])

@@ -1,13 +1,13 @@
 """Describe an attention mask as a formula over batch, query and key index.
 
-A tensor is described by its shape and one scalar, which is a function of the tensor's index.
-Integers are sums of axis indices, sizes and values read from other tensors (:class:`Linear`).
-Booleans are formulas over sums of indices, and floating-point numbers are lists of cases with
-conditions. To describe a view, a broadcast or a gather, this module substitutes axes in the
-formula; it never reads the values of a tensor.
+A tensor is described by its shape and one scalar: a formula that gives the element at any index. An
+integer scalar is a sum of axis indices, sizes and elements of other tensors (:class:`Linear`). A
+boolean scalar is a formula over such sums, and a floating-point scalar is a list of cases, each
+with a condition and a number. To describe a view, a broadcast or a gather, this module substitutes
+axis indices in the formula. It never reads the elements of a tensor.
 
-Every decision is proved from the sizes, including symbolic ones; :mod:`mask_forms` recognises the
-known forms of formulas.
+A condition is replaced by true or false only if this is proved for all sizes, including symbolic
+ones. The module :mod:`mask_forms` recognises known masks by their formulas.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Read:
-    """The value that a node of the graph has at an index, left unresolved in formulas.
+    """The element of a graph node's tensor at an index, as an unknown in formulas.
 
-    Two reads of one tensor with different ``moment`` may have different values, because the graph
-    writes to its memory in between.
+    Two reads of the same element with different ``moment`` may have different values, because the
+    graph writes to the tensor's memory in between.
     """
 
     node: Node
@@ -55,7 +55,8 @@ Term: TypeAlias = "Axis | Read"
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A constant plus integer multiples of axes, sizes and reads.
+    """A sum: a constant plus integer multiples of axis indices, sizes and reads (elements of
+    tensors).
 
     Two objects of this class are equal if they print as the same text.
     """
@@ -96,17 +97,17 @@ class Linear:
 
     @property
     def is_constant(self) -> bool:
-        """Return whether the sum is the same at every index."""
+        """Return whether this sum has the same value at every index."""
         return not self.terms
 
     def lowest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the smallest value that the described tensor has over a given shape, or None if
-        the value depends on a tensor that is read."""
+        """Return the smallest value of the sum over all indices of a given shape, or None if the
+        value depends on an element of a tensor."""
         return self._bound(shape, lambda times: times < 0)
 
     def highest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the largest value that the described tensor has over a given shape, or None if the
-        value depends on a tensor that is read."""
+        """Return the largest value of the sum over all indices of a given shape, or None if the
+        value depends on an element of a tensor."""
         return self._bound(shape, lambda times: times > 0)
 
     def _bound(self, shape: Sequence[Size], reaches_end: Callable[[int], bool]) -> Size | None:
@@ -160,8 +161,8 @@ class Flag(_OfRead):
 
 @dataclass(frozen=True)
 class Not:
-    """The negation of a flag or an equality. For all other formulas, `negated` negates the parts of
-    the formula."""
+    """The negation of a flag or an equality. To negate any other formula, `negated` negates its
+    subformulas."""
 
     part: Formula
 
@@ -238,7 +239,8 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula with TRUE or FALSE in place of each condition that the sizes decide."""
+    """Return the formula with each condition replaced by TRUE or FALSE if it has this value at
+    every index of the shape."""
     match formula:
         case AtLeastZero(total) | IsZero(total):
             low, high = total.lowest(shape), total.highest(shape)
@@ -255,8 +257,8 @@ def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
 
 @dataclass(frozen=True)
 class Cases:
-    """A number that takes one of a few values, each under its own condition; at every index exactly
-    one condition holds."""
+    """A number that has one of a few values, depending on conditions; at every index exactly one of
+    the conditions holds."""
 
     cases: tuple[tuple[Formula, float], ...]
 
@@ -291,7 +293,7 @@ def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
 
 
 def combined(left: Cases, right: Cases, operation: Callable[[float, float], float]) -> Cases:
-    """Return the result of ``operation`` on two numbers, case by case."""
+    """Return ``operation`` applied to two numbers that have cases, for each pair of their cases."""
     return cases(
         (both(first, second), operation(a, b))
         for first, a in left.cases
@@ -300,16 +302,17 @@ def combined(left: Cases, right: Cases, operation: Callable[[float, float], floa
 
 
 def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
-    """Return the formula for the indices at which the number satisfies the condition."""
+    """Return the formula that holds at the indices at which the number satisfies the condition
+    ``wanted``."""
     return either(*(condition for condition, value in given.cases if wanted(value)))
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return the formula for the keys that a mask keeps: those for which the mask is true, or adds
-    zero.
+    """Return the formula that holds for the keys that a mask shows: a boolean mask is true for
+    them, a floating-point mask adds zero to their scores.
 
-    A floating-point mask must add a number as low as `MASKED` to every key that it removes. For a
-    bias that does more than hide keys, return None.
+    A floating-point mask must add `MASKED` or a lower number to the score of every other key; if it
+    adds other numbers, as a bias does, return None.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
@@ -321,15 +324,16 @@ def allowed_by(scalar: Scalar) -> Formula | None:
 
 
 def values_taken(scalar: Scalar) -> frozenset[float]:
-    """Return the numbers that a mask adds to removed keys; for a boolean mask, return an empty
-    set."""
+    """Return the numbers that a mask adds to the scores of hidden keys; for a boolean mask, return
+    an empty set."""
     if not isinstance(scalar, Cases):
         return frozenset()
     return frozenset(value for _, value in scalar.cases if value != 0)
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a simplified scalar, after `change` was applied to its sums, reads and subformulas."""
+    """Return a scalar with `change` applied to its sums, reads and subformulas, and then
+    simplified."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))

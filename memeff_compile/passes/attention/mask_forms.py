@@ -1,9 +1,10 @@
 """Sort the conditions of a mask's formula into bounds on positions and conditions read from
 tensors.
 
-:func:`form_of` sorts the conditions into bounds between query and key, tables of keys, equalities
-of sequence ids, and all others. Every bound or equality is proved from the sizes, including
-symbolic ones. A condition that cannot be proved stays in the form's ``rest``.
+:func:`form_of` sorts the conditions into bounds on the key's position relative to the query's,
+tables of visible keys, comparisons of sequence ids, and others. A condition counts as a bound or a
+comparison only if this is proved for all sizes, including symbolic ones; otherwise it is in the
+form's ``rest``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .mask_algebra import TRUE, AtLeastZero, Axis, Formula, IsZero, Linear, Read
 
 @dataclass(frozen=True)
 class Ids:
-    """The condition that a sum over batch and query index equals a sum over batch and key index."""
+    """The condition that two integers are equal, for example ids of sequences: the first depends on
+    batch and query index, the second on batch and key index."""
 
     query: Linear
     key: Linear
@@ -46,19 +48,19 @@ class Form:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the mask depends only on sizes and leaves at least one key for every
+        """Return whether the mask depends on sizes only, and shows at least one key to every
         query."""
         return not (self.reads_data or self.positions or self.rest or self.empty)
 
     @property
     def reads_data(self) -> bool:
-        """Return whether the mask depends on tensors of keys or ids, or on a length read from a
-        tensor."""
+        """Return whether the mask depends on the elements of a tensor: on flags of keys, on ids, or
+        on a length."""
         return bool(self.tables or self.ids or self.queries or self.length or self.shifted)
 
     @property
     def is_packed(self) -> bool:
-        """Return whether a sequence of the batch contains several texts (packing)."""
+        """Return whether the mask separates several texts that are packed into one sequence."""
         return self.positions or bool(self.ids)
 
     @property
@@ -148,8 +150,8 @@ def _is_length(part: Formula) -> bool:
 
 
 def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
-    """Return whether a bound on keys, with or without the query's index, contains a number read
-    from a tensor."""
+    """Return whether a condition bounds the key's index by an element of a tensor, possibly
+    relative to the query's index."""
     terms = dict(part.sum.terms)
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:
@@ -178,7 +180,8 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Return the form with only the stricter one of two bounds on the same index.
+    """Return the form with a new bound; if the form already bounds the same index, keep the
+    stricter of the two bounds.
 
     If it is not known which bound is stricter, the new bound is added to ``rest``.
     """
@@ -192,7 +195,7 @@ def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
 
 
 def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
-    """Remove the bound on keys if another bound implies it."""
+    """Remove each bound on the key's index that another bound of the form implies."""
     causal, bound = form.causal, form.keys
     if causal is not None and bound is not None:
         if compat.statically_true(bound >= queries + causal):
@@ -221,10 +224,8 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether one of two keys is always visible to a query.
-
-    The two keys are the key at the query's own index, and the last key that the query may attend
-    to.
+    """Return whether each query is proved to see at least one of two keys: the key at the query's
+    own index, or the last key that the bounds of the form allow.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
@@ -239,7 +240,8 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
 
 
 def key_table(form: Form, rank: int) -> Formula:
-    """Return which keys of each sequence are visible, or TRUE if no tensor restricts them."""
+    """Return the formula that tells which keys of each sequence are visible, or TRUE if no tensor
+    restricts the keys."""
     if form.keys is None:
         return algebra.both(*form.tables)
     bound = algebra.at_least_zero(-axis(rank - 1) + (form.keys - 1))
@@ -247,10 +249,11 @@ def key_table(form: Form, rank: int) -> Formula:
 
 
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
-    """Compare indices instead of positions, if equal ids imply that positions are consecutive.
+    """Replace comparisons of positions by comparisons of indices, for queries and keys whose ids
+    are equal.
 
-    ``positions`` maps a read of ids to the position at the same index; between two equal ids of a
-    sequence, positions increase by one. The last two axes are query and key.
+    ``positions`` maps a read of an id to the position at the same index; from one index to the next
+    with an equal id, the position increases by one. The last two axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
     """
@@ -276,8 +279,8 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
-    """Return the two reads of a sum ``read - other``, in both orders, or an empty list for any
-    other sum."""
+    """If a sum is the difference of two reads, return the two reads in both orders; otherwise
+    return an empty list."""
     terms = list(total.terms.items())
     if total.constant != 0 or len(terms) != 2 or {times for _, times in terms} != {1, -1}:
         return []

@@ -1,9 +1,9 @@
-"""Read the nodes that compute a mask as a formula, with one rule per ATen op (abstract
+"""Turn the nodes that compute a mask into a formula, with one rule per ATen op (abstract
 interpretation).
 
-The module :mod:`canonical` first turns each node into ATen ops. If no rule can read a node, the
-formula contains the node's value as an unresolved read, which is always correct. If the graph
-writes to a tensor, that tensor is never replaced by the formula that computed it.
+The module :mod:`canonical` first turns each node into ATen ops. If there is no rule for a node, the
+formula contains the node's value as an unknown, which is always correct. If the graph writes to a
+tensor, the tensor is an unknown too, and is never replaced by the formula that computed it first.
 """
 
 from __future__ import annotations
@@ -47,36 +47,38 @@ class Value:
         return result
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
-        """Return a tensor whose entries are the present tensor's entries at `index`; by default the
-        shape is the same."""
+        """Return a tensor whose elements are the elements of this tensor at `index`; by default it
+        has the shape of this tensor."""
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that a mask keeps, and the number that the mask adds to the scores of other keys."""
+    """The keys that a mask shows, and the number that the mask adds to the scores of all other
+    keys."""
 
     formula: Formula  # which keys count
     added: frozenset[float] = frozenset()  # the numbers; empty for a mask of truth values
 
 
 class MaskReader:
-    """The reader of one graph, without nested graphs; it reads each node once."""
+    """Reads the nodes of one graph as formulas; nested graphs have their own readers. Each node is
+    read once."""
 
     def __init__(self, info: GraphInfo, parent: MaskReader | None = None) -> None:
         self.info, self.parent = info, parent
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return the value of a node as a formula; the formula reads values for which there is no
-        rule."""
+        """Return the value of a node as a formula; values for which there is no rule are unknowns
+        in it."""
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask keeps, over the axes of scores, or None if the mask may be a
-        bias."""
+        """Return which keys a mask shows, as a formula over the axes of the scores, or None if the
+        mask may be a bias (add other numbers than zero to visible keys)."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)
@@ -89,7 +91,7 @@ class MaskReader:
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
         """For each tensor of sequence ids that a formula reads, return the tensor of positions from
-        which the graph computed the ids (an id grows where positions jump)."""
+        which the graph computed the ids: an id increases by one wherever the position does not."""
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
             positions = self._counted_breaks(read_of_ids.node)
@@ -103,7 +105,8 @@ class MaskReader:
     def _counted_breaks(self, node: Node) -> Value | None:
         """Return P if ``node`` is ``(diff(P, prepend=..) != 1).cumsum(-1)``, otherwise None.
 
-        If two neighbouring ids are equal, P increases by one between them.
+        ``node`` then contains ids of sequences: where two neighbouring ids are equal, P increases
+        by one.
         """
         if node.graph is not self.info.gm.graph:
             return None if self.parent is None else self.parent._counted_breaks(node)
@@ -145,8 +148,8 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Return the value of an input that the graph around a checkpoint, or an earlier graph
-        partition, computes.
+        """Return, as a formula, the value of a graph input that the graph around a checkpoint, or
+        an earlier graph partition, has computed.
         """
         if self.parent is None:
             return handed_over(node)
@@ -156,8 +159,8 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return an operand of ``reader``; if the operand's memory changes, return its value at the
-        time of ``reader``."""
+        """Return the value of ``node`` when ``reader`` reads it; the two times matter if the graph
+        writes to the memory of ``node``."""
         if not self.info.may_be_written(node):
             return self._values[node]
         return leaf(node, self.info.value(node), moment=1 + self.info.positions[reader])
@@ -184,14 +187,14 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether the node should be read by a rule, because the inputs of a mask may depend on
-    a whole model."""
+    """Return whether the reader should apply a rule to a node. It should not for most nodes of a
+    model, on which an input of the mask may depend."""
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
 
 
 def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
-    """Return a tensor whose only description is a read of its own values."""
+    """Return the description of a tensor whose elements are unknowns."""
     shape = tuple(tensor.shape)
     found = algebra.Read(node, tuple(_index_of(shape)), moment)
     if tensor.dtype == torch.bool:
@@ -202,8 +205,8 @@ def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
 
 
 def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
-    """Return whether a Python number is of the kind of a given dtype: integer, boolean or
-    floating-point."""
+    """Return whether a scalar is of the kind (integer, boolean or floating-point) that tensors of a
+    given dtype contain."""
     if isinstance(scalar, (Linear, Magnitude)):
         return dtype in _INTEGERS
     if isinstance(scalar, Cases):
@@ -255,11 +258,12 @@ class _Operands:
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:
-        """Return an argument as a `Value`; a Python number becomes one without axes."""
+        """Return an argument of the call as a `Value` (a described tensor); a Python number becomes
+        a `Value` without axes."""
         return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
-        """Return the value that describes an argument: a node or a Python number."""
+        """Return the `Value` that describes an argument, which is a node or a Python number."""
         if given is PREVIOUS and self._previous is not None:
             return self._previous
         if isinstance(given, Node):
@@ -290,8 +294,7 @@ def _size_of(node: Node) -> Any:
 
 
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
-    """Return the scalar of a value over the axes of a larger shape to which the value
-    broadcasts."""
+    """Return the scalar of a described tensor after the tensor is broadcast to a larger shape."""
     lead = len(shape) - len(value.shape)
     _require(lead >= 0)
     index = []
@@ -360,7 +363,8 @@ def _expand(given: _Operands) -> Value:
 
 
 def _repeat(given: _Operands) -> Value:
-    """Read repetitions of axes of size one; for other axes, an index would wrap around."""
+    """Read `repeat` along axes of size one. Repetition of a longer axis is not supported, because
+    its index would wrap around."""
     value, repeats = given.value(), list(given.plain("repeats"))
     sizes = [1] * (len(repeats) - len(value.shape)) + list(value.shape)
     _require(all(_is_one(a) or _is_one(b) for a, b in zip(sizes, repeats, strict=True)))
@@ -440,7 +444,7 @@ def _select(given: _Operands) -> Value:
 
 
 def _index(given: _Operands) -> Value:
-    """Read a gather by index tensors, along the leading axes or along one axis."""
+    """Read indexing by index tensors, along the leading axes or along one axis."""
     value = given.value()
     chosen = given.given("indices")
     places = [p for p, index in enumerate(chosen) if index is not None]
@@ -457,8 +461,8 @@ def _index(given: _Operands) -> Value:
 
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
-    """Return the index of a gather as a sum over the result's axes; the index must not count from
-    the end."""
+    """Return the elements of an index tensor as a sum over the result's axes; the indices must not
+    be negative, that is, must not count from the end."""
     total = _sum(broadcast(index, shape))
     low, high = total.lowest(shape), total.highest(shape)
     _require(low is not None and compat.statically_true(low >= 0))
@@ -512,7 +516,8 @@ def _compared_magnitudes(
 ) -> Formula:
     """Compare ``|x|`` with a sum.
 
-    ``|x|`` is less than the sum if both x and -x are less, and greater if x or -x is greater.
+    ``|x|`` is less than the sum if x and -x are both less than it, and greater if x or -x is
+    greater.
     """
     _require(of_numbers(0, 1) != of_numbers(1, 0))  # as for equal and different
     is_below = of_numbers(0, 1)
@@ -551,7 +556,7 @@ def _one_where(condition: Formula) -> Cases:
 
 
 def _whole_number(scalar: Scalar) -> int:
-    """Return the integer that a constant sum equals."""
+    """Return a scalar as an integer; the scalar must be a sum that is the same at every index."""
     total = _sum(scalar)
     if not total.is_constant or not isinstance(total.constant, int):
         raise CannotRead
@@ -639,8 +644,8 @@ def _where(given: _Operands) -> Value:
 
 
 def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
-    """Read a choice between two values, given the argument names of the condition and of both
-    branches."""
+    """Read an op that selects between two values, given the names of its arguments: the condition,
+    and the values for true and false."""
     condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])
     where = as_condition(broadcast(condition, shape))
@@ -679,8 +684,8 @@ def _cumsum(given: _Operands) -> Value:
 
 
 def _diff(given: _Operands) -> Value:
-    """Read the differences of neighbours if they are the same at every index, with a prepended
-    value."""
+    """Read `diff` with a prepended value, if the differences of neighbouring elements are the same
+    at every index."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     _require(given.plain("n") == 1 and not given.has("append"))
@@ -742,8 +747,8 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
 
 
 def reader_of(info: GraphInfo) -> MaskReader:
-    """Return the mask reader of a graph; there is only one per graph, so that a mask shared by
-    layers is read once."""
+    """Return the mask reader of a graph. Each graph has one reader, so that a mask that many layers
+    use is read once."""
     reader: MaskReader | None = info.notes.get("mask_reader")
     if reader is None:
         parent = None if info.parent is None else reader_of(info.parent)
@@ -752,8 +757,8 @@ def reader_of(info: GraphInfo) -> MaskReader:
 
 
 def handed_over(node: Node) -> Value | None:
-    """Return the formula of an input that an earlier graph partition computed, if that partition
-    recorded it.
+    """Return the formula of a graph input that an earlier graph partition computed, or None if the
+    partition recorded no formula.
     """
     notes = compat.notes_between_pieces()
     value: Value | None = None if notes is None else notes.get(compat.example_value(node))
@@ -761,11 +766,10 @@ def handed_over(node: Node) -> Value | None:
 
 
 def hand_over(info: GraphInfo) -> None:
-    """Record, for later graph partitions, the formulas of the tensors that the present partition
-    returns.
+    """Record, for later graph partitions, the formulas of the tensors that this partition returns.
 
-    Records of memory that the partition may write to are dropped; if recording fails, all records
-    are dropped.
+    Formulas of tensors to whose memory this partition may write are dropped; if recording fails,
+    all formulas are dropped.
     """
     notes = compat.notes_between_pieces()
     if notes is None:

@@ -1,7 +1,7 @@
 """Write a mask's conditions on keys or queries as small tensors (tables) with one row per sequence.
 
 A mask has queries x keys elements, whereas a table of keys has one element per key. The inserted
-nodes compute these tables after the last input of the mask, once for all layers.
+nodes compute a table once for all layers, right after the last input of the mask is computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .mask_algebra import Axis, Formula, Linear, Read, Size
 
 @dataclass(frozen=True)
 class Table:
-    """A table: one boolean or number for each sequence and each index of one more axis."""
+    """A table: one boolean or number for each sequence and each key (or each query)."""
 
     content: Formula | Linear  # a formula for truth values, a sum for integers
     along: int  # the axis of the scores along which the table runs: queries or keys
@@ -35,8 +35,8 @@ class Table:
     dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
     def written(self, editor: Editor) -> Node:
-        """Return the table's node in the graph of the editor; the node is inserted once for all its
-        users."""
+        """Return the node that computes the table in the editor's graph; it is inserted once for
+        all users."""
         sizes = tuple(map(str, self.sizes))
         key = (self.content, self.along, sizes, self.device, self.anchor, self.dtype)
         owner = editor
@@ -50,10 +50,10 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return the node, and its graph, after which a table can be computed, or None.
+    """Return the node after which a table can be computed, and the graph of this node, or None.
 
-    The table is computed after the last node that it reads, but before memory that it reads
-    changes.
+    It is the last node that the table reads; the memory of the nodes that the table reads must not
+    have changed before.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info
@@ -86,8 +86,8 @@ def behind(editor: Editor, anchor: Node | None) -> Node:
 
 
 class _Writer:
-    """Inserter of one table's nodes, whose intermediate tensors are all (batch or 1, length or
-    1)."""
+    """Inserts the nodes that compute one table; all intermediate tensors have the shape (batch or
+    1, length or 1)."""
 
     def __init__(self, editor: Editor, table: Table) -> None:
         self.editor, self.table = editor, table
@@ -95,8 +95,8 @@ class _Writer:
         self.batch, self.length = table.sizes
 
     def write(self) -> Node:
-        """Insert all nodes of the table, and return it as a new contiguous tensor, (batch or 1,
-        length)."""
+        """Insert all nodes of the table, and return the last one, a new contiguous tensor of shape
+        (batch or 1, length)."""
         content = self.table.content
         node = self.sum(content) if isinstance(content, Linear) else self.truth(content)
         node = self.editor.cast(node, self.table.dtype)

@@ -1,10 +1,10 @@
 """Describe an operand of attention as a node of the graph and the views that give it the shape of
 the call's argument.
 
-The operands of matrix products may have their axes in any order, with joined axes (batch and heads)
-or omitted axes (keys without heads). PyTorch's call and memeff::attention need the axes batch,
-heads, length and depth. The views are inserted only when the attention is rewritten; before that,
-only their shapes are stored.
+In attention that is written as matrix products, operands may have their axes in any order, batch
+and heads may be joined to one axis, and keys may have no axis of heads.
+scaled_dot_product_attention and memeff::attention need the axes batch, heads, length and depth. The
+views are inserted only when the attention is rewritten; before that, only their shapes are stored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Operand:
 
     @cached_property
     def value(self) -> torch.Tensor:
-        """Return the fake tensor that the call would receive."""
+        """Return the fake tensor of the operand with all views applied, as the call would receive
+        it."""
         value = compat.example_value(self.node)
         with torch.no_grad():
             for op, args in self.steps:
@@ -59,8 +60,8 @@ class Operand:
 
     @property
     def unexpanded(self) -> Operand | None:
-        """Return the operand before its single head was expanded, or None if no head was
-        expanded."""
+        """Return the operand without the expansion of its single head to all heads, or None if
+        there is no such expansion."""
         if not self.steps or self.steps[-1][0] is not aten.expand.default:
             return None
         before = replace(self, steps=self.steps[:-1])
@@ -106,7 +107,7 @@ class Placed:
 def placed(
     info: GraphInfo, given: Sequence[Given], result: str, sizes: dict[str, Any], *, may_split: bool
 ) -> Placed | None:
-    """Return operands as arguments of a call, or None if their sizes do not match.
+    """Return operands as arguments of an attention call, or None if their sizes do not match.
 
     Args:
         result: the axes of the attention result.
@@ -220,7 +221,8 @@ def permutation(node: Any, rank: int) -> list[int] | None:
 
 
 def _unfolded(info: GraphInfo, given: Given) -> Node | None:
-    """Return the 4D tensor whose first two axes a view joined into one, or None."""
+    """If a node is a view that joins the first two axes of a 4D tensor, return this 4D tensor,
+    otherwise None."""
     if FOLDED not in given.axes:
         return None
     call = call_of(given.node, *_VIEWS)

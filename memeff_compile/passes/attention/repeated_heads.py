@@ -1,4 +1,5 @@
-"""Trace keys and values that were copied for the query heads back to the original tensor."""
+"""Find the original tensor of keys or values whose heads were repeated to match the number of query
+heads."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] 
 
 
 def _without_expand(info: GraphInfo, node: Node, wide: Node) -> tuple[list[Node], Node, Any] | None:
-    """Return ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)`` as a repetition of
-    heads."""
+    """Recognize ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)`` as a repetition
+    of heads."""
     expand = call_of(wide, aten.expand.default)
     added = None if expand is None else call_of(expand.args["self"], aten.unsqueeze.default)
     if expand is None or added is None or added.args["dim"] not in (2, -3):

@@ -7,7 +7,7 @@ and a softmax.
 
 The products may be written in any way (:mod:`..graph.products`), with batch and heads as two axes
 or as one joined axis. In-place writes to the scores are steps of the chain, too. A chain matches
-only as a whole: no other node may use a value that is computed between its two products.
+only if no node outside of it uses a value that is computed between its two matrix products.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Site:
 
 
 def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
-    """Yield every attention in a graph, and a decline for each one that cannot be rewritten."""
+    """Yield a `Site` for every attention in a graph, and a Decline (the reason) for every attention
+    that cannot be rewritten."""
     for node in info.visit(info.gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -118,16 +119,16 @@ def _nodes(*values: Any) -> list[Node]:
 
 
 def dropout_active(node: Node | None, hint: str = "") -> Decline:
-    """Return the decline for attention that applies dropout."""
+    """Return a Decline that says that the attention applies dropout."""
     said = "attention dropout is active, and another kernel would drop other weights"
     return Decline("dropout_active", said, hint or "train with an attention dropout of 0", node)
 
 
 @dataclass
 class _Walk:
-    """The path of nodes from a softmax to a product.
+    """A walk from a softmax to a matrix product, node by node.
 
-    The path records the steps on the way, and the positions of the scores' axes.
+    It records the steps, and at which positions the axes of the scores are.
     """
 
     info: GraphInfo
@@ -138,7 +139,8 @@ class _Walk:
     apart: list[Sequence[Any]] = field(default_factory=list)
 
     def moves(self, step: Node, call: Call | None, *, is_backward: bool) -> bool:
-        """Record how a view moves the axes; return False if the view does anything else."""
+        """Record how a view moves the axes of the scores; return False if the node does anything
+        else to them."""
         if call is None or call.op.overloadpacket not in _VIEWS:
             return False
         order = permutation(step, len(self.axes))
@@ -165,7 +167,7 @@ _VIEWS = named("transpose permute view reshape flatten unflatten")
 
 @dataclass
 class _Weights:
-    """The product of the softmax weights with the values."""
+    """The matrix product of the softmax weights with the values."""
 
     node: Node
     value: Given
@@ -175,7 +177,8 @@ class _Weights:
 
 @dataclass
 class _Scores:
-    """The operand of the softmax: the product of queries and keys, after scale and mask."""
+    """The operand of the softmax: the matrix product of queries and keys, with scale and mask
+    applied."""
 
     node: Node
     query: Given
@@ -223,7 +226,7 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
 
 
 def _more_axes(softmax: Node, number: int) -> Decline:
-    """Return the decline for scores with more axes than an attention call supports."""
+    """Return a Decline that says that the scores have more axes than an attention call supports."""
     hint = "let queries, keys and values have four axes (batch, heads, positions, features): join "
     hint += "the others with the batch or the heads"
     return replace(axes_order(softmax, f"the scores have {number} axes"), hint=hint)
@@ -233,7 +236,8 @@ def _is_between_products(info: GraphInfo, softmax: Node) -> bool:
     """Return whether a softmax's operand comes from a matrix product, and the softmax's result is
     used in another matrix product.
 
-    The operations between softmax and products must keep the sizes of the last two axes.
+    The operations between the softmax and the two products must keep the sizes of the last two
+    axes.
     """
     source, later = softmax, softmax
     for _ in range(MAX_STEPS):
@@ -294,8 +298,8 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether all sequences share one mask, so that the mask broadcasts over one more
-    axis."""
+    """Return whether all sequences have the same mask, so that it can be broadcast if the batch
+    axis is split."""
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
 
@@ -305,7 +309,7 @@ def _at(decline: Decline, softmax: Node) -> Decline:
 
 
 def axes_order(node: Node, seen: str) -> Decline:
-    """Return the decline for scores whose order of axes is not supported."""
+    """Return a Decline that says that the order of the scores' axes is not supported."""
     said = f"{seen}; this pass reads (batch, heads, queries, keys) and (batch, queries, keys)"
     return Decline("axes_order", said, "let the last two axes of the scores be queries, keys", node)
 
@@ -373,8 +377,8 @@ def _is_floating(node: Node) -> bool:
 
 
 def _weighted(node: Node, weights: Node, axes: str) -> tuple[Given, str] | Decline | None:
-    """Return the values that a node multiplies by the softmax weights, and the axes of the
-    result."""
+    """Return the values operand of a node that multiplies the softmax weights by the values, and
+    the axes of the node's result."""
     product = product_of(node)
     if product is None or [product.left.node, product.right.node].count(weights) != 1:
         return None
@@ -407,8 +411,8 @@ def _dropout(node: Node) -> Any:
 
 
 def weights_used(user: Node, hint: str) -> Decline:
-    """Return the decline if a node other than the product with the values reads the softmax
-    weights."""
+    """Return a Decline that says that a node other than the product with the values reads the
+    softmax weights."""
     if written_by(user):
         return _unknown_step(user)
     said = f"the attention weights are also used by `{node_name(user)}` and must be computed"
@@ -452,10 +456,9 @@ def _follow_scores(
 
 
 def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
-    """Return the in-place writes to the scores before the node that reads them, the last write
-    first.
+    """Return the in-place writes to the scores before ``reader`` reads them, the last write first.
 
-    If another node reads the scores in between, return a Decline.
+    If another node reads the scores between these writes, return a Decline.
     """
     others = [user for user in scores.users if user is not reader]
     for user in others:
@@ -474,7 +477,8 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The known facts about scores, while a chain is read backwards from the softmax."""
+    """The facts about the scores (mask, scale, softcap) that are known while a chain is followed
+    from the softmax back to the product."""
 
     casts: list[torch.dtype]
     masking: _Masking = field(default_factory=lambda: _Masking())
@@ -549,9 +553,10 @@ class _Read:
 
 @dataclass
 class _Factors:
-    """The factors between a product and its mask, read backwards: softcap, tanh, and scale.
+    """The factors between the product of queries and keys and the mask, in the order in which they
+    are found, from the mask back to the product: softcap, tanh, scale.
 
-    The signs of the factors are not recorded, because tanh is odd.
+    Of the signs, only that of the product of all factors is recorded, because tanh is odd.
     """
 
     cap: float | None = None
@@ -574,14 +579,14 @@ class _Factors:
         return self.product() * self.cap, self.cap
 
     def product(self) -> float:
-        """Return the product of all factors read so far; if no tanh was read yet, this product is
+        """Return the product of all factors found so far; if a tanh is found next, this product is
         the softcap."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
 def _leads_to_product(info: GraphInfo, node: Any) -> bool:
-    """Return whether a node's value comes from a matrix product, over steps that scores may
-    have."""
+    """Return whether a node's value comes from a matrix product through steps that may occur
+    between the product and the softmax."""
     seen: set[Node] = set()
     stack = [(node, 0)]
     while stack:
@@ -650,8 +655,8 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return how scores are masked, without the dtype if a later cast turns the mask's number into
-    infinity."""
+    """Return how the scores are masked; omit the dtype of the mask if a later cast turns the number
+    that it adds into minus infinity."""
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
     is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)
@@ -667,7 +672,7 @@ def _unknown_step(node: Node) -> Decline:
 
 
 def subclass(kind: str, node: Node | None = None) -> Decline:
-    """Return the decline for an operand that is a tensor subclass."""
+    """Return a Decline that says that an operand is a tensor subclass."""
     if kind == "Tensor":  # neither a subclass nor fake: one that torch.func has wrapped
         said = (
             "torch.func (vmap, grad, jvp) transforms this attention; this pass has no rule for it"

@@ -5,14 +5,15 @@ as an argument.
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
     after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
 
-The op's arguments are bounds between query and key, one table of keys, one equality of ids, and a
-softcap. The pass uses these arguments only if they show each query the same keys as the mask does.
-For a query that may attend to no key, the op must return the original result; if that is not
-possible, the pass declines.
+The op's arguments describe the mask: bounds on the key's position relative to the query's, one
+table that tells which keys are visible, and one pair of id tables (a query sees a key if their ids
+are equal). A softcap is an argument too. The pass uses these arguments only if every query then
+sees the same keys as with the mask. If a query may see no key at all, the op must return the same
+result for it as the original graph; if that is not possible, the pass declines.
 
-Any other mask of a call, such as a graph input or a mask that adds numbers, is read by the kernel
-at run time, tile by tile. The GPU determines which tiles of the mask are empty, once for all
-layers.
+If the arguments cannot describe a mask, for example a graph input or a mask that adds numbers, the
+op's kernel reads the mask itself at run time, tile by tile. The GPU determines which tiles of the
+mask hide all keys, once for all layers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _MOST_STEPS_TO_AN_INPUT = 40
 
 @dataclass(frozen=True)
 class Said:
-    """The arguments of memeff::attention."""
+    """The arguments of memeff::attention that describe a mask."""
 
     ahead: Size | None = None  # how far ahead of a query a key may be; None for no bound
     behind: Size | None = None  # how far before a query a key may be; None for no bound
@@ -61,10 +62,9 @@ class Said:
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
-    """Return the op's arguments that replace a mask, or the reason why there are none.
+    """Return the op's arguments that describe a mask, or the reason why no arguments do.
 
-    A reason that is about the mask is a string; if some query may attend to no key, the reason is a
-    Decline.
+    The reason is a Decline if some query may see no key, otherwise a string.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can express it"
@@ -85,8 +85,8 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
-    """Return the table of keys and the tables of sequence ids, or None if one of them cannot be
-    computed."""
+    """Return the table of visible keys and the two tables of ids, or None if the graph cannot
+    compute one of these tables before the attention."""
     query, key = site.query.value, site.key.value
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 
@@ -120,8 +120,8 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs of ids that must be equal for a query to see a key; a table for only queries
-    is compared with 1."""
+    """Return the pairs of ids (of query and key) that must be equal for a query to see a key. A
+    condition on queries alone is written as a comparison with 1."""
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
         found.append((both(*form.queries), Linear(1)))
@@ -223,8 +223,8 @@ def why_not_added(info: GraphInfo, site: Site) -> str:
 
 
 def _input_behind(info: GraphInfo, node: Any) -> Node | None:
-    """Return the graph input of which a node is a view, or None if the graph itself computes the
-    node."""
+    """Return the graph input of which a node is a view, or None if the node is computed in the
+    graph."""
     while isinstance(node, Node) and (node := _levels_of(info, node)[-1][1]).op != "placeholder":
         info = next(level for level in info.outward() if node.graph is level.gm.graph)
         call = read_one(node)
@@ -254,7 +254,8 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
 
 
 def handed_in(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether the graph partition reads a mask that an earlier partition computed."""
+    """Return whether the mask is an input of this graph partition that an earlier partition
+    computed."""
     source = _input_behind(info, mask)
     return source is not None and handed_over(source) is not None
 
@@ -280,8 +281,8 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return a mask with four axes, and a code for each tile of the mask; all layers share both
-    nodes."""
+    """Return the node of the mask with four axes, and the node of a tensor with a code for each
+    tile of the mask. The two nodes are inserted once and used by all layers."""
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
     owner = editor
@@ -328,8 +329,8 @@ def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
 
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
-    """Return the report's sentence with the arguments that replace the mask, and the tensors that
-    are no longer built."""
+    """Return the report's sentence, which names the arguments that replace the mask, and the
+    tensors that are no longer built."""
     query, key, result = site.query.value, site.key.value, info.value(site.node)
     ids = said.ids[0] if said.ids else None
     told = ["softcap" if said.softcap else "", _told("key table", said.key_mask), _told("ids", ids)]
@@ -372,7 +373,8 @@ def name_of(info: GraphInfo, node: Node) -> str:
 
 
 def _told(name: str, table: Table | None) -> str:
-    """Return the name of a table and of the one or two inputs from which it is computed, or ""."""
+    """Return the name of a table with the names of the one or two graph inputs from which it is
+    computed, or "" if there is no table."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})

@@ -2,8 +2,8 @@
 and the layout of its result.
 
 The passes insert a call of scaled_dot_product_attention only if one of PyTorch's fused kernels
-supports the call. The result gets the layout of the original result, if a later node may see the
-difference.
+supports the call. If a later node may depend on the memory layout of the result, the passes copy
+the result into the original layout.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _LARGEST_HEAD = 256
 
 
 def why_not_grouped(info: GraphInfo, site: Site) -> str:
-    """Return the reason why a call without a mask would be slow if keys and values are not
-    repeated, or an empty string.
+    """Return the reason why an attention call without a mask would be slow with fewer key-value
+    heads than query heads (keys and values not repeated), or an empty string.
 
     On a CPU, PyTorch has one fused kernel; it supports fewer key-value heads than query heads in
-    every floating-point dtype, and is as fast as with repeated heads. On a GPU, the flash and cuDNN
-    kernels support fewer key-value heads in 16 bits, for equal head sizes up to 256 in steps of 8.
-    The memory-efficient kernel does not support this, and the unfused kernel is slow.
+    every floating-point dtype, and is then as fast as it is with repeated keys and values. On a
+    GPU, the flash and cuDNN kernels support fewer key-value heads in 16 bits, for equal head sizes
+    up to 256 in steps of 8. The memory-efficient kernel does not support this, and the unfused
+    kernel is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)
@@ -87,8 +88,8 @@ def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: 
 
 @functools.cache
 def _has_narrow_statistics() -> bool:
-    """Return whether float64 attention on a CPU computes its log-sum-exp in float32, as in torch
-    2.11."""
+    """Return whether PyTorch's attention on a CPU computes the log-sum-exp in float32 for float64
+    inputs, as torch 2.11 does."""
     query = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
     statistics = aten._scaled_dot_product_flash_attention_for_cpu.default(query, query, query)[1]
     return bool(statistics.dtype != query.dtype)
@@ -109,8 +110,8 @@ def kernels_chosen(
 
 
 def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
-    """Copy the result into the original layout, if the layouts differ and a later node may depend
-    on it."""
+    """Copy the new result into the memory layout of the old one, if the layouts differ and a later
+    node may depend on the layout."""
     before, after = compat.example_value(old), compat.example_value(new)
     if same_shape(before.stride(), after.stride()) or not _depends_on_layout(old):
         return new
@@ -139,7 +140,8 @@ _BLIND_TO_LAYOUT = named("contiguous reshape flatten linear matmul mm bmm addmm"
 
 
 def _depends_on_layout(node: Node) -> bool:
-    """Return whether a view, or code outside of the graph, may see the layout of a result."""
+    """Return whether a view, or code outside of the graph, may depend on the memory layout of a
+    result."""
     return any(_sees_layout(user) for user in node.users)
 
 

@@ -1,4 +1,5 @@
-"""The interface of a pass, and its three possible answers about a match."""
+"""The base class of passes, and the objects with which a pass describes a rewrite or the reason why
+it declined one."""
 
 from __future__ import annotations
 
@@ -35,13 +36,14 @@ class Decline:
     action: Action = "declined"  # or "note", for a node that need not be a match of the pass
 
     def counted(self, node: Node) -> Decline:
-        """Return the answer together with the number of equal matches, because equal matches become
-        one record."""
+        """Return this Decline with the number of equal matches in its text, because the report
+        merges equal matches."""
         return replace(self, node=node, sites=1)
 
 
 def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
-    """Return the decline for an in-place write to memory that the rewrite would read later."""
+    """Return a Decline that says that the graph writes in place to memory that the rewritten graph
+    would read later."""
     sentence = f"`{node_name(write)}` writes in place to {what}"
     return Decline("mutated", sentence, "use the out-of-place form", node)
 
@@ -105,8 +107,8 @@ class GraphPass(ABC):
 
     @abstractmethod
     def find(self, info: GraphInfo) -> Iterable[Any]:
-        """Yield matches, and a Decline for each node that looks like a match but cannot be
-        rewritten."""
+        """Yield every match in the graph, and a Decline for each node that looks like a match but
+        cannot be rewritten."""
 
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
         """Return the reason why ``match`` must not be rewritten, or None if it may be rewritten."""
@@ -132,7 +134,8 @@ class GraphPass(ABC):
         """
 
     def dead(self, match: Any) -> Sequence[Node]:
-        """Return the nodes that have no users after the rewrite."""
+        """Return the nodes that the rewrite replaces; the pipeline erases those of them that then
+        have no users."""
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
@@ -148,7 +151,8 @@ class GraphPass(ABC):
         return False
 
     def parts(self, match: Any) -> Sequence[Any]:
-        """Return the matches that ``match`` combines, if there are several."""
+        """Return the smaller matches that ``match`` combines; if it cannot be rewritten as a whole,
+        they are rewritten one by one."""
         return ()
 
     def identity(self) -> str:

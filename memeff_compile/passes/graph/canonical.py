@@ -1,4 +1,4 @@
-"""Read every node that Dynamo records in one canonical form: as the equivalent ATen calls.
+"""Read graph nodes in one canonical form: as the ATen calls to which they are equivalent.
 
 Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32)`` and
 ``x.to(dtype=...)`` are three different nodes. Every pass reads nodes through :func:`read`, which
@@ -7,8 +7,8 @@ pass handles only one form.
 
 Reading never changes the graph. A node can be read in two ways. A table of names and schemas reads
 a node in microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests
-compare the table with this trace. If neither way can read a node, the result is None, and the pass
-declines.
+compare the table with this trace. If neither the table nor a trace can read a node, the result is
+None, and the pass declines the match.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def read_write(node: Node) -> Call | None:
 
 
 def _written_where_true(target: Any, index: Any, value: Any) -> Call:
-    """Read ``x[mask] = value`` if the mask covers all axes, or all axes after leading colons
-    (``:``)."""
+    """Read ``x[mask] = value`` as masked_fill, if the mask has all axes of x, or all axes of x
+    after leading colons, as in ``x[:, mask]``."""
     *leading, mask = index if isinstance(index, tuple) else (index,)
     _require(_is_tensor(target) and _is_tensor(mask))
     written, where = compat.example_value(target), compat.example_value(mask)
@@ -121,8 +121,8 @@ def call_of(node: Any, *ops: OpOverload) -> Call | None:
 
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
-    """Follow calls of the given ops back along their first operands, and append the visited nodes
-    to ``way``."""
+    """Starting at ``node``, follow calls of the given ops back to their first operands; return the
+    first node that is no such call, and append the visited nodes to ``way``."""
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
             way.append(node)

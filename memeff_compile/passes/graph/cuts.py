@@ -4,8 +4,8 @@ at once.
 For autograd, a compiled graph is one node: its backward pass returns all gradients together, and an
 optimizer that runs during the backward pass could only start afterwards. If `optim_in_backward`
 updates weights, this module splits the graph between the model's blocks, as Dynamo does for DDP's
-buckets, and each partition is compiled separately. A value that crosses a split is an output of one
-partition and an input of others.
+buckets, and each partition is compiled separately. A value that a later partition needs is an
+output of the partition that computes it, and an input of the later one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 def starts(info: GraphInfo) -> tuple[Node, ...]:
     """Return the nodes at which a new partition of the graph starts; usually there are none.
 
-    A new partition starts where another block of the model begins, if the partitions on both sides
-    compute gradients of updated weights. Graphs with in-place writes or values of unknown size, and
-    graphs that DDP already split, are not split.
+    A new partition starts where a block of the model begins, if this partition and the one before
+    it both compute gradients of weights that are updated during the backward pass. Graphs with
+    in-place writes or values of unknown size, and graphs that DDP already split, are not split.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -65,8 +65,8 @@ _CROSSES = (torch.Tensor, torch.SymInt)
 
 
 def candidates(info: GraphInfo) -> list[Node]:
-    """Return the nodes that may be put into partitions; if a size is known only at run time, return
-    none."""
+    """Return the nodes that may be put into partitions; if the graph has a size that is known only
+    at run time, return no nodes."""
     nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
     return [] if any("unbacked_bindings" in node.meta for node in nodes) else nodes
 
@@ -74,8 +74,8 @@ def candidates(info: GraphInfo) -> list[Node]:
 def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
     """Return the nodes before which the graph can be split.
 
-    Across a split, later nodes may need only tensors and sizes from earlier nodes, and gradients
-    must be enabled or disabled as at the call of the graph.
+    Before such a node, later nodes need only tensors and sizes from earlier nodes, and gradients
+    are enabled or disabled as they were when the graph was called.
     """
     found = set()
     outside = info.region.grad, info.region.inference
@@ -159,7 +159,7 @@ def compiled_in_pieces(
     """Compile each partition of the graph; return a function that runs the whole graph.
 
     With `shares`, partitions that have the same structure and inputs share the compiled code of the
-    first one. With `is_last_plain`, the last partition is not compiled.
+    first one. With `is_last_plain`, the last partition runs without compilation, op by op.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))
@@ -212,8 +212,8 @@ def compiled_in_pieces(
 
 
 class _Step(NamedTuple):
-    """A call of a compiled partition; its values are numbered in the order in which they are
-    created."""
+    """A call of a compiled partition. All values of the graph have numbers, in the order in which
+    they are created; the call has the numbers of its inputs and outputs."""
 
     compiled: Callable[..., Any]
     takes: tuple[int, ...]
@@ -277,8 +277,8 @@ def is_size(node: Node) -> bool:
 
 
 def size_inputs(gm: GraphModule) -> dict[str, Node]:
-    """Return, for each symbol among a graph's sizes, the first input that has the symbol, by the
-    symbol's name."""
+    """Return a mapping from the name of each size symbol in a graph to the first input whose size
+    contains the symbol."""
     found: dict[str, Node] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         if is_size(node):

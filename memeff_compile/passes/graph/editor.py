@@ -48,8 +48,8 @@ class Editor:
     def at(
         self, node: Node, *, like: Node | None = None, region: Region | None = None
     ) -> Iterator[None]:
-        """Insert the following nodes before ``node``, with the source line and the module path of
-        ``like``.
+        """Make later calls of this editor insert their nodes before ``node``, with the source line
+        and the module path of ``like``.
 
         ``region`` is the autograd and autocast state of the inserted nodes (by default that of
         ``node``); inserted nodes may disable gradients.
@@ -132,7 +132,8 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return the node stored under a key if an earlier rewrite built it; otherwise build it."""
+        """Return the node that an earlier rewrite stored under a key; if there is none, build it
+        with ``build`` and store it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
             self._undo.append(partial(self.info.shared.pop, key))
@@ -181,8 +182,8 @@ class Editor:
         return node
 
     def _adopted(self, node: Node) -> Node:
-        """Record a new node, and give it the source line, the module path and the region of its
-        position."""
+        """Record a new node, so that it can be removed again, and give it the source line, the
+        module path and the autograd state of its position."""
         assert self._at is not None
         _, like, region = self._at
         self._inserted(node)
@@ -269,8 +270,8 @@ class Editor:
             return op(*values[0], **values[1])
 
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
-        """Return the fake tensor mode of the operands or of any other value in the graph, also
-        inside DTensors."""
+        """Return the fake tensor mode of the operands, or of any other value in the graph; the
+        values may be inside DTensors."""
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
         fake: Any = next(filter(compat.is_fake, map(compat.local_part, values)))
         return fake.fake_mode
@@ -282,7 +283,8 @@ def _first_call(graph: Graph) -> Node:
 
 
 def describe_difference(old: Any, new: Any) -> str:
-    """Return as text how two example values differ for their users, or an empty string."""
+    """Return text that describes how a node's users would see that two example values differ (such
+    as in shape or dtype), or an empty string."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
     if old.dtype == new.dtype and not same_shape(old.shape, new.shape):

@@ -1,5 +1,5 @@
-"""Answer questions about a captured graph: roles of inputs, regions, in-place writes, source lines,
-module paths.
+"""Answer questions about a captured graph, such as: which inputs are parameters, where gradients
+are enabled, which nodes write in place, and which line of user code made a node.
 
 This module never changes the graph. Sizes of tensors may be symbolic. No answer replaces a symbol
 by a number, because that would add a guard and cause recompilations.
@@ -47,8 +47,8 @@ _CHECKPOINTS = ("tag_activation_checkpoint",)
 
 @dataclass
 class GraphInfo:
-    """One graph without its nested graphs: the whole captured graph, or the body of a checkpoint
-    inside it."""
+    """Answers questions about one graph: the captured graph, or the body of an activation
+    checkpoint inside it. Nested graphs have their own `GraphInfo`."""
 
     gm: GraphModule
     options: Options
@@ -86,8 +86,8 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the nodes that a pass searches, without those for which an earlier search raised an
-        error."""
+        """Yield the candidates that a pass should search, except nodes at which an earlier search
+        of the pass raised an error."""
         outer = self.candidate
         for node in candidates:
             if node not in self.left_out:
@@ -96,7 +96,8 @@ class GraphInfo:
         self.candidate = outer
 
     def current(self, node: Node) -> Node:
-        """Return the node that replaces ``node`` now, because matches are found before any edit."""
+        """Return the node that now stands for ``node``: edits may have replaced it since the pass
+        found its matches."""
         while node in self.replaced:
             node = self.replaced[node]
         return node
@@ -124,8 +125,8 @@ class GraphInfo:
 
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
-        """Return the graph inputs that contain a symbolic size, by the size's formula: a node, or a
-        dimension of a tensor.
+        """Return a mapping from the formula of each symbolic size to the graph input that contains
+        it: a node that is the size, or a tensor and its dimension.
         """
         said: dict[Any, Node | tuple[Node, int]] = {}
         held: dict[Any, Node | tuple[Node, int]] = {}
@@ -174,8 +175,8 @@ class GraphInfo:
 
     @cached_property
     def needs_grad(self) -> bool:
-        """Return whether a backward pass may follow: gradients are enabled, and a result requires
-        one."""
+        """Return whether a backward pass may follow, because gradients are enabled and an output
+        requires a gradient."""
         values = map(self.tensor, self.placeholders)
         return self.region.grad and any(v is not None and v.requires_grad for v in values)
 
@@ -279,8 +280,8 @@ class GraphInfo:
 
     def written_alike(self, node: Node, first: int, last: int) -> Node | None:
         """Return a node between position ``first`` and ``last`` (included) that may write to the
-        memory of ``node``. Unlike `written_between`, this method assumes that inputs of another
-        dtype do not share the node's memory.
+        memory of ``node``. Unlike `written_between`, this method assumes that graph inputs whose
+        dtype differs from the node's do not share its memory.
         """
         value = self.tensor(node)
         for write in self.writes:
@@ -301,8 +302,8 @@ class GraphInfo:
         The memory may overlap if both nodes have the same fake storage, or if both are inputs of
         unknown memory. Inputs of different dtypes are assumed not to overlap, because a KV cache
         and a mask, for example, are separate tensors. With ``inner="eager"``, however, inputs of
-        different dtypes count as possibly overlapping. The reason is that AOTAutograd assumes
-        different storages to be different memory, and eager PyTorch does not.
+        different dtypes count as possibly overlapping, because eager PyTorch supports overlapping
+        inputs, whereas AOTAutograd assumes that different storages never overlap.
         """
         if a is b:
             return True
@@ -330,8 +331,8 @@ class GraphInfo:
 
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
-        """Return the storages that are written, whether unknown memory is written, and the dtypes
-        of the user's tensors that are written.
+        """Return the storages to which the graph writes, whether it may write to unknown memory,
+        and the dtypes of the user's tensors to which it writes.
         """
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
@@ -372,7 +373,8 @@ def _short_path(path: str) -> str:
 
 
 def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:
-    """Return the region that applies after ``node``, which may have entered or left a region."""
+    """Return the region (autograd, autocast and inference modes) that applies after ``node``, which
+    may switch such a mode."""
     if node.op != "call_function" or isinstance(node.target, OpOverload):
         return current
     name = getattr(node.target, "__name__", "")
@@ -399,7 +401,8 @@ def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) 
 
 
 def ambient_region() -> Region:
-    """Return the region in which user code called the compiled function."""
+    """Return the region (autograd, autocast and inference modes) in which user code called the
+    compiled function."""
     return Region(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
@@ -494,8 +497,8 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
-    """Return the operands to which a nested graph may write: all if the nested graph writes at all,
-    otherwise none."""
+    """Return the operands to which a nested graph may write: all of its operands if it contains an
+    in-place write, otherwise none."""
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]

@@ -1,12 +1,13 @@
-"""Find the last matrix product of a checkpointed block, which the checkpoint's recomputation does
-not need.
+"""Find the last matrix product of a block in an activation checkpoint; the backward pass need not
+compute this product again.
 
 A checkpoint around a block runs the block again in the backward pass, up to the last tensor that
 autograd saves. In eager PyTorch, the last product of a block saves its operands before it runs, so
 the checkpoint stops there and does not compute the product again. A compiled block saves its
 tensors after all of its operations, so it computes the last product a second time although no code
-reads the result. So such a graph is split before its last product, and the remaining nodes run op
-by op: the product, which calls the same matrix library as compiled code does, and additions.
+reads the result. So the graph of such a block is split before its last product. The nodes from
+there on (the product and additions) run op by op; the product calls the same matrix library as in
+compiled code.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def _computes(node: Node) -> bool:
 
 
 def _is_worth_it(info: GraphInfo, node: Node, weight: object) -> bool:
-    """Return whether a linear trains, has a plain weight, and takes long enough to be worth a
-    split."""
+    """Return whether a linear layer's weight is a plain tensor that requires a gradient, and the
+    product takes so long that a split saves time."""
     result = info.tensor(node)
     held = compat.example_input(weight) if isinstance(weight, Node) else None
     if result is None or not result.requires_grad or not isinstance(held, torch.Tensor):

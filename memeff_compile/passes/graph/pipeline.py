@@ -155,8 +155,8 @@ class _Run:
                 self._append(record, is_counted=True)
 
     def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
-        """Rewrite a match; if that fails, rewrite its parts one by one; return whether everything
-        was rewritten."""
+        """Rewrite a match; if this fails, rewrite the smaller matches that it combines one by one.
+        Return whether all of it was rewritten."""
         editor = Editor(info)
         try:
             self._serve(graph_pass, info, found, editor)
@@ -217,7 +217,7 @@ class _Run:
         self.records.extend(notes)
 
     def _keep(self, info: GraphInfo) -> None:
-        """Keep one copy of the graphs that an edit may change."""
+        """Copy the original graphs, once, before the first edit, so that they can be restored."""
         for level in info.outward():  # an edit of a checkpoint's body may give it more arguments
             if not any(module is level.gm for module, _ in self.snapshot):
                 self.snapshot.append((level.gm, compat.copy_graph(level.gm)))
@@ -248,7 +248,7 @@ class _Run:
 
 
 def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) -> Record:
-    """Return a record of several matches that names the modules of all of them."""
+    """Return the record of a match with the names of the modules of all its nodes."""
     paths = dict.fromkeys(filter(None, map(info.module_path, places if record.sites > 1 else ())))
     return replace(record, also=tuple(path for path in paths if path != record.module))
 
@@ -299,8 +299,8 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the line of user code of ``node``, and the module path of the node or of the nodes
-    next to it.
+    """Return the line of user code that made ``node``, and the module path of ``node`` or, if it
+    has none, of one of the nodes ``nearby``.
 
     For a loss in a wrapped model (such as PEFT's), return the path of the output projection.
     """

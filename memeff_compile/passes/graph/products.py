@@ -1,5 +1,5 @@
-"""Read batched matrix products in one canonical form: ``@``, bmm, baddbmm, and einsum of two
-tensors.
+"""Read batched matrix products (``@``, bmm, baddbmm, and einsum of two tensors) in one canonical
+form.
 
     q @ k.transpose(-1, -2)                             left "abyz", right "abzx", result "abyx"
     torch.einsum("bhid,bhjd->bhij", q, k)               left "bhid", right "bhjd", result "bhij"

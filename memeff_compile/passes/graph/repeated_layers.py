@@ -104,8 +104,8 @@ def _borders(info: GraphInfo) -> list[Node]:
 
 
 def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
-    """Return whether layers are so fast that one call per layer may cost more than 1 % of the
-    time."""
+    """Return whether the layers run so fast that calling each layer's function separately may cost
+    more than 1 % of their time."""
     layers = len({block_of(node) for node in borders} - {""})
     values = [value for value in map(info.tensor, info.placeholders) if value is not None]
     on_gpu = next((value.device for value in values if value.is_cuda), None)
@@ -158,7 +158,8 @@ def _floating(node: Node) -> torch.Tensor | None:
 
 
 def _stack(block: str) -> str:
-    """Return the common part of the names of the layers in one stack."""
+    """Return the path of a layer without its number, which all layers of one stack have in
+    common."""
     return block.rstrip("_0123456789")
 
 
@@ -173,10 +174,10 @@ def _keys(info: GraphInfo, pieces: Sequence[Piece]) -> list[Hashable]:
 def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hashable]) -> bool:
     """Merge sizes that each layer has separately, such as the length of its cache.
 
-    For the comparison of layers, layer numbers are removed from the names of sizes. If the layers
-    are then equal, and these sizes are equal in the current call, guards require equal sizes in
-    later calls; otherwise Dynamo compiles the graph again. Return whether the function merged at
-    least two sizes.
+    Sizes of two layers correspond if their names are equal without the layer number. If layers are
+    equal apart from such sizes, and the sizes have equal values in the current call, the sizes
+    become one size, and guards make Dynamo compile the graph again if they differ in a later call.
+    Return whether at least two sizes became one.
     """
     sizes = size_inputs(info.gm)
     if len(sizes) < LEAST:
@@ -215,8 +216,8 @@ _ANY_LAYER = re.compile(r"(?<=[.\[])\d+(?=[\].]|$)(?<!\(\)\[\d)")
 def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
     """Return whether an in-place write may change a tensor that another layer computed.
 
-    If only the layer that creates a tensor writes to it, later layers may read the tensor, because
-    the writes are finished by then.
+    Writes by the layer that creates a tensor do not count, because they are finished before a later
+    layer reads the tensor.
     """
     if not info.writes:
         return False
@@ -281,7 +282,8 @@ remedy."""
 
 
 def said(found: Repeated) -> Record | None:
-    """Return a note that says how many layers share how many compiled functions, or why none do."""
+    """Return a note for the report: how many layers share how many compiled functions, or why the
+    graph is not split."""
     if found.why_not:
         why, hint = WHY_NOT[found.why_not]
         return Record("backend", "declined", found.why_not, f"each layer is compiled: {why}", hint)

@@ -128,8 +128,8 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a decline for a detached loss, or for a loss of which only some steps are detached.
-    Detached metrics are allowed."""
+    """Return a Decline if a loss, or only some of the steps that compute it, is detached from
+    autograd. Metrics may be detached."""
     trains = info.tensor(site.head.node)
     if trains is None or not trains.requires_grad:
         return None

@@ -1,12 +1,12 @@
-"""Read PyTorch's op behind `F.linear_cross_entropy(options=...)`, which is an output projection and
+"""Read the op that PyTorch's `F.linear_cross_entropy(options=...)` calls: an output projection and
 its loss in one node.
 
     loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)             mean, sum
     losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)  none
 
 The options of this function choose how many rows a chunk has and the precision of sums. These
-options do not change the mathematical result, so the pass ignores them; the sums of its own op are
-at least as precise.
+options do not change the mathematical result, so the pass ignores them; the op
+memeff::linear_cross_entropy adds up at least as precisely.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
 
 
 def _shape_fault(info: GraphInfo, node: Node, a: Any) -> Decline | None:
-    """Return a decline for shapes that do not fit, which PyTorch's op checks only when it runs."""
+    """Return a Decline if the shapes of the operands do not fit together, because PyTorch's op
+    reports such an error only when it runs."""
     hidden, head = (info.value(a[name]) for name in ("input", "linear_weight"))
     if head.dim() != 2:
         return None  # declined with the other heads of this form
@@ -99,7 +100,8 @@ def _differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def _dtype_fault(info: GraphInfo, node: Node, a: Any) -> Decline | None:
-    """Return a decline for dtypes in which PyTorch's op sums differently from memeff's op."""
+    """Return a Decline for dtypes in which PyTorch's op rounds its sums differently from
+    memeff::linear_cross_entropy."""
     given = [info.tensor(a[name]) for name in ("input", "linear_weight", "linear_bias")]
     dtypes = {value.dtype for value in given if value is not None}
     served = {*dtypes, torch.float32} if min(d.itemsize for d in dtypes) < 4 else dtypes

@@ -1,5 +1,5 @@
-"""Read the log-probabilities of several classes per row, which losses on a teacher's top k classes
-use.
+"""Recognize gathers of the log-probabilities of several classes per row; losses on a teacher's top
+k classes use such gathers.
 
     log_softmax(z)[..., i], softmax(z)[..., i] or z[..., i], written with gather or take_along_dim
 
@@ -79,8 +79,8 @@ def read_classes(
 
 
 def _comes_from(info: GraphInfo, index: Node, head: Node) -> bool:
-    """Return whether the class indices of a loss are computed from its own logits, as a router
-    chooses experts."""
+    """Return whether the class indices of a gather are computed from the same logits, as in a
+    router that chooses experts."""
     seen, queue, first = set[Node](), [index], info.positions[head]
     while queue:
         node = queue.pop()

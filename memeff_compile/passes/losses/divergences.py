@@ -1,5 +1,5 @@
-"""Read divergences between the softmaxes of two logits tensors, in whatever way their sums are
-written.
+"""Recognize divergences between the softmaxes of two logits tensors, independently of how the code
+writes their sums.
 
 The module reads the numbers that a loss sums over the classes as a polynomial in probabilities and
 log-probabilities of student and teacher, and in logarithms of a mixture of both. So `kl_div`,
@@ -32,8 +32,8 @@ _NOTHING = 1e-12  # terms that cancel
 
 @dataclass(frozen=True)
 class Side:
-    """The logits of the student or the teacher: those of an output projection, or a tensor that the
-    graph has anyway."""
+    """The logits of the student or of the teacher: the result of an output projection, or a tensor
+    such as a graph input."""
 
     key: tuple[Any, ...]
     chain: Chain | None
@@ -58,9 +58,9 @@ Terms = Mapping[tuple[Atom, ...], float]
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask with one number per row that multiplies a divergence.
+    """A mask with one number per row, by which a divergence is multiplied.
 
-    With `fills`, rows in which the mask is True become zero instead.
+    With `fills`, the divergence is instead set to zero in rows in which the mask is True.
     """
 
     node: Node
@@ -69,8 +69,8 @@ class Mask:
 
 @dataclass(frozen=True)
 class Expression:
-    """A value per class: a polynomial in probabilities and log-probabilities, and the per-row
-    numbers that multiply it."""
+    """One value per row and class: a polynomial in probabilities and log-probabilities, multiplied
+    by numbers that are equal for all classes of a row."""
 
     terms: Terms
     masks: tuple[Mask, ...] = ()
@@ -82,7 +82,8 @@ class Expression:
 
 @dataclass
 class Divergence:
-    """A divergence, and the nodes that use its per-row numbers."""
+    """A divergence with one number per row, and the nodes that scale, mask and sum these
+    numbers."""
 
     node: Node  # the node that is replaced
     student: Side
@@ -107,9 +108,9 @@ class Divergence:
 class Group:
     """All divergences of one student's logits, in their order, which are rewritten together.
 
-    If the pass cannot rewrite one of these divergences, the graph still builds the logits. So one
-    `refusal` applies to all of these divergences, and the pass determines it before it rewrites the
-    first one.
+    If the pass cannot rewrite one of them, the graph must build the logits anyway. So the pass
+    checks all of them before it rewrites the first one, and declines all for the same reason
+    (`refusal`).
     """
 
     members: list[Divergence]
@@ -128,8 +129,8 @@ class DivergenceReader:
         self._read: dict[Node, tuple[Expression | None, tuple[Node, ...]]] = {}
 
     def divergences(self, node: Node) -> Iterable[Divergence | Decline]:
-        """Yield the divergence whose sum over the classes is ``node``, or the reason why it cannot
-        be read."""
+        """Yield the divergence that ``node`` computes by a sum over the classes, or the reason why
+        the sum cannot be read."""
         self.visited = []
         found = self._reduced(node)
         if found is None:
@@ -164,8 +165,8 @@ class DivergenceReader:
         yield match
 
     def _add_totals(self, match: Divergence, reduction: str) -> None:
-        """Include later sums of the same two logits tensors that are reduced in the same way and
-        added to this sum."""
+        """Include in a divergence later sums over the same two logits tensors that are reduced in
+        the same way and added to it."""
         node, factor, steps = match.node, 1.0, list[Node]()
         while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
             (user,) = node.users
@@ -271,7 +272,7 @@ class DivergenceReader:
         return Expression(terms), reduction, a["self"]
 
     def expression(self, node: Any, depth: int = 0) -> Expression | None:
-        """Return the per-class values of a node as a polynomial, or None for other nodes."""
+        """Return a node that has one value per class as a polynomial, or None for other nodes."""
         number = constant(node)
         if number is not None:
             return Expression({(): number})
@@ -355,7 +356,8 @@ class DivergenceReader:
         return None
 
     def _filled(self, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Read a fill with zeros of masked rows, or of classes whose logits are infinite."""
+        """Read an op that sets values to zero, in masked rows or in classes whose logits are
+        infinite."""
         if constant(a["value"]) != 0:
             return None
         found, mask = self.expression(a["self"], depth), a["mask"]
@@ -466,7 +468,7 @@ class DivergenceReader:
         return self.sides.setdefault(key, Side(key, chain, None, 1.0, trains, node))
 
     def _headless(self, node: Node) -> Atom | None:
-        """Read a softmax of logits that no output projection of this graph computes."""
+        """Read a softmax of a teacher's logits that no output projection of this graph computes."""
         way: list[Node] = []
         start = back_over(node, _SAME, way)
         call = call_of(start, aten.log_softmax.int, aten.softmax.int)
@@ -522,7 +524,8 @@ class DivergenceReader:
         return side.chain is None, self.info.positions[side.node]
 
     def _follow(self, match: Divergence, rows: Any) -> None:
-        """Extend a divergence by the later nodes that reduce its per-row numbers to one number."""
+        """Extend a divergence by the later nodes that turn its numbers, one per row, into a single
+        number."""
         steps = _Steps([], 1.0)
         node = match.node
         while len(node.users) == 1 and len(steps.nodes) < _MAX_DEPTH:
@@ -552,10 +555,10 @@ class DivergenceReader:
             node = user
 
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
-        """Include a later sum of the same two logits tensors that is added to this sum or
-        subtracted from it.
+        """If ``node`` adds another sum over the same two logits tensors to this divergence, or
+        subtracts one, include the other sum.
 
-        The combined sum replaces both, so it includes all nodes read so far.
+        The divergence then contains the nodes of both sums.
         """
         if call.op not in (aten.add.Tensor, aten.sub.Tensor) or call.args["alpha"] != 1:
             return False
@@ -583,7 +586,8 @@ class DivergenceReader:
         return True
 
     def _sum_of_rows(self, node: Any, depth: int = 0) -> Expression | None:
-        """Read per-row numbers: sums over the classes, multiplied by numbers and added."""
+        """Read a tensor with one number per row: sums over the classes, multiplied by numbers and
+        added."""
         call = read_one(node) if isinstance(node, Node) else None
         if call is None or depth > _MAX_DEPTH or len(node.users) != 1:
             return None
@@ -607,8 +611,8 @@ class DivergenceReader:
         return found
 
     def _is_linear(self, node: Node, user: Node, call: Any, steps: _Steps) -> bool:
-        """Return whether a node only multiplies the one number of each row; if so, record the
-        node."""
+        """Return whether a node only multiplies each row's number by a factor; if so, record the
+        node in ``steps``."""
         a, op = call.args, call.op
         if op is aten.neg.default:
             steps.factor = -steps.factor
@@ -767,7 +771,8 @@ def _expressed(
 
 
 def _only(expression: Expression) -> Atom | None:
-    """Return the single factor of an expression."""
+    """Return the factor of an expression that consists of one factor, or None for other
+    expressions."""
     items = list(expression.terms.items())
     is_one = len(items) == 1 and len(items[0][0]) == 1 and items[0][1] == 1.0
     return items[0][0][0] if is_one else None
@@ -841,7 +846,8 @@ def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | No
 def _joined(
     left: Coefficients, first: float, right: Coefficients, second: float
 ) -> Coefficients | None:
-    """Return first * left + second * right, or None if they contain different mixtures."""
+    """Return the coefficients of first * left + second * right, or None if left and right contain
+    different mixtures."""
     if left.has_mixture and right.has_mixture and left.share != right.share:
         return None
     pairs = zip(left, right, strict=True)

@@ -1,9 +1,9 @@
-"""Insert the op call for an output projection's losses, and the few ATen nodes that compute each
-loss from the call's results.
+"""Insert the op call that replaces an output projection and its losses, and the few ATen nodes that
+compute each loss from the call's results.
 
-Losses and other results (tails) that use the same rows, modifiers and targets share one op call.
-Reductions, class weights, label smoothing and casts remain ATen nodes over N numbers, which the
-inner compiler fuses.
+All tails (losses and other results of the logits) that use the same rows (tokens), the same scale,
+softcap and bias, and the same targets share one op call. Reductions, class weights, label smoothing
+and casts remain ATen nodes over N numbers, which the inner compiler fuses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _NLL, _LSE, _LOGIT_SUM, _ENTROPY, _TOP = range(5)
 
 
 def filter_settings(options: Options) -> dict[str, float | str | bool]:
-    """Return the settings of a gradient filter that differ from the op's defaults."""
+    """Return the gradient filter's settings, as arguments of the op, that differ from the op's
+    defaults."""
     settings: dict[str, float | str | bool] = {
         "filter_level": options.filter_level,
         "filter_parts": options.linear_cross_entropy_parts,
@@ -47,8 +48,8 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
     """Group the tails (losses and other results of the logits) that one op call can compute: they
-    have the same rows, modifiers and targets, and all their inputs are computed before the first
-    tail.
+    have the same rows, the same scale, softcap and bias, and the same targets, and all their inputs
+    are computed before the first tail.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -130,9 +131,9 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     """Return the nodes to compute again if one op call for ``group`` runs before the group's first
     tail (a loss or another result of the logits).
 
-    If computing these nodes again could give other values, return None. Targets that are computed
-    late, such as shifted labels after a z-loss, are integer views and copies of inputs to which no
-    node writes, so computing them again takes almost no time.
+    Such nodes compute targets, such as shifted labels that the graph computes after a z-loss, and
+    are integer views and copies of inputs, so computing them again takes almost no time. If it
+    could give other values, return None.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -215,8 +216,8 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
 
 
 def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
-    """Make a node that reads the shape of the logits read an expanded column of the hidden states
-    instead.
+    """Make a node that reads the shape of the logits read the shape of a tensor without memory: a
+    column of the hidden states, expanded to the shape of the logits.
     """
     head, e = read.chain.head, editor
     depth = compat.known_size(info.value(head.hidden).shape[-1])
@@ -262,7 +263,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 
 def gathered(group: Sequence[Tail]) -> list[str]:
-    """Return the names of the per-row values that a call gathers from all ranks."""
+    """Return the names of the values (one per row) that an op call gathers from all ranks."""
     extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
@@ -270,7 +271,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how often the ranks gather per-row numbers during a call."""
+    """Return how many times the ranks gather numbers (one per row) during an op call."""
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
@@ -290,8 +291,8 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 
 
 class GroupEmitter:
-    """Inserter of the op and of the few ATen nodes that turn the op's per-row results into each
-    loss, or another result of the logits."""
+    """Inserts the op call of one group of tails (losses and other results of the logits), and the
+    few ATen nodes that compute each tail from the op's results per row."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
@@ -310,7 +311,7 @@ class GroupEmitter:
         self._silent = False
 
     def op_call(self) -> None:
-        """Insert the op for the rows that the losses and the other results of the logits use."""
+        """Insert the op call for the rows (tokens) that the tails use."""
         e, head = self.editor, self.head
         key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
         size = compat.known_size(self.info.value(head.hidden).shape[-1])
@@ -375,7 +376,7 @@ class GroupEmitter:
         these inputs.
 
         Several low-rank products are combined into one, whose rank is the sum of their ranks. The
-        scales of these products multiply the op's low-rank inputs instead of V numbers per row.
+        scales of these products are applied to the small low-rank inputs, not to V numbers per row.
         """
         e, lows, ups = self.editor, list[Node](), list[Node]()
         for part in self.head.parts:
@@ -400,13 +401,13 @@ class GroupEmitter:
         return replay_rows(e, node, steps[done:], size)
 
     def _scaled(self, node: Node) -> Node:
-        """Multiply by the factors that are equal for all rows."""
+        """Multiply a node by the factors of the logits that are equal for all rows."""
         shared = [factor for factor in self.modifiers.factors if factor.rows is None]
         return self._times(node, shared) if shared else node
 
     def _times(self, node: Node, factors: Sequence[Factor]) -> Node:
-        """Multiply in fp32 if the product has 16 bits, so that the gradient of a factor is summed
-        in fp32.
+        """Multiply a node by factors; compute in fp32 if the dtype has 16 bits, so that the
+        gradient of a factor is summed in fp32.
         """
         e, dtype = self.editor, self.info.value(node).dtype
         node = e.cast(node, wide(dtype))
@@ -484,8 +485,8 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
-        """Return how many row moves are applied before the op: the moves that are common to all
-        tails (losses and other results of the logits)."""
+        """Return how many row moves (reorderings and selections of rows) are applied before the op:
+        those that all tails have in common."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):
@@ -563,7 +564,8 @@ class GroupEmitter:
         return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
     def _entry(self, tail: Tail) -> Node:
-        """Return the logit of each row at its target, like a gather or a one-hot sum."""
+        """Return each row's logit at its target, which the original graph computes by a gather or a
+        sum with a one-hot tensor."""
         e, found, factor = self.editor, self._rows(_NLL), tail.factor
         if tail.kind == "log_prob":
             factor = -factor  # the op returns minus the log-probability
@@ -583,7 +585,7 @@ class GroupEmitter:
         return found
 
     def _by_number(self, node: Node, factor: float) -> Node:
-        """Multiply by a number; for the number 1, insert no node."""
+        """Multiply a node by a number; if the number is 1, insert no node."""
         if factor in (1.0, -1.0):
             return node if factor == 1.0 else self.editor.call(aten.neg.default, node)
         return self.editor.call(aten.mul.Scalar, node, factor)
@@ -629,8 +631,8 @@ class GroupEmitter:
         return rows
 
     def _loss(self, tail: Tail) -> Node:
-        """Reduce per-token losses like cross_entropy: class weights, label smoothing, then the
-        reduction."""
+        """Compute a loss from the op's results per token as cross_entropy does: apply class weights
+        and label smoothing, then the reduction."""
         e = self.editor
         if self.total is not None:
             return self.total

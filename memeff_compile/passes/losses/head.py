@@ -1,5 +1,5 @@
-"""Read how logits are computed from hidden states: by an output projection, then by row moves and
-pointwise steps.
+"""Recognize how logits are computed from hidden states: by an output projection, then by row moves
+and pointwise steps.
 
     hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
     bias}*
@@ -7,9 +7,9 @@ pointwise steps.
 An output projection may be a sum of products: one with the full weight, and low-rank products such
 as those of LoRA adapters.
 
-Row moves (reorderings and selections of rows) do not change the class dimension, so they give the
-same result before the product as after it. So the rewrite applies row moves to the hidden states.
-Pointwise steps become the arguments ``scale``, ``softcap`` and ``bias`` of the op.
+Row moves (reorderings and selections of rows) give the same result whether they are applied before
+or after the product. So the rewrite applies them to the hidden states. Pointwise steps become the
+arguments ``scale``, ``softcap`` and ``bias`` of the op.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Factor:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector over the vocabulary that is added to the logits, and the later steps that change the
-    vector."""
+    """A vector over the vocabulary that is added to the logits, and the later steps (such as a
+    scale) that also apply to the vector."""
 
     node: Node
     classes: tuple[int, int] | None = None  # its classes that remain at the end
@@ -122,9 +122,9 @@ class Step:
     (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (selects some
     classes), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with
     its value. If the graph computes the value from a number that the user passed (``dynamic=True``
-    turns such numbers into symbols), a guard on ``symbol`` keeps the value constant. ``classes``
-    are the first class that is kept and the class after the last one. If a step also moves rows,
-    ``whole`` is the complete ATen call of its node.
+    turns such numbers into symbols), a guard on ``symbol`` keeps the value constant. The field
+    ``classes`` has the index of the first selected class and the index after the last one. If a
+    step also moves rows, ``whole`` is the complete ATen call of its node.
     """
 
     node: Node
@@ -165,15 +165,15 @@ class Chain:
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether every row of the chain of operations is also a row of another chain of the
-        same projection."""
+        """Return whether every row of this chain is also a row of the other chain, and both have
+        the same output projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
     @property
     def classes(self) -> tuple[int, int] | None:
-        """Return the first class that the steps keep and the class after the last one, or None if
-        the steps keep all classes."""
+        """Return the index of the first class that the steps select and the index after the last
+        one, or None if the steps select all classes."""
         return _left(self.steps)
 
     @property
@@ -204,7 +204,8 @@ class Chain:
 
 
 def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the classes that remain after some steps, with the indices that they had before."""
+    """Return the classes that remain after some steps, as indices of the classes before the
+    steps."""
     first = None
     for start, stop in (step.classes for step in steps if step.classes is not None):
         first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
@@ -272,10 +273,11 @@ class HeadReader:
         return is_wide(vocabulary, compat.size_hint(hidden.shape[-1]))
 
     def input_in_weight(self, head: Head) -> Node | None:
-        """Return the graph input that a weight is computed from and that no module owns.
+        """If a weight is computed from a graph input that is no parameter or buffer, return this
+        input, because the product is then no output projection; an example is the product of two
+        encoders' outputs.
 
-        If the weight is an input itself, or is computed only from parameters and buffers, return
-        None. For the product of two encoders' outputs, for example, the weight is no parameter.
+        Otherwise, or if the weight is an input itself, return None.
         """
         for node in self._sources(head.weight):
             value = self.info.tensor(node)
@@ -412,8 +414,8 @@ class HeadReader:
         return None
 
     def _cast_head(self, node: Node) -> tuple[Head | None, list[Node]]:
-        """Return the output projection of a value that is only a cast of the projection's result,
-        and the casts."""
+        """If a node only casts the result of an output projection, return the output projection and
+        the casts."""
         casts: list[Node] = []
         node = back_over(node, (aten.to.dtype,), casts)
         if not all(self.info.value(cast).dtype.is_floating_point for cast in casts):
@@ -480,7 +482,8 @@ class HeadReader:
     ) -> tuple[Node, bool]:
         """Follow a weight or a bias through casts and transposes.
 
-        Each cast must preserve all values, or the product must cast to the same dtype anyway.
+        Each cast must preserve all values, or must be to the dtype to which the product casts its
+        operands anyway.
         """
         while (call := call_of(node, aten.to.dtype)) is not None:
             before, after = self.info.tensor(call.args["self"]), self.info.value(node)
@@ -531,7 +534,8 @@ class HeadReader:
     def _is_scale(
         self, left: Node, left_value: torch.Tensor, right: Node, right_value: torch.Tensor
     ) -> bool:
-        """Return whether the first operand of a product is a scale and the second is the logits.
+        """Return whether the first operand of a multiplication is a scale and the second is the
+        logits.
 
         The wider of the two operands is the logits. If both operands have the same width, the one
         that comes from an output projection is the logits.
@@ -700,8 +704,8 @@ class HeadReader:
         return False
 
     def _vector_source(self, node: Node) -> Node:
-        """Follow a vector back through views and moves that preserve its values; return the
-        source."""
+        """Follow a vector back through views and copies that preserve its values; return the node
+        from which they come."""
         while (call := call_of(node, *_VECTOR_VIEWS)) is not None:
             before, dtype = self.info.tensor(call.args["self"]), self.info.value(node).dtype
             if before is None or before.dtype != dtype or not _is_vector(before):

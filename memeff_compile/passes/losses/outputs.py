@@ -1,5 +1,5 @@
-"""Decide which logits among a graph's outputs can be returned as deferred tensors, and plan their
-replacement.
+"""Decide which logits among a graph's outputs can be returned as deferred logits (logits that are
+computed when first read), and plan their replacement.
 
 Two passes use this module: the pass that fuses the loss, for logits that the model returns with the
 loss, and `defer_logits`, for logits of a training graph without a loss.
@@ -71,8 +71,8 @@ class Returned:
 def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
     """Return the output projections of a training graph whose logits are among the graph's outputs.
 
-    If there are none, return linears whose result the graph returns, but whose shape is too narrow
-    for an output projection.
+    With `narrow`, return instead the linear layers whose result the graph returns, but which are
+    too narrow for an output projection.
     """
     if not info.needs_grad or info.parent is not None:
         return []
@@ -226,8 +226,9 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
 
 
 def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] | str:
-    """Return the LoRA matrices of an output projection and their steps, with which deferred logits
-    equal the model's bit for bit; or return the reason why that is not possible.
+    """Return the LoRA matrices of an output projection and the steps of its adapters, from which
+    deferred logits can be computed bit for bit as in the model; or return the reason why this is
+    not possible.
     """
     said = "the adapter of the head does not add a number times B(A(hidden states)) to them"
     said += ", for example because of a dropout before A"
@@ -253,8 +254,8 @@ def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] |
 
 
 def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[LogitsOutput]]:
-    """Group the outputs that share memory: views of one another, or views of a tensor that is not
-    returned."""
+    """Group the outputs that share memory, because they are views of one another or of one tensor
+    that is not returned."""
     groups: list[list[LogitsOutput]] = []
     for output in outputs:
         for group in groups:
@@ -380,8 +381,8 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return the recorded steps as view operations; sizes that vary become additional outputs of
-    the graph."""
+    """Return steps as calls of view operations; sizes that differ between calls become additional
+    outputs of the graph."""
 
     def given(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):

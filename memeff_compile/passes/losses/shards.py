@@ -6,7 +6,8 @@ the ranks' results.
     z = l.redistribute(placements=(Replicate,)).to_local()
 
 All ranks of a group must make the same edits, because a collective would hang otherwise. So this
-module bases its decisions only on layouts and on the sizes of whole tensors.
+module bases its decisions only on facts that are equal on all ranks: layouts, and the sizes of
+complete tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ HINT = (
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
     """Return the report's sentence about an output projection that is split over ranks.
 
-    This sentence names this rank's classes, how often the ranks gather numbers, and how many.
+    The sentence names the classes of this rank, how many times the ranks gather numbers, and how
+    many numbers.
     """
     shard = split.shard
     last = shard.first + shard.columns - 1
@@ -62,8 +64,8 @@ _CLOSURES = (
 
 
 def lost(node: Node) -> Decline | None:
-    """Return the reason why logits lack classes or rows after ranks exchanged data, or None if the
-    logits are complete."""
+    """Return the reason why a node, which exchanges data between ranks, leaves logits incomplete
+    (without some classes or rows), or None if they are complete."""
     source: Any = node.args[0]
     before, after = compat.example_value(source), compat.example_value(node)
     if compat.is_dtensor(after):
@@ -85,7 +87,8 @@ def is_everywhere(value: Any) -> bool:
 
 
 def _is_by_classes(logits: Any) -> bool:
-    """Return whether each rank has the whole logits, or all rows for some of the classes."""
+    """Return whether each rank has the complete logits, or the logits of all rows for some of the
+    classes."""
     from torch.distributed.tensor import Shard
 
     places = [p for p in logits.placements if not p.is_replicate()]

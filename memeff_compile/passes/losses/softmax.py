@@ -4,8 +4,8 @@
     logits -> softmax | exp(log-probabilities)              -> {view, slice, cast, detach}*
     logits -> logsumexp | log(sum(exp(x))), where x may be the logits minus their maximum
 
-Moving rows before a softmax gives the same result as moving them after it, so row moves become
-steps of the chain.
+Reordering or selecting rows before a softmax gives the same result as doing so after it, so such
+row moves after the softmax count as steps that are applied to the logits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _TRANSPARENT = ("rows", "reshape", "same", "move", "detach", "to")
 class Soft:
     """Probabilities or log-probabilities that the graph computes from logits.
 
-    The object contains the logits, with the same row moves, and the nodes from the logits to the
-    probabilities.
+    It contains the logits, with the row moves (reorderings and selections of rows) that the graph
+    applies to the probabilities, and the nodes from the logits to the probabilities.
     """
 
     chain: Chain
@@ -46,8 +46,8 @@ class Soft:
 class Peak:
     """The maximum of each row's logits, which the graph subtracts from the logits or adds again.
 
-    If the maximum is subtracted and added again, its value does not matter, and its gradient
-    cancels if both uses have one.
+    If the maximum is subtracted and later added again, its value does not matter, and the gradients
+    of both uses cancel.
     """
 
     logits: Node
@@ -57,20 +57,22 @@ class Peak:
     through: tuple[Node, ...]
 
     def is_over(self, dim: Any) -> bool:
-        """Return whether a softmax over ``dim`` is over the same dimension as the maximum."""
+        """Return whether this maximum is over the dimension ``dim``, over which a softmax is
+        computed."""
         rank = compat.example_value(self.logits).dim()
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether adding one maximum cancels the subtraction of another maximum, also in
-        gradients."""
+        """Return whether adding ``other`` cancels the subtraction of this maximum, in the values
+        and in the gradients."""
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
 
 @dataclass(frozen=True)
 class Total:
-    """A log-sum-exp over the classes, minus the maximum if it was subtracted from the logits."""
+    """A log-sum-exp of logits over the classes; if the maximum was subtracted from the logits, it
+    is missing in the sum."""
 
     chain: Chain
     peak: Peak | None
@@ -94,8 +96,8 @@ class SoftmaxReader:
         return self._read(node, self._start_of_log_probs)
 
     def signed_log_probs(self, node: Any) -> Soft | Decline | None:
-        """Return a node as log-probabilities or their negatives; the sign may come before or after
-        row moves."""
+        """Return a node as log-probabilities or negated log-probabilities; the negation may come
+        before or after row moves."""
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:
@@ -110,7 +112,8 @@ class SoftmaxReader:
         *,
         signed: bool = False,
     ) -> Soft | Decline | None:
-        """Follow nodes that only move rows back to the softmax from which ``start`` is computed."""
+        """Follow nodes that only move, cast or detach rows back to a softmax, which ``start``
+        recognizes."""
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:
             found = start(node)
@@ -289,7 +292,8 @@ class SoftmaxReader:
         return value is not None and (dtype is None or dtype.itemsize >= value.dtype.itemsize)
 
     def _same_values(self, node: Node) -> Node | None:
-        """Return x if a node is ``x.clamp(min=finfo.min)`` or a broadcast to x's own shape."""
+        """If a node has the same values as x, because it is ``x.clamp(min=finfo.min)`` or
+        broadcasts x to the shape of x, return x."""
         operand = broadcast_operand(node)
         if operand is not None:
             before, after = self.info.tensor(operand), self.info.tensor(node)
@@ -334,10 +338,10 @@ def _of_maximum(node: Any) -> tuple[Any, int]:
 
 
 def is_shift(node: Node) -> bool:
-    """Return whether a node is the row maximum that a stable softmax subtracts, or only leads to
-    that maximum.
+    """Return whether a node is used only for the row maximum that a numerically stable softmax
+    subtracts.
 
-    The maximum cancels in the softmax, so its gradient may be omitted.
+    The maximum does not change the softmax, so its gradient may be omitted.
     """
     if call_of(node, aten.detach.default) is not None and node.users:
         users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
