@@ -63,7 +63,7 @@ def quality(row: Row) -> str:
 def side_by_side(rows: Iterable[Row]) -> list[str]:
     """Return a table with a line for each variant and a column for each model and seed."""
     found = latest(rows, "model", "seed", "variant")
-    places = sorted({(row["model"], row["seed"]) for row in found}, key=_place)
+    places = sorted(dict.fromkeys((row["model"], row["seed"]) for row in found), key=_place)
     by_key = {(row["model"], row["seed"], row["variant"]): quality(row) for row in found}
     seeds = {seed for _, seed in places}
     head = [

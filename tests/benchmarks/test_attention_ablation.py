@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.scripts import script
 
+ROOT = Path(__file__).resolve().parents[2]
 COUNTS = {"1": 6, "2, 3": 6, "4, 5": 4, "6": 2, "scores": 1}
 
 
@@ -290,3 +291,15 @@ def test_low_bits_are_compared_with_float64(tmp_path: Path) -> None:
     assert len(rows) == 2 * 2 * 3
     by_level = {row["method"]: row for row in rows if row["kind"] == "iid" and row["causal"]}
     assert by_level["8b+f16"]["relative_l1"] < by_level["8b"]["relative_l1"] < 0.06
+
+
+def test_the_page_of_real_models_shows_what_the_rows_say() -> None:
+    file = ROOT / "benchmarks" / "results" / "nvidia-h200" / "attention-real-models.jsonl"
+    page = (ROOT / "docs" / "measured" / "attention-tables.md").read_text().splitlines()
+    printed = script("ablation_tables", "attention", str(file)).splitlines()
+    below = zip(printed, [*printed[1:], ""], strict=True)
+    body = [line for line, after in below if line.startswith("| ") and after[:4] != "|---"]
+    assert len(body) > 30
+    shown = {line.partition(" | ")[2] for line in page if line.startswith("| ")}
+    for line in body:  # the page has its own names of rows and columns
+        assert line.partition(" | ")[2].removeprefix("by layer | ") in shown, line

@@ -441,7 +441,7 @@ def test_the_page_shows_what_the_rows_say() -> None:
     assert [line for line in shown.splitlines() if line not in page] == []
 
 
-SMALL, QWEN = "smollm2-135m", "qwen2.5-coder-0.5b"
+SMALL, QWEN, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m"
 VALUES = "cache, 4 bits, values merged from half on"
 ALIGNED = "cache, aligned from half on, 4 bits"
 MIXED = "cache, 3 bits, values of 2 bits, merged"
@@ -475,6 +475,8 @@ CLAIMS = {
     "14 of 16 keys at every level": (QWEN, "attention, 4b", "key-value, 32k", 14),
     "8 with `8b`": (QWEN, "attention, 8b", "needles, 32k", 8),
     "6 with `4b`": (QWEN, "attention, 4b", "needles, 32k", 6),
+    "it finds 42 of 64 needles": (GEMMA, "cache, 4 bits, per_head", "needles, 2k", 42),
+    "and 3 of 24 needles in 8,192": (GEMMA, "cache, 4 bits, per_head", "needles, 8k", 3),
     "and 9 with `8b`": (QWEN, "attention, 4b, the worst half 8b", "needles, 32k", 9),
 }
 """Words of the page -> the newest row of seed 0 that they stand for, and how many items are right."""
@@ -490,6 +492,30 @@ def test_counts_in_the_text_are_those_of_the_rows(words: str) -> None:
     own = [r for r in found if (r["model"], r["mode"], r.get("task"), r.get("seed")) == named]
     assert words in page
     assert own[-1]["right"] == right
+
+
+EXACT_MODES = {
+    "items with transformers' own cache": "transformers' own cache",
+    "with a cache of 16 bits (three models)": "cache, 16 bits",
+    "with lossless compressed weights (three models)": "weights, 7 bits of 7",
+    "with the compiled SmolLM2": "compiled",
+}
+"""Words of the page -> the exact mode whose items the number before them counts."""
+
+
+@pytest.mark.parametrize("words", EXACT_MODES)
+def test_exact_modes_answer_as_many_items_as_the_text_says(words: str) -> None:
+    page = " ".join((ROOT / "docs" / "measured" / "tasks.md").read_text().split())
+    file = ROOT / "benchmarks" / "results" / "nvidia-h200" / "tasks.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    asked = [each for each in found if each["what"] == "tasks"]
+    by_model = [
+        task_scores.agreements([each for each in asked if each["model"] == name])
+        for name in (SMALL, QWEN, GEMMA)
+    ]
+    own = [each[EXACT_MODES[words]] for each in by_model if EXACT_MODES[words] in each]
+    assert sum(each.others for each in own) == 0
+    assert f"{sum(each.items for each in own):,} {words}" in page
 
 
 def test_figures_of_trained_models_hold_what_arithmetic_says() -> None:
