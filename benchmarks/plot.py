@@ -418,6 +418,7 @@ TERNARY_PANELS = {
 
 def coded_weight_throughput(rows: list[Row]) -> Any:
     """Draw bytes of bf16 per second in both directions against the size of a matrix."""
+    rows = latest(rows, "way", "side")
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.6), sharey=True)
     for axis, direction, title in zip(
         axes, ("in", "out"), ("encoding, or away", "decoding, or back"), strict=True

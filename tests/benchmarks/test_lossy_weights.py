@@ -44,3 +44,18 @@ def test_the_page_shows_what_the_rows_say() -> None:
     assert times[2:] == relative(model)
     shown = [f"{model[way]['peak_gib']:.2f} GiB" for way in ("dense", *CODECS)]
     assert sizes[1:] == shown
+
+
+def test_the_whole_model_takes_what_its_rows_say() -> None:
+    text = PAGE.split("## All 32 layers in generate()\n")[1].split("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    rows = map(json.loads, (FILE.parent / "serving.jsonl").read_text().splitlines())
+    wanted = {"size": "llama3-8b", "layers": 32, "batch": 1}
+    rows = [row for row in rows if row.items() >= wanted.items()]
+    paths = ("verb-static", "verb-win4", "verb-k3")
+    for path, (_, commits, times, peak, floor) in zip(paths, lines[2:], strict=True):
+        found = [row for row in rows if row["path"] == path]
+        assert {row["commit"] for row in found} == {*commits.split(", ")}
+        assert sorted(f"{row['step_ms']['median']:.2f}" for row in found) == times.split(", ")
+        assert {f"{row['peak_gib']:.2f} GiB" for row in found} == {peak}
+        assert {f"{row['read_gb']['weights'] / 4.6:.2f} ms" for row in found} == {floor}
