@@ -495,8 +495,8 @@ def test_counts_in_the_text_are_those_of_the_rows(words: str) -> None:
 
 
 EXACT_MODES = {
-    "items with transformers' own cache": "transformers' own cache",
-    "with a cache of 16 bits (three models)": "cache, 16 bits",
+    "questions with transformers' own cache": "transformers' own cache",
+    "with a 16-bit cache (three models)": "cache, 16 bits",
     "with lossless compressed weights (three models)": "weights, 7 bits of 7",
     "with the compiled SmolLM2": "compiled",
 }
