@@ -1,5 +1,5 @@
-"""Find the nodes that compute results from logits: losses, gathered log-probabilities,
-log-sum-exps, metrics.
+"""Find the nodes that compute losses, gathered log-probabilities, log-sum-exps and metrics from
+logits.
 
 A *tail* is a node that computes a result from logits, if memeff::linear_cross_entropy can compute
 that result, too. A *site* is an output projection and all tails of its logits. If a node looks like
@@ -57,7 +57,8 @@ class Tail:
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """Return the tensors that the loss reads in addition to the logits."""
+        """Return the tensors that this loss, or other result of the logits, reads in addition to
+        the logits."""
         return tuple(n for n in (self.target, self.class_weight) if n is not None)
 
     @property
@@ -99,7 +100,7 @@ def is_silent(info: GraphInfo, tail: Tail) -> bool:
 
 @dataclass(frozen=True)
 class Picked:
-    """The element of ``source`` at one class index per row."""
+    """A gather of one element per row of ``source``, at a class index."""
 
     source: Node
     index: Node
@@ -109,7 +110,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return the fields on which the value of a loss depends."""
+        """Return the fields of this gather that a `Tail` needs too, such as the class indices."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -128,8 +129,8 @@ def reads_a_size(node: Node) -> bool:
 
 
 def unread(node: Node) -> list[Node]:
-    """Return a node and all later nodes that need it, if nothing reads their results and they have
-    no effect; else an empty list."""
+    """Return a node and all nodes that depend on it, if the graph does not return their results and
+    they have no side effects; otherwise return an empty list."""
     found, queue = dict[Node, None](), [node]
     while queue:
         each = queue.pop()
@@ -278,8 +279,8 @@ class TailReader:
         )
 
     def _one_hot_classes(self, node: Node, chain: Chain | Decline, a: Any) -> OneHot | None:
-        """Read class probabilities that are class indices in one-hot form, with or without label
-        smoothing."""
+        """Read a cross entropy whose targets are class probabilities made from class indices:
+        one-hot, with or without label smoothing."""
         value, target = self.info.tensor(a["self"]), self.info.tensor(a["target"])
         if value is None or target is None or a["weight"] is not None or value.dim() != 2:
             return None
@@ -346,7 +347,8 @@ class TailReader:
         return self._rows_differ(node, source)
 
     def _rows_differ(self, node: Node, source: Node) -> Decline | None:
-        """Return the reason why indexing single elements of log-probabilities is not supported."""
+        """Return a Decline if a node indexes single elements of log-probabilities with row indices
+        that are not 0, 1, 2 and so on."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"
@@ -419,7 +421,8 @@ class TailReader:
             return
 
     def _picked(self, node: Any, way: list[Node]) -> tuple[Node, Picked | Decline | None]:
-        """Read one class per row of any tensor; the last dimension may be removed afterwards."""
+        """Read a gather of one class per row of any tensor, after which the last dimension may be
+        removed."""
         entry = back_over(node, (aten.squeeze.dim, aten.select.int), way)
         call = call_of(entry, aten.gather.default, aten.take_along_dim.default)
         found = self._picked_by_index(entry) if call is None else self._gathered(entry, call.args)
@@ -488,8 +491,8 @@ class TailReader:
             yield from self._class_sum(node, a, reduction, is_mean=True)
 
     def _is_over_a_dimension(self, a: Any, reduction: int) -> bool:
-        """Return whether a sum is over one dimension or over all, and sums in the numbers' dtype or
-        a wider one."""
+        """Return whether a sum is over one dimension or all dimensions, and is computed in its
+        operand's dtype or a wider one."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
         if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False
@@ -530,7 +533,8 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail | Decline]:
-        """Read a sum over the classes of log-probabilities times targets, which may be one-hot."""
+        """Read a sum over the classes of log-probabilities multiplied by one-hot targets, or by
+        other numbers."""
         left, right = call.args["self"], call.args["other"]
         for logs, targets in ((left, right), (right, left)):
             soft = self.softmax.signed_log_probs(logs)
@@ -675,11 +679,9 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the index with which torch.distributions gathers log-probabilities, and the nodes to
-    remove.
-
-    The index node is ``broadcast_tensors(index, logits)[0][..., :1]``; its broadcast reads only the
-    shape of the logits.
+    """Return the index with which torch.distributions gathers log-probabilities, without its
+    broadcast, and the nodes of the broadcast. torch.distributions gathers with
+    ``broadcast_tensors(index, logits)[0][..., :1]``, which reads only the shape of the logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()
@@ -695,8 +697,8 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
-    """Return the operand of ``node`` without minus signs, the sign, and the nodes that were
-    skipped."""
+    """Follow negations back from ``node``; return the first node that is no negation, the total
+    sign, and the negations."""
     sign, taken = 1, list[Node]()
     while (below := negated(node)) is not None:
         taken.append(node)
@@ -718,7 +720,7 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 
 
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
-    """Report a training graph that returns its logits unchanged and contains no loss that reads
+    """Return a Decline for a training graph that returns its logits and contains no loss that reads
     them."""
     for match in returned_logits(info):
         if is_deferrable(info, match):
@@ -738,10 +740,10 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Return the results of the logits, losses first, without those that are only intermediate
-    results of others.
+    """Return losses and other results of the logits, losses first, without those that are only
+    steps of another one in the list.
 
-    For example, the logsumexp of log-probabilities is such an intermediate result.
+    For example, a logsumexp may be a step of log-probabilities.
     """
     inner = {node for tail in tails for node in tail.through}
     known = inner | {tail.node for tail in tails}
@@ -750,8 +752,8 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph has a logsumexp over the rows of `tail` (a loss), which gathers
-    logits.
+    """Return whether the graph also computes a logsumexp over the rows of `tail`, a gather of
+    logits, so that the two form a loss.
 
     In a loop over chunks, each logsumexp may cover only some of these rows.
     """
