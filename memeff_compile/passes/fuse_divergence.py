@@ -315,8 +315,8 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return the operands that have one number per row (the masks), or the indices of the
-    classes."""
+    """Return the op's operands with entries for each row: the masks of a divergence, or the class
+    indices of a gather."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 

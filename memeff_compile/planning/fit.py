@@ -110,7 +110,8 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: one setting, and whether its step fits into memory."""
+    """A row of the table that `fit` returns: one setting, and whether a training step with it fits
+    into memory."""
 
     kind: Kind
     peak: int | None  # bytes at the requested batch and length, or None: see `why`

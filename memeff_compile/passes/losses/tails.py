@@ -279,7 +279,7 @@ class TailReader:
         )
 
     def _one_hot_classes(self, node: Node, chain: Chain | Decline, a: Any) -> OneHot | None:
-        """Read a cross entropy whose targets are class probabilities made from class indices:
+        """Recognize a cross entropy whose targets are class probabilities made from class indices:
         one-hot, with or without label smoothing."""
         value, target = self.info.tensor(a["self"]), self.info.tensor(a["target"])
         if value is None or target is None or a["weight"] is not None or value.dim() != 2:
@@ -295,7 +295,8 @@ class TailReader:
             yield from self._entry(node, picked)
 
     def _indexed(self, node: Node) -> Iterable[Tail | Decline]:
-        """Read ``x[arange(rows), targets]``, which is the element of each row at its target."""
+        """Recognize ``x[arange(rows), targets]``, which is the element of each row at its
+        target."""
         picked = self._picked_by_index(node)
         if isinstance(picked, Decline):
             yield picked
@@ -303,7 +304,7 @@ class TailReader:
             yield from self._entry(node, picked)
 
     def _gathered(self, node: Node, a: Any) -> Picked | None:
-        """Read ``gather`` and ``take_along_dim`` of one class per row."""
+        """Recognize ``gather`` and ``take_along_dim`` of one class per row."""
         source = a["self"]
         index, opened = _plain_index(self.info, a.get("index", a.get("indices")))
         value, index_value = self.info.tensor(source), self.info.tensor(index)
@@ -357,7 +358,7 @@ class TailReader:
         return Decline("rows_differ", said, f"{hint}states to the rows that count", node)
 
     def _entry(self, node: Node, picked: Picked) -> Iterable[Tail | Decline]:
-        """Read the element of one class per row from logits, log-probabilities, or negative
+        """Recognize the element of one class per row from logits, log-probabilities, or negative
         log-probabilities."""
         source, index = picked.source, picked.index
         soft = self.softmax.signed_log_probs(source)
@@ -391,8 +392,8 @@ class TailReader:
             yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
 
     def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x is the logits minus
-        their maximum.
+        """Recognize ``log(exp(x).sum(-1)) - x[target]``, in either order, where x is the logits
+        minus their maximum.
         """
         for left, right, sign in ((a["self"], a["other"], -1.0), (a["other"], a["self"], 1.0)):
             total = self.softmax.total(left) if a["alpha"] == 1 else None
@@ -421,15 +422,15 @@ class TailReader:
             return
 
     def _picked(self, node: Any, way: list[Node]) -> tuple[Node, Picked | Decline | None]:
-        """Read a gather of one class per row of any tensor, after which the last dimension may be
-        removed."""
+        """Recognize a gather of one class per row of any tensor, after which the last dimension may
+        be removed."""
         entry = back_over(node, (aten.squeeze.dim, aten.select.int), way)
         call = call_of(entry, aten.gather.default, aten.take_along_dim.default)
         found = self._picked_by_index(entry) if call is None else self._gathered(entry, call.args)
         return entry, found
 
     def _log_of_picked(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read ``log(softmax(x)[target])``."""
+        """Recognize ``log(softmax(x)[target])``."""
         way: list[Node] = []
         entry, picked = self._picked(a["self"], way)
         soft = self.softmax.probs(picked.source) if isinstance(picked, Picked) else None
@@ -443,8 +444,8 @@ class TailReader:
             yield Tail(node, "log_prob", soft.chain, through=through, **picked.how)
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
-        """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]`` as an argmax, if no node uses the maximum
-        itself."""
+        """Recognize ``max(x, -1)[1]`` and ``topk(x, 1)[1]`` as an argmax, if no node uses the
+        maximum itself."""
         pair, index = node.args
         call = call_of(pair, aten.max.dim, aten.topk.default) if index in (1, -1) else None
         if call is None or not isinstance(pair, Node):
@@ -455,7 +456,7 @@ class TailReader:
             yield from self._top(node, {"keepdim": True, **call.args}, (pair, *others))
 
     def _top(self, node: Node, a: Any, through: tuple[Node, ...] = ()) -> Iterable[Tail]:
-        """Read an argmax over the classes of logits, probabilities or log-probabilities."""
+        """Recognize an argmax over the classes of logits, probabilities or log-probabilities."""
         source = a["self"]
         value = self.info.tensor(source)
         if value is None or value.dim() == 0 or not isinstance(a["dim"], int):
@@ -469,7 +470,7 @@ class TailReader:
             yield Tail(node, "top", chain, through=(*before, *through), keepdim=a["keepdim"])
 
     def _sum(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
-        """Read a sum over the classes: an entropy, or a sum of log-probabilities, weighted or
+        """Recognize a sum over the classes: an entropy, or a sum of log-probabilities, weighted or
         not."""
         a, reduction = {"dim": None, "keepdim": False, **a}, 2 if a.get("dim") is None else 0
         if not self._is_over_a_dimension(a, reduction):
@@ -485,7 +486,8 @@ class TailReader:
             yield from self._by_targets(node, a, reduction, term, sign, between, call)
 
     def _mean(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read a mean over the classes of log-probabilities or logits, or over rows and classes."""
+        """Recognize a mean over the classes of log-probabilities or logits, or over rows and
+        classes."""
         a, reduction = {"dim": None, "keepdim": False, **a}, 1 if a.get("dim") is None else 0
         if self._is_over_a_dimension(a, reduction):
             yield from self._class_sum(node, a, reduction, is_mean=True)
@@ -533,8 +535,8 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail | Decline]:
-        """Read a sum over the classes of log-probabilities multiplied by one-hot targets, or by
-        other numbers."""
+        """Recognize a sum over the classes of log-probabilities multiplied by one-hot targets, or
+        by other numbers."""
         left, right = call.args["self"], call.args["other"]
         for logs, targets in ((left, right), (right, left)):
             soft = self.softmax.signed_log_probs(logs)
@@ -580,7 +582,7 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail]:
-        """Read a sum over the classes of logits multiplied by one-hot targets."""
+        """Recognize a sum over the classes of logits multiplied by one-hot targets."""
         left, right = call.args["self"], call.args["other"]
         for logits, targets in ((left, right), (right, left)):
             value, given = self.info.tensor(logits), self.info.tensor(targets)
@@ -606,21 +608,21 @@ class TailReader:
             return
 
     def _by_hand(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read a log-sum-exp that is written with exp and log, with or without subtracting the
+        """Recognize a log-sum-exp that is written with exp and log, with or without subtracting the
         maximum."""
         total = self.softmax.total(node)
         if total is not None and total.peak is None and not total.chain.moved:
             yield Tail(node, "lse", total.chain, through=total.through, keepdim=total.keepdim)
 
     def _log(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read the logarithm of a sum over the classes, or of one probability per row."""
+        """Recognize the logarithm of a sum over the classes, or of one probability per row."""
         yield from self._by_hand(node, a)
         yield from self._log_of_picked(node, a)
 
     def _entropy(
         self, node: Node, a: Any, term: Node, sign: int, between: tuple[Node, ...], call: Call
     ) -> Iterable[Tail]:
-        """Read a sum over the classes of p log p, p times the logits, or entr(p)."""
+        """Recognize a sum over the classes of p log p, p times the logits, or entr(p)."""
         value, dims = self.info.value(a["self"]), a["dim"]
         if call.op is aten.mul.Tensor:
             left, right = _unsigned(call.args["self"]), _unsigned(call.args["other"])
@@ -645,7 +647,7 @@ class TailReader:
             yield Tail(node, kind, soft.chain, through=through, **how)
 
     def _weighted(self, left: Any, right: Any) -> tuple[str, Soft] | None:
-        """Read p times log p, or p times the logits, in either order."""
+        """Recognize p times log p, or p times the logits, in either order."""
         for first, second in ((left, right), (right, left)):
             probs = self.softmax.probs(first)
             if probs is None:

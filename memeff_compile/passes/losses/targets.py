@@ -168,7 +168,7 @@ _FILLED |= dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0)
 def _scattered(
     info: GraphInfo, node: Node, a: Any, base: float, nodes: tuple[Node, ...]
 ) -> OneHot | None:
-    """Read a scatter that writes one number per row at the row's target."""
+    """Recognize a scatter that writes one number per row at the row's target."""
     value, index, number = info.tensor(node), a["index"], a["value"]
     places = info.tensor(index)
     if value is None or places is None or not isinstance(number, (int, float)):

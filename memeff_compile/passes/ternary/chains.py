@@ -111,7 +111,7 @@ def rounds(node: Any) -> bool:
 
 
 def read_quantized(node: Node) -> Quantized | Unread:
-    """Read the quantising nodes that end in `node`."""
+    """Recognize the quantising nodes that end in `node`."""
     try:
         return _read(node)
     except _Misfit as misfit:
@@ -136,8 +136,8 @@ def _read(node: Node) -> Quantized:
 
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
-    """Read the scale of a whole weight; return the weight from which it is computed, and whether
-    the scale is in codes per unit or in units per code.
+    """Recognize the scale of a whole weight; return the weight from which it is computed, and
+    whether the scale is in codes per unit or in units per code.
     """
     chain = _Chain()
     try:
@@ -156,7 +156,8 @@ def read_weight_scale(scale: Node) -> Quantized | Unread:
 
 
 def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> Quantized | None:
-    """Read `x + (q - x).detach()`, or the same without the detach if no operand has a gradient."""
+    """Recognize `x + (q - x).detach()`, or the same without the detach if no operand has a
+    gradient."""
     kept = list(chain.nodes)
     chain.take(value)
     difference = _without_detach(chain, other)
@@ -172,7 +173,7 @@ def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> 
 
 
 def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None:
-    """Read `(q + x) - x.detach()`, in which q has no gradient."""
+    """Recognize `(q + x) - x.detach()`, in which q has no gradient."""
     total, taken = call.args["self"], call.args["other"]
     if not isinstance(taken, Node) or call.args.get("alpha", 1) != 1:
         return None
@@ -187,7 +188,7 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 
 
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
-    """Read the quantising nodes inside a straight-through estimator.
+    """Recognize the quantising nodes inside a straight-through estimator.
 
     The quantised tensor must be the tensor x that the estimator adds.
     """
@@ -219,8 +220,8 @@ def _body(node: Node, place: int) -> Any:
 
 
 def _through_function(chain: _Chain, item: Node) -> Quantized:
-    """Read an autograd Function whose forward pass quantises and whose backward pass returns its
-    gradient unchanged."""
+    """Recognize an autograd Function whose forward pass quantises and whose backward pass returns
+    its gradient unchanged."""
     call = behind_item(item)
     forward, backward = _body(call, 0), _body(call, 1)
     operands = call.args[2:]
@@ -265,7 +266,7 @@ def _hands_gradient_on(graph: Any) -> bool:
 def _fake_quantized(
     chain: _Chain, end: Node, wanted: Node | None = None
 ) -> tuple[Node, Quantizer, bool]:
-    """Read `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
+    """Recognize `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
     A mask that keeps the half of a token's elements with the largest magnitudes may be applied
     before or after the quantisation; if `wanted` is the masked x, only after it.
@@ -284,7 +285,7 @@ def _fake_quantized(
 
 
 def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
-    """Read `x * mask` or `where(mask, x, 0)`; return the tensor whose half with the largest
+    """Recognize `x * mask` or `where(mask, x, 0)`; return the tensor whose half with the largest
     magnitudes the mask selects, and x."""
     call = read_one(node)
     pairs: list[tuple[Any, Any]] = []
@@ -365,8 +366,8 @@ def _looks_clamped(node: Node) -> bool:
 
 
 def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
-    """Read a value that is rounded and clamped, in either order; return the bounds, and the value
-    before both operations."""
+    """Recognize a value that is rounded and clamped, in either order; return the bounds, and the
+    value before both operations."""
     node = _without_casts(chain, node, (*_FLOATS, *_SIGNED))
     if node_name(node).rstrip("_") == "sign":
         raise _Misfit(
@@ -391,7 +392,8 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
-    """Read `levels / t`, or for a scale in units per code `t / levels`; return t and the levels."""
+    """Recognize `levels / t`, or for a scale in units per code `t / levels`; return t and the
+    levels."""
     if is_step:
         call = _call_of(scale, "div")
         if call is None:
@@ -414,7 +416,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
 
 
 def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
-    """Read `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
+    """Recognize `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
     call = _call_of(node, "clamp", "clamp_min", "add")
     if call is None:
         said = "its scale is not a bounded maximum or mean of absolute values"
@@ -430,8 +432,8 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
-    """Read a max or mean; return whether it is a mean, whether it is over all elements, and its
-    operand."""
+    """Recognize a max or mean; return whether it is a mean, whether it is over all elements, and
+    its operand."""
     reduced = behind_item(node)
     chain.take(node)
     call = _call_of(reduced, "max", "amax", "mean")

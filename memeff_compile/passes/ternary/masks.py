@@ -13,7 +13,7 @@ from ..graph.canonical import aten, call_of, read_one
 
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
-    """Read `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, with or without a cast.
+    """Recognize `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, with or without a cast.
 
     For such a mask, return x and the nodes of the mask; for any other node, return None. A mask
     made by scattering the indices of topk is not recognized, because it selects other elements if
@@ -46,7 +46,8 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
 
 
 def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
-    """Read a node that selects the last or the smallest value along the last axis, with keepdim.
+    """Recognize a node that selects the last or the smallest value along the last axis, with
+    keepdim.
 
     Return the tensor from which it selects, and whether this tensor must be sorted, because the
     node selects the last value.

@@ -34,7 +34,7 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Read the norm and the gate that precede `node`, whose only users are `users`.
+    """Recognize the norm and the gate that precede `node`, whose only users are `users`.
 
     If a node of the norm or gate has other users, it must be computed anyway, so it is not
     included.
@@ -54,7 +54,7 @@ def read_entering(node: Node, users: Sequence[Node]) -> Entering:
 
 
 def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
-    """Read `weight * (x.float() * rsqrt(mean(x ** 2) + eps)).to(x.dtype)`."""
+    """Recognize `weight * (x.float() * rsqrt(mean(x ** 2) + eps)).to(x.dtype)`."""
     value = compat.example_value(node)
     for weight, normed in _factors(node):
         held = compat.example_value(weight)
@@ -74,7 +74,7 @@ def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
 
 
 def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
-    """Read `rsqrt(source.float().pow(2).mean(-1, keepdim=True) + eps)`; return eps."""
+    """Recognize `rsqrt(source.float().pow(2).mean(-1, keepdim=True) + eps)`; return eps."""
     if (root := call_of(node, aten.rsqrt.default)) is None:
         return None
     total = root.args["self"]
@@ -98,7 +98,7 @@ def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
 
 
 def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:
-    """Read `relu(gate) ** 2 * up`, in which both tensors have the same shape and dtype."""
+    """Recognize `relu(gate) ** 2 * up`, in which both tensors have the same shape and dtype."""
     for left, up in _factors(node):
         base = _squared(left)
         active = None if base is None else read_one(base)
