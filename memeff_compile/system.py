@@ -2,11 +2,11 @@
 caches).
 
 The core is the backend, its passes over losses and attention, deferred logits and the planner. The
-systems are compressed weights, KV caches, ternary linears and low-bit attention. A system adds
-passes, ops, and functions that change a model before compilation, such as `compress_`. Each folder
-of `model/` with a file `system.py` defines one `System`, which names everything that the system
-adds. The core calls every system that `systems()` finds and names none of them, so the package
-works without the files of any system.
+systems are compressed weights, KV caches, ternary linear layers and low-bit attention. A system
+adds passes, ops, and functions that change a model before compilation, such as `compress_`. Each
+folder of `model/` with a file `system.py` defines one `System`, which names everything that the
+system adds. The core calls every system that `systems()` finds and names none of them, so the
+package works without the files of any system.
 
 A `System` names its functions as text, ``"module:name"``, so that importing it loads neither torch
 nor kernels. `Hooks` lists the functions of a system that the core calls.

@@ -105,7 +105,7 @@ class FuseDivergence(GraphPass):
         return group.refusal and replace(group.refusal, node=match.node)
 
     def _skipped_match(self, info: GraphInfo, match: Divergence) -> Decline | None:
-        """Return a decline if `memeff.skip` names a module that contains the divergence."""
+        """Return a Decline if `memeff.skip` names a module that contains the divergence."""
         path = next(filter(None, (self.skipped(info, node) for node in self.places(match))), "")
         said = f"memeff.skip names {path}, which has another divergence of these logits"
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None

@@ -118,7 +118,7 @@ class QuantizeAttention(GraphPass):
     name = "quantize_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all calls with the same arguments, then a decline for each call that
+        """Yield one match for all calls with the same arguments, then a Decline for each call that
         cannot be rewritten."""
         matches: dict[str, Match] = {}
         declines: list[Decline] = []

@@ -89,7 +89,8 @@ class RewriteKVUpdate(cached.CachedPass):
     name = "rewrite_kv_update"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield every attention call over graph inputs to which the graph wrote before the call."""
+        """Yield every attention call whose keys and values come from graph inputs to which the
+        graph writes before the call."""
         writes = [w for w in info.writes if _is_cache_write(w.node)]
         if not writes:
             return

@@ -357,7 +357,7 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
-    """Insert one op for all linears of the group, before the first of them.
+    """Insert one op for all linear layers of the group, before the first of them.
 
     In training, the inserted ops are one quantisation of the input, one packing per weight, and one
     product with gradients.

@@ -301,7 +301,8 @@ def fit(
     Args:
         model: a config.json, a folder with one, ``module:function``, or a model of transformers
             without checkpointing, on any device, "meta" included.
-        memory: memory of the GPU, such as "24GB"; by default that of the given card.
+        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
+            names.
         gpu: the name of a GPU, such as "rtx4090", whose kernels are assumed; by default an H100.
         length: number of tokens per sequence.
         batch: number of sequences for which the peak is computed.

@@ -201,7 +201,7 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 
 
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
-    """Return batch sizes and lengths around those of the user; the user's own values come first.
+    """Return several pairs of batch size and length near the user's pair, which comes first.
 
     A batch size or length that `told` does not distinguish from other sizes equals the user's at
     every point.

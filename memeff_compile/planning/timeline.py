@@ -427,7 +427,8 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 
 
 def _product_behind(operand: object) -> list[Node]:
-    """Return the mm that computes ``operand``, and the transposes that cancel out on the way.
+    """Return the mm that computes ``operand``, and the transposes between the two, which cancel
+    out.
 
     Return an empty list if there is no such mm.
     """

@@ -107,8 +107,8 @@ class Verdict:
 
 
 def _too_far(gaps: Sequence[Gap]) -> list[Gap]:
-    """Return the gaps that are too large: first those of values, then those of gradients, each with
-    the worst first."""
+    """Return the gaps (differences between tensors) that are too large: first the gaps of values,
+    then the gaps of gradients, each with the largest first."""
     far = (gap for gap in gaps if gap.share > 1)
     return sorted(far, key=lambda gap: (gap.what.startswith("gradient"), -gap.share))
 

@@ -84,8 +84,8 @@ def value_gap(
     """Compare a value of the rewritten graph (an output, or an input to which the graph wrote) with
     the same value of the original graph.
 
-    If ``truth`` is wider than ``found``, ``own`` is the original graph's value in the arithmetic of
-    ``found``.
+    If ``truth`` has a wider dtype than ``found``, ``own`` is the value that the original graph
+    computes in the dtype of ``found``.
     """
     words = _different_kind(found, truth)
     if words:

@@ -230,7 +230,8 @@ class SoftmaxReader:
         return peak if same_shape(taken.shape, wanted) else None
 
     def _peak(self, node: Any) -> Peak | None:
-        """Recognize a maximum over one dimension of the logits, and the nodes on the way to it."""
+        """Recognize a maximum over one dimension of the logits; the result includes the nodes
+        between the logits and the maximum."""
         value, way = self.info.tensor(node), list[Node]()
         while (call := call_of(node, *_PEAK_MOVES)) is not None:
             way.append(node)

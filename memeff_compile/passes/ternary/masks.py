@@ -90,7 +90,8 @@ def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> 
 
 
 def behind_item(node: Node) -> Node:
-    """Return the node of which ``node`` is the first result, or the node itself."""
+    """If ``node`` takes the first of several results of a call, return the call, otherwise ``node``
+    itself."""
     is_first = node.target is operator.getitem and node.args[1] == 0
     whole = node.args[0] if is_first else node
     return whole if isinstance(whole, Node) else node

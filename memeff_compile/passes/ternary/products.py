@@ -1,6 +1,7 @@
-"""Recognize the calls of `memeff::ternary_linear_product` in linears that `ternarize_` converted.
+"""Recognize the calls of `memeff::ternary_linear_product` in linear layers that `ternarize_`
+converted.
 
-Each such linear quantises its own input; linears with the same input can share one call.
+Each such linear quantises its own input; linear layers with the same input can share one call.
 """
 
 from __future__ import annotations
