@@ -65,7 +65,7 @@ def text_width(most: int = _WIDEST) -> int:
 
 
 def fold_names(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Merge lines with the same text if their names differ only in numbers.
+    """Merge pairs of name and text whose texts are equal and whose names differ only in numbers.
 
     Example:
         >>> fold_names([("layers.0.up", "win4"), ("layers.1.up", "win4"), ("head", "dense")])
@@ -87,7 +87,8 @@ class VerbReport(ABC):
     """The report of a function that changes a model: a one-line summary, a longer text, and JSON.
 
     `print` shows the longer text, whose first line is `summary`; a notebook collapses the other
-    lines. If the function returns the model, `verb_report(model)` returns its report.
+    lines. For a function that returns the model instead of its report, `verb_report(model)` returns
+    the report.
     """
 
     @property
@@ -151,7 +152,8 @@ class Record:
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return the record with the locations of a second, otherwise equal record added."""
+        """Return this record with the locations of another record, which is otherwise equal,
+        added."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
@@ -179,8 +181,8 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Return the text of equal records as one; records already in ``quoted`` show only their
-        locations."""
+        """Return one text for `times` equal records. If their sentence is already in ``quoted``,
+        the text shows only the locations."""
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
@@ -275,7 +277,8 @@ _SPELLED = {"local_scalar_dense": "item()"}
 
 @dataclass
 class LogitsUse:
-    """Counts how the deferred logits of one graph were used at run time."""
+    """Counts how the deferred logits (logits that are computed when first read) of one graph were
+    used at run time."""
 
     # calls of losses outside the graph that used the fused op, by their spelling
     fused: dict[str, int] = field(default_factory=dict)
@@ -348,14 +351,15 @@ class LogitsUse:
 
     @property
     def unfused_by(self) -> str:
-        """Return the op with which a loss read logits, if no loss used the fused op, or ""."""
+        """Return the name of the op with which a loss read the logits, or "" if a loss used the
+        fused op."""
         graded = [_op(reason) for reason, (_, graded) in self.readers.items() if graded]
         return graded[0] if graded and not self.fused else ""
 
     @property
     def bytes_saved(self) -> int:
-        """Return the bytes of the logits of the largest loss if no logits were built, otherwise
-        0."""
+        """Return the bytes of logits that the largest loss did not build, or 0 if code built logits
+        anyway."""
         return 0 if self.computed else self.unbuilt
 
     def __str__(self) -> str:
@@ -446,7 +450,8 @@ class GraphReport:
         return f"{heading}\n{text}" if text else heading
 
     def as_it_is(self) -> GraphReport:
-        """Return a copy of the report that later calls of the graph do not change."""
+        """Return a copy of this report as it is now; later calls of the graph change the counts
+        only in the original."""
         logits = None if self.logits is None else self.logits.copy()
         replays = None if self.replays is None else replace(self.replays)
         return replace(self, logits=logits, replays=replays)
@@ -558,7 +563,8 @@ class Report(VerbReport):
         return (before, sum(size or 0 for _, size in sizes)) if before else None
 
     def _repr_html_(self) -> str:
-        """Return the short form for a notebook, with bars and collapsed details."""
+        """Return HTML for a notebook: the short form of the report with bars, and the details,
+        which a click expands."""
         return pre(str(self)) + self._bars() + folded(self.details())
 
     def _changed(self) -> str:
@@ -580,8 +586,8 @@ class Report(VerbReport):
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:
-        """Return suggestions for the user: first about errors, then about the loss, then about the
-        largest saving."""
+        """Return suggestions for the user: first about errors of passes, then about losses that
+        were not fused, then about the declined match that would save the most memory."""
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
         losses = self._unfused()

@@ -1,11 +1,12 @@
-"""The interface between the core of this package and its optional systems.
+"""The interface between the core of this package and its systems (optional parts, such as KV
+caches).
 
 The core is the backend, its passes over losses and attention, deferred logits and the planner. The
-systems are compressed weights, KV caches, ternary linears and low-bit attention. A system adds
-passes, ops, and functions that change a model before compilation, such as `compress_`. Each folder
-of `model/` with a file `system.py` defines one `System`, which names everything that the system
-adds. The core iterates over `systems()` without naming one of them, so everything else works if the
-files of a system are missing.
+systems are compressed weights, KV caches, ternary linear layers and low-bit attention. A system
+adds passes, ops, and functions that change a model before compilation, such as `compress_`. Each
+folder of `model/` with a file `system.py` defines one `System`, which names everything that the
+system adds. The core calls every system that `systems()` finds and names none of them, so the
+package works without the files of any system.
 
 A `System` names its functions as text, ``"module:name"``, so that importing it loads neither torch
 nor kernels. `Hooks` lists the functions of a system that the core calls.
@@ -81,8 +82,8 @@ class Hooks:
     """The functions that the core calls in a system. By default these functions do nothing."""
 
     def refuse(self, options: Any) -> None:  # noqa: ANN401
-        """Raise OptionError for options that need a change of the model, which a backend cannot
-        make."""
+        """Raise OptionError if an option requires a change of the model; the backend calls this
+        method, because a backend cannot change the model."""
 
     def wants(self, request: Request) -> bool:
         """Return whether the arguments of `memeff_compile.compile` ask the system (such as KV
@@ -102,7 +103,8 @@ class Hooks:
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Remove all changes of the system from a model, as far as possible."""
+        """Undo all changes that the system made to a model, as far as possible; return which were
+        undone and which were not."""
         return Undone()
 
     def guard(self, graph: Graph) -> None:
@@ -161,8 +163,8 @@ def hooks() -> tuple[Hooks, ...]:
 def in_order(
     core: Iterable[Item], name_of: Callable[[Item], str], of_system: Callable[[SystemPass], Item]
 ) -> tuple[Item, ...]:
-    """Return the core's passes with the systems' passes inserted at the positions where they
-    run."""
+    """Return the core's items (such as passes) in order, with each system's items inserted after
+    the core pass that the system names."""
     followers: dict[str, list[SystemPass]] = {}
     for system in systems():
         for each in system.passes:

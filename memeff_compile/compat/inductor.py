@@ -295,7 +295,7 @@ def leave_pool(pool: Any) -> None:
 
 
 def multiplies_bf16() -> bool:
-    """Return whether the CPU's matrix library can use bfloat16 instructions for products."""
+    """Return whether the CPU's matrix library has bfloat16 instructions for matrix products."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

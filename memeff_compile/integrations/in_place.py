@@ -42,8 +42,8 @@ class Request:
 
         Raises:
             OptionError: An option has an unknown name, a wrong type or a value out of range, is set
-                twice, or would compress weights or make linears ternary, which is too late after
-                the optimizer was created.
+                twice, or would compress weights or make linear layers ternary, which is too late
+                after the optimizer was created.
         """
         given = options.to_dict() if isinstance(options, Options) else dict(options or {})
         named = {key_of(name): value for name, value in settings.items()}

@@ -335,7 +335,7 @@ class _Kept(NamedTuple):
         projection computes.
 
         Both sets of values use the same saved tensors, and autograd frees these tensors after the
-        first backward pass through either of the two.
+        first backward pass.
         """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)

@@ -9,8 +9,8 @@ backward pass, so compression would save no memory. The op saves the compressed 
 backward pass decodes the weight again. The pass runs before autograd traces the graph, inside
 activation checkpoints too.
 
-In inference, two or three linears with the same input, such as those of queries, keys and values,
-become a single op, which launches only one kernel if the input is one token:
+In inference, two or three linear layers with the same input, such as those of queries, keys and
+values, become a single op, which launches only one kernel if the input is one token:
 
     before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
@@ -55,7 +55,7 @@ class Coded:
 class Several:
     """Linears that have the same input, in graph order.
 
-    `split` is the reason why further linears with the same input are not included.
+    `split` is the reason why further linear layers with the same input are not included.
     """
 
     sites: tuple[Coded, ...]

@@ -75,8 +75,9 @@ class Multihead:
 
 
 class ExpandMultihead(GraphPass):
-    """The pass that replaces nn.MultiheadAttention's single node by linears and an attention call.
-    The kernel that PyTorch chooses for the attention call determines which buffers are saved."""
+    """The pass that replaces nn.MultiheadAttention's single node by linear layers and an attention
+    call. The kernel that PyTorch chooses for the attention call determines which buffers are
+    saved."""
 
     name = "expand_multihead"
 
@@ -268,7 +269,7 @@ def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
 
 
 def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Return a decline if the new call would not run as one fused kernel."""
+    """Return a Decline if the new call would not run as one fused kernel."""
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
     reason = why_no_kernel(info, info.value(match.output), size, size)
     return Decline("no_fused_kernel", reason) if reason and match.builds_weights else None

@@ -105,7 +105,7 @@ class FuseDivergence(GraphPass):
         return group.refusal and replace(group.refusal, node=match.node)
 
     def _skipped_match(self, info: GraphInfo, match: Divergence) -> Decline | None:
-        """Return a decline if `memeff.skip` names a module that contains the divergence."""
+        """Return a Decline if `memeff.skip` names a module that contains the divergence."""
         path = next(filter(None, (self.skipped(info, node) for node in self.places(match))), "")
         said = f"memeff.skip names {path}, which has another divergence of these logits"
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None
@@ -315,8 +315,8 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return the operands that have one number per row (the masks), or the indices of the
-    classes."""
+    """Return the op's operands with entries for each row: the masks of a divergence, or the class
+    indices of a gather."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 

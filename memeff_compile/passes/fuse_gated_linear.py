@@ -11,7 +11,7 @@ only three such tensors.
 The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
 recomputed for the backward pass and have no other reader, so the op may overwrite them. Outside of
 checkpoints, the backward pass reads saved tensors, which the op would have to copy first, so the
-pass does not rewrite such linears. The report does not mention them.
+pass does not rewrite such linear layers. The report does not mention such layers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gated:
 
 
 class FuseGatedLinear(GraphPass):
-    """The pass that replaces the last linears of gated MLPs inside checkpoints.
+    """The pass that replaces the last linear layers of gated MLPs inside checkpoints.
 
     The backward passes of the blocks run one after another, so the report shows the bytes saved in
     one block, not a sum.

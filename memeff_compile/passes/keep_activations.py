@@ -2,13 +2,13 @@
 memeff.recompute allows.
 
     before: checkpoint(block): the backward pass computes the whole block again
-    after: checkpoint(block), which saves results of attention (and of linears, up to a number of
-        bytes)
+    after: checkpoint(block), which saves results of attention (and of linear layers, up to a
+        number of bytes)
 
 The pass changes neither numbers nor nodes: it gives the checkpoint a policy, like the argument
 `context_fn` of `torch.utils.checkpoint`. The checkpoint then saves results of fused attention (with
-their log-sum-exps) and of linears; everything else is recomputed as before. If the backward pass
-reads a linear layer's result only after further linear steps, such as the rotary embedding of
+their log-sum-exps) and of linear layers; everything else is recomputed as before. If the backward
+pass reads a linear layer's result only after further linear steps, such as the rotary embedding of
 queries and keys, the checkpoint saves the result of these steps instead, which has the same size
 and spares the backward pass more work.
 

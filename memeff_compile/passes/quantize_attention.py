@@ -84,7 +84,7 @@ class Site:
 
     @property
     def level(self) -> str:
-        """Return the number of bits as text for the report."""
+        """Return the low-bit level of this call as text for the report."""
         if len(self.levels) == 1:
             return self.levels[0]
         return "by call: " + ", ".join(
@@ -94,7 +94,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Place:
-    """One attention call in a graph, with its name for calibration."""
+    """One attention call in a graph, and the name that a calibration table uses for it."""
 
     node: Node  # the node that has the result
     asked: Asked | Decline  # its arguments, or why this pass does not serve it
@@ -113,12 +113,12 @@ class Match:
 
 class QuantizeAttention(GraphPass):
     """The pass that replaces exact attention by attention in 8 or 4 bits. The report of this pass
-    names no bytes, because the pass saves time."""
+    shows no saved bytes, because the pass saves time, not memory."""
 
     name = "quantize_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all calls with the same arguments, then a decline for each call that
+        """Yield one match for all calls with the same arguments, then a Decline for each call that
         cannot be rewritten."""
         matches: dict[str, Match] = {}
         declines: list[Decline] = []
@@ -290,10 +290,11 @@ def _without_gain(
 ) -> Decline | None:
     """Return the reason why low bits would not be faster, or None.
 
-    A length limit that the user sets takes precedence over the measured one.
+    Low bits are faster above a measured number of tokens; a limit that the user sets takes
+    precedence.
 
-    If the length varies between calls, a guard compares it with the limit, so Dynamo compiles again
-    for lengths on the other side of the limit.
+    If the number of tokens differs between calls, a guard compares it with the limit, so Dynamo
+    compiles the graph again for a call on the other side of the limit.
     """
     queries, keys = query.shape[2], key.shape[2]
     least = info.options.attention_length

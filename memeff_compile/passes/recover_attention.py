@@ -1,5 +1,5 @@
-"""Replace dense masks and expanded keys by is_causal and enable_gqa, so that attention uses fast
-kernels.
+"""Rewrite attention calls with dense masks and repeated keys into calls with is_causal and
+enable_gqa, for which PyTorch uses faster kernels.
 
     before: mask = le(arange(S)[None, :], arange(S)[:, None]).expand(B, 1, S, S)
             k, v = repeat_kv(k), repeat_kv(v)
@@ -7,11 +7,11 @@ kernels.
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 The pass does not match mask nodes one by one: it reads them as a formula over batch, query and key
-index (mask_reader, mask_algebra, mask_forms). A call is changed only if its mask's formula is
-proved equal to the new arguments, for all sizes for which the graph is compiled. PyTorch's call has
-no arguments for padding, packed sequences, windows and softcaps. For such masks the pass uses
-memeff::attention, if that op has a kernel for the device (told_to_op); the op can also read any
-other mask at run time. All other attention calls are reported and not changed.
+index (mask_reader, mask_algebra, mask_forms). A call is changed only if it is proved, for all sizes
+for which the graph is compiled, that the new arguments show every query the same keys as the mask.
+PyTorch's call has no arguments for padding, packed sequences, windows and softcaps. For such masks
+the pass uses memeff::attention, if that op has a kernel for the device (told_to_op); the op can
+also read any other mask at run time. All other attention calls are reported and not changed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Match:
 
 class RecoverAttention(GraphPass):
     """The pass that replaces attention with a dense mask by calls that PyTorch's fast kernels
-    support. The kernel that PyTorch chooses for a call determines which buffers are saved."""
+    support. Which buffers a rewrite avoids depends on the kernel that PyTorch chooses for the new
+    call."""
 
     name = "recover_attention"
 
@@ -251,7 +252,7 @@ def _shown(info: GraphInfo, site: Site) -> str:
 
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
-    """Return the conditions under which the queries of an attention call see keys, and the call's
+    """Return the conditions under which a query of an attention call sees a key, and the call's
     mask, if it has one."""
     if site.mask is None:
         return Form(causal=0 if site.causal else None), None
@@ -337,8 +338,8 @@ def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
 
 
 def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Operand, Operand] | None, Decline | None]:
-    """Return keys and values before they were repeated over heads, or the reason why they stay
-    repeated."""
+    """Return keys and values before their heads were repeated, or the reason why the rewrite must
+    keep the repetition."""
     if site.grouped or not _same_heads(site.query, site.key):
         return None, None
     key, value = _unrepeated(info, site, site.key), _unrepeated(info, site, site.value)
@@ -360,7 +361,8 @@ _COPIES = named("contiguous.default clone.default")
 
 
 def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand, Node] | None:
-    """Return the node that was repeated over the heads and its first reader, or None."""
+    """Return the node whose heads an operand repeats, and the first node of the repetition, or None
+    if no heads are repeated."""
     if operand.unexpanded is not None and site.product is not None:
         return operand.unexpanded, site.product  # the product repeats it by broadcasting
     result, node = operand.value, back_over(operand.node, _COPIES)
@@ -371,7 +373,8 @@ def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand,
 
 
 def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
-    """Return a remark for the report if the new call was not measured against the original."""
+    """Return a remark for the report if the speed of the new call was not compared with the
+    original call's."""
     return [] if was_measured(site.query.value.device, op) else ["speed not measured on this GPU"]
 
 

@@ -1,4 +1,5 @@
-"""Attention over a static KV cache -> memeff::kv_cache_attention, which reads only the filled part.
+"""Rewrite attention over a static KV cache into memeff::kv_cache_attention, which reads only the
+filled part of the cache.
 
     before: k_cache.index_copy_(2, p, k); v_cache.index_copy_(2, p, v)
             K, V = repeat_kv(k_cache), repeat_kv(v_cache)
@@ -6,15 +7,15 @@
     after:  memeff.kv_cache_append(k_cache, v_cache, k, v, p)
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
-The pass keeps the in-place writes to the cache, in their order. For every boolean mask, the result
-equals attention over the whole cache, because ``last`` is the last key that a query may attend to.
-If the mask compares key indices with the positions of the queries, ``last`` is these positions,
-which stay on the device, and the mask is removed. Any other boolean mask, such as the one that
-generate() builds outside of the graph, is passed to the op, and ``last`` is computed from the mask
-once per forward pass.
+The pass keeps the in-place writes to the cache, in their order. ``last`` is the last key that a
+query may attend to, so for every boolean mask the result equals attention over the whole cache. If
+the mask compares key indices with the positions of the queries, ``last`` is these positions, which
+stay on the device, and the mask is removed. Any other boolean mask, such as the one that generate()
+builds outside of the graph, is passed to the op, and ``last`` is computed from the mask once per
+forward pass.
 
-The pass deletes only the nodes of the match. The pass does not call Graph.eliminate_dead_code,
-which would remove the writes, because their results are not used.
+The pass deletes only nodes that it replaces. It does not call Graph.eliminate_dead_code, which
+would also delete the writes to the cache, because no node uses their results.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
 
 @dataclass(frozen=True)
 class Cache:
-    """The node from which attention reads keys or values, and the cache that the node is made
-    from."""
+    """The node from which attention reads keys or values, and the cache tensor from which this node
+    is computed."""
 
     node: Node
     repeat: Any
@@ -78,7 +79,8 @@ class Site(cached.CachedSite):
 
     @property
     def shown(self) -> Visible:
-        """Return the keys that queries may attend to, if the pass could read the mask."""
+        """Return which keys the queries may attend to, or None if the pass could not read the
+        mask."""
         assert self.visible is not None
         return self.visible
 
@@ -87,7 +89,8 @@ class RewriteKVUpdate(cached.CachedPass):
     name = "rewrite_kv_update"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield every attention call over graph inputs to which the graph wrote before the call."""
+        """Yield every attention call whose keys and values come from graph inputs to which the
+        graph writes before the call."""
         writes = [w for w in info.writes if _is_cache_write(w.node)]
         if not writes:
             return
@@ -99,9 +102,9 @@ class RewriteKVUpdate(cached.CachedPass):
                 yield Site(node, call, storages)
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Read the match again, because an earlier rewrite may have changed its nodes.
+        """Return the reason why the pass declines a match, or None.
 
-        Return why the pass declines the match, or None.
+        The nodes of the match are read again, because an earlier rewrite may have changed them.
         """
         match.call = read_one(match.node) or match.call
         read = (_cache(info, match.call.args[name], match.storages) for name in ("key", "value"))
@@ -170,7 +173,8 @@ def _is_cache_write(node: Node) -> bool:
 
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
-    """Return the storages of ``nodes``, without those that exist only inside the graph."""
+    """Return the storages of ``nodes`` that also exist outside of the graph, such as those of
+    caches."""
     held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
     return frozenset(map(compat.storage_key, filter(compat.is_fake, map(info.tensor, held))))
 
@@ -245,8 +249,8 @@ _COMPARED = {  # the side of the keys, the side of the positions, whether equal 
 
 
 def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
-    """Return a mask ``arange(N) <= positions[..., None]``, which may be broadcast, as visible keys;
-    return None for any other mask."""
+    """If a mask is ``arange(N) <= positions[..., None]``, possibly broadcast, return the visible
+    keys that it describes; otherwise return None."""
     chain: list[Node] = []
     node: Node = back_over(mask, _TRANSPARENT, chain)
     if (call := call_of(node, *_COMPARED)) is None:

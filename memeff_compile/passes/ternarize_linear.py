@@ -1,5 +1,5 @@
-"""linear(quantised tokens, ternary weight) -> memeff::ternary_linear, with packed codes and integer
-sums.
+"""Rewrite linear layers with quantised inputs and a ternary weight into memeff::ternary_linear,
+which multiplies packed codes with integer sums.
 
     before: s = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
             a = 1 / w.abs().mean().clamp(min=1e-5)
@@ -10,10 +10,11 @@ sums.
             (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
 The codes equal those that the model's own operations compute. The op sums the products of codes
-exactly, whereas a dense linear rounds both operands first. In training, the backward pass
-multiplies the same values as the model would, decoded from the codes: it saves two bits per weight
-and eight per input element instead of two full tensors. Linears with the same input share the codes
-of that input. If no gradient is needed, the pass inserts a single op.
+exactly, whereas a dense linear rounds both operands first. In training, the op saves the codes for
+the backward pass (two bits per weight and eight per input element) instead of two full tensors; the
+backward pass decodes them to the values that the model itself would multiply. Linears with the same
+input share the codes of that input. If no gradient is needed, the pass inserts one op instead of
+the three.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Site:
 
     @property
     def both(self) -> tuple[Quantized, Quantized]:
-        """Return the weight and the tokens of a linear, if both were recognized."""
+        """Return the quantised weight and the quantised input of a linear layer, if both were
+        recognized."""
         assert isinstance(self.weight, Quantized)
         assert isinstance(self.tokens, Quantized)
         return self.weight, self.tokens
@@ -89,8 +91,8 @@ class TernarizeLinear(GraphPass):
     name = "ternarize_linear"
 
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
-        """Yield linears with a rounded weight or a rounded input; then yield calls on packed
-        weights with the same input, if one call can replace them.
+        """Yield linear layers with a rounded weight or a rounded input; then yield calls of the op
+        on packed weights that have the same input, if one call can replace them.
         """
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes if may_round(info.gm) else ()):
@@ -127,8 +129,8 @@ class TernarizeLinear(GraphPass):
         yield from (group for group in groups.values() if len(group.sites) > 1)
 
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
-        """Yield calls on packed weights that can become one call, or whose kernel can include
-        neighbouring operations."""
+        """Yield calls of the op on packed weights that can become one call, or whose kernel can
+        include the operations before or after them."""
         found: dict[Any, list[Node]] = {}
         for node in info.visit(info.gm.graph.nodes):
             if node.target is op_folder.ternary_linear and not node.kwargs:
@@ -162,8 +164,8 @@ class TernarizeLinear(GraphPass):
         return _unread(site) or _without_estimator(info, site) or _unserved(info, site)
 
     def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
-        """Return the bytes saved for the backward pass, before and after the rewrite; return None
-        if none are saved."""
+        """Return the bytes of the tensors that autograd saves for the backward pass, before and
+        after the rewrite, or None if autograd saves no tensors."""
         if isinstance(match, Calls) or match.products or info.called_by is not None:
             return None
         if self.check(info, match) is not None or not _is_trained(info, match.sites[0]):
@@ -182,8 +184,8 @@ class TernarizeLinear(GraphPass):
         return [site.linear for site in match.sites]
 
     def parts(self, match: Group | Calls) -> Sequence[Group]:
-        """Return each linear of a combined match as a separate match; calls of ternary ops may stay
-        unchanged."""
+        """Return each linear layer of a combined match as a separate match. A match of op calls has
+        no such parts, because these calls may stay unchanged."""
         if isinstance(match, Calls) or match.products:
             return []
         return [Group([site]) for site in match.sites]
@@ -217,7 +219,7 @@ class TernarizeLinear(GraphPass):
 
 
 def _site(node: Node) -> Site | None:
-    """Return a node as a linear with a quantised operand, or None."""
+    """Return the description of a node that is a linear layer with a quantised operand, or None."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     tokens, weight = call.args["input"], call.args["weight"]
@@ -258,8 +260,8 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
 
 
 def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
-    """Return the numbers of tokens, rows and columns; tokens and columns are those of the first
-    call."""
+    """Return the number of tokens (in the first call), and the numbers of rows and columns of the
+    weight."""
     weight, _ = site.both
     tokens = math.prod(map(compat.size_hint, info.value(site.linear).shape[:-1]))
     rows, columns = map(compat.size_hint, info.value(weight.source).shape)
@@ -355,7 +357,7 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
-    """Insert one op for all linears of the group, before the first of them.
+    """Insert one op for all linear layers of the group, before the first of them.
 
     In training, the inserted ops are one quantisation of the input, one packing per weight, and one
     product with gradients.
@@ -391,8 +393,8 @@ def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) ->
 
 
 def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
-    """Return the nodes that compute gate and up, if the backward pass recomputes them, as inside
-    checkpoints.
+    """Return the nodes of the gate and up projections whose results the backward pass computes
+    again, as it does inside checkpoints.
     """
     if info.options.ternary_gate != "recompute" or info.parent is not None:
         return None
@@ -400,9 +402,10 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
 
 
 def _with_neighbours(info: GraphInfo, x: Node, nodes: list[Node]) -> Calls:
-    """Return the operations next to the given calls that the calls' kernel can include.
+    """Return the operations before or after the given calls that the kernel of these calls can
+    include.
 
-    Calls without such operations are left out, because a rewrite would save nothing.
+    Calls without such operations are not included, because a rewrite would save nothing.
     """
     value = info.tensor(x)
     has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)

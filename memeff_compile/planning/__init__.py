@@ -1,7 +1,7 @@
 """Predict the memory of a training step from its graphs, without running it.
 
 `capture` traces a model on fake tensors as the backend would, with and without the passes;
-`timeline` follows the buffers of a captured graph through a training step; `footprint` turns both
-into formulas in batch size and length; `setting` finds the setting that fits into a given memory.
-Users call `memeff_compile.explain`.
+`timeline` predicts which buffers of a captured graph exist at each time; `footprint` computes from
+this the memory of a training step as formulas in batch size and length; `setting` finds the setting
+that fits into a given memory. Users call `memeff_compile.explain`.
 """

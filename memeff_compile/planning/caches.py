@@ -1,5 +1,5 @@
-"""Compute the longest context and the largest batch that fit into memory next to a model's weights,
-per number of cache bits.
+"""Compute, for each number of bits of a KV cache, the longest context and the largest batch that
+fit into memory together with a model's weights.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def explain_cache(
     """Return the longest context and the largest batch that fit into memory, for each number of
     bits of a `KVCache`.
 
-    The function allocates no memory. A layer with a sliding window stores the same number of tokens
-    for every number of bits.
+    The function allocates no memory. Layers with a sliding window stay exact, whatever the number
+    of bits.
 
     Args:
         model: a model of transformers, on any device, "meta" included.
         memory: memory of the GPU, in bytes or as a size such as "141GB".
-        batch: number of sequences, from which the longest context is computed.
-        length: number of tokens per sequence, from which the largest batch is computed.
+        batch: the number of sequences for which the longest context is computed.
+        length: the number of tokens per sequence for which the largest batch is computed.
         scheme: as for `KVCache`.
         group: as for `KVCache`.
         recent: as for `KVCache`.
@@ -144,8 +144,8 @@ def weight_bytes(model: nn.Module, codec: str) -> int:
     """Return the bytes of a model's parameters if the weights of its linear layers are compressed
     by a codec.
 
-    A compressed linear layer decodes its weight when there are many tokens, so the result includes
-    the largest decoded weight.
+    If its input has many tokens, a compressed linear layer decodes its whole weight, so the result
+    includes the largest decoded weight.
     """
     every = sum(parameter.nbytes for parameter in model.parameters())
     if codec not in BITS_PER_WEIGHT:
@@ -177,7 +177,8 @@ class _Shape:
 
     @property
     def row(self) -> int:
-        """Return the bytes of one token's unquantized keys and values in one layer."""
+        """Return the bytes of the keys and values of one token in one layer, in the model's
+        dtype."""
         return 2 * self.heads * self.depth * self.itemsize
 
 
@@ -258,7 +259,8 @@ def _depth_of(text: Any, query_heads: int) -> int:
 
 
 def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the numbers of bits that `KVCache` supports for a model, and a remark."""
+    """Return the numbers of bits that `KVCache` supports for a model, and a remark if it does not
+    support low bits."""
     notes = []
     coded = tuple(bits for bits in MODES if bits != 16)
     if (shape.layers or shape.pairs) and shape.depth not in (16, 32, 64, 128, 256):
@@ -334,15 +336,16 @@ def _mode(
 
 
 def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
-    """Return the bytes of the maps of one sequence's values."""
+    """Return the bytes that one sequence needs for the rotations that align the values of merged
+    layers."""
     return op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize, 1)
 
 
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes that two layers with shared directions need per further token, and for all
-    their tokens."""
+    """Return the bytes that a pair of merged layers needs for each older token, and the bytes that
+    it needs in all for a cache of `tokens` tokens."""
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)
         exact = 2 * shape.row * (layout.window + layout.kept)

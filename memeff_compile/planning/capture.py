@@ -1,8 +1,8 @@
 """Capture a model as the backend would compile it, on tensors that have sizes but no memory.
 
 The model is copied; weights, buffers and inputs become fake tensors on the CPU that stand for
-tensors on the planned device. Batch size and length are numbers, as in the planned call. So Python
-code between the graphs, and operations that read sizes, behave as in that call.
+tensors on the planned device. Batch size and length are plain numbers. So Python code that reads
+sizes behaves as in a real call.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Capture:
         return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
-        """Return the lengths among the sizes of `other`, plus the tokens that the model adds to
-        each sequence.
+        """Return the sizes in `other` that are lengths of sequences: the length of the call, and
+        longer lengths if the model adds tokens (such as those of an image) to each sequence.
         """
         told = other.at
         if told.length is None or self.at.length is None:
@@ -93,8 +93,8 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" if the sizes equal those of `other`, otherwise a sentence that names the
-        different ones."""
+        """Return "" if the sizes in this capture and in `other`, as formulas in batch size and
+        length, are equal; otherwise return a sentence that names the different sizes."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
@@ -306,9 +306,9 @@ def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Value
 def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
     """Return the shape of an input for another batch size and length.
 
-    The batch is the first dimension, or the second one (position ids of three kinds); images may
-    have several rows per sequence. A dimension that only happens to equal the length, such as the
-    channels or width of images, does not count as the length.
+    The batch is the first dimension, or the second one in position ids with three components;
+    images may have several rows per sequence. A dimension of images (channels, width) that happens
+    to equal the length does not count as the length.
     """
     shape = list(tensor.shape)
     batch, length = told.batch or sizes.batch, told.length or sizes.length
@@ -328,8 +328,8 @@ def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
 
 
 def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
-    """Return the op of a node and the sizes of its value; a size that depends on data is returned
-    as 0."""
+    """Return the op of a node and the sizes of its result, with 0 for each size that depends on
+    data."""
     called = getattr(node.target, "__name__", None) or str(node.target)
     values = map(compat.local_part, tensors_in(compat.example_value(node)))
     sizes = [size for tensor in values for size in tensor.shape]

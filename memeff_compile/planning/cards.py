@@ -1,9 +1,10 @@
-"""A list of GPUs by name: the memory that limits a plan, and the kernels that a plan can use.
+"""A list of GPUs by name, with each GPU's memory and the features that decide which kernels can
+run.
 
 The memory of each GPU is about what PyTorch reports (`torch.cuda.mem_get_info`), slightly less than
-the advertised size. Rates are the makers' figures for dense bf16 products that are summed in fp32.
-Commands print these rates and use them for a lower bound of a step's time. No predicted size
-depends on these rates.
+the advertised size. Rates (floating-point operations per second) are the manufacturers' figures for
+dense matrix products of bf16 operands that are summed in fp32. The commands print a rate and
+compute a lower bound of a step's time from it; no predicted memory depends on rates.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ _SHORT = {"a100": "a10080gb", "h100sxm": "h100", "h100nvl": "h100", "rtx4060ti":
 
 
 class Target(NamedTuple):
-    """The device for which a plan is made, with its kind of GPU."""
+    """The device for which memory is planned: "cuda" or "cpu", and which GPU."""
 
     device: str = "cuda"  # or "cpu"
     card: Card | None = None  # without a card, a GPU is a Hopper GPU

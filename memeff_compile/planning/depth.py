@@ -2,8 +2,7 @@
 of block.
 
 Of each list of blocks, the first and the last block are captured, and between them one block of
-each kind. That one block represents all blocks of its kind, because their tensors have the same
-sizes.
+each kind, which represents all blocks of its kind, because their tensors have the same sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ class Stack:
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the blocks that a captured block represents, including itself."""
+        """Return the indices of the blocks in the whole list that the captured block at `place`
+        represents."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)
@@ -69,7 +69,8 @@ def stacks_of(model: object) -> list[Stack]:
 
 
 def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """Return the kind of each block: its structure, and the entry for its index in the config."""
+    """Return the kind of each block: its structure, and the values that the config's lists with one
+    entry per layer have for it."""
     settings = (value for config in configs_of(model) for value in vars(config).values())
     lists = [v for v in settings if isinstance(v, (list, tuple)) and len(v) == len(blocks)]
     kinds = [(_kind(block), *(repr(v[place]) for v in lists)) for place, block in enumerate(blocks)]
@@ -154,7 +155,8 @@ def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
 
 
 def _shorten(config: object, stack: Stack) -> None:
-    """Set the number of blocks in a config, and keep only its entries for the remaining blocks."""
+    """Set the number of blocks in a config, and shorten its lists with one entry per block to the
+    remaining blocks."""
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == stack.depth:
             vars(config)[name] = type(value)([value[index] for index in stack.kept])

@@ -1,5 +1,5 @@
-"""Show how the passes would rewrite a model, and the memory of its training step, without running
-it.
+"""Show how the passes would rewrite a model and how much memory its training step would need,
+without running the model.
 
     print(memeff_compile.explain(model, input_ids=ids, labels=ids))
 
@@ -64,8 +64,8 @@ def explain(
         options: the backend's options, as in `torch.compile(options=...)`. If "memeff.weights" is a
             codec, plans assume weights compressed by `compress_`.
         device: the planned device: "cuda" or "cpu".
-        gpu: a card such as "rtx4090", whose kernels and memory the plan uses; by default, a plan
-            uses the kernels of an H100 or H200.
+        gpu: the name of a GPU, such as "rtx4090", for whose kernels and memory the plan is made; by
+            default, the kernels of an H100 or H200.
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
         **kwargs: keyword arguments of the model.
 
@@ -111,7 +111,8 @@ def explain(
 
 
 def honoured(options: Options) -> tuple[Options, str]:
-    """Return the options that change the captured graphs, and the codec of compressed weights.
+    """Split the options into those that change the captured graphs, and the codec of
+    `memeff.weights`.
 
     Raise OptionError if an option has no effect on a plan.
     """
@@ -175,11 +176,11 @@ def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Prog
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at the sizes of the call, and at other sizes, which show how buffers grow.
+    """Capture a model at the sizes of the call, and again at other sizes, to find out how the sizes
+    of buffers depend on batch size and length.
 
-    If sizes are not proportional to the length (for example because lengths are rounded up to whole
-    chunks), length and batch size are fixed. In that case, the plan holds only for the sizes of the
-    call.
+    If a size is not proportional to the length (for example because the model rounds lengths up to
+    whole chunks), the plan holds only for the batch size and length of the call.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
@@ -210,8 +211,8 @@ def _captured(
 
 
 def constants_of(model: object) -> set[int]:
-    """Return the sizes that are constants of a model: the sizes of its parameters, and the numbers
-    in its config."""
+    """Return the numbers that are constants of a model: the sizes of its parameters, and the
+    numbers in its config."""
     if not isinstance(model, nn.Module):
         return set()
     every = [*model.parameters(), *model.buffers()]
@@ -222,7 +223,8 @@ def constants_of(model: object) -> set[int]:
 
 
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
-    """Return the report with the modules of all blocks, although only some blocks were captured."""
+    """Return the report of a capture of some blocks as a report of the whole model, in which
+    records name the modules of all blocks."""
 
     def all_like(path: str) -> list[str]:
         """Return the paths in the whole model that a path in the shortened model represents."""
@@ -250,7 +252,8 @@ def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
 
 @dataclass(frozen=True)
 class Explanation(VerbReport):
-    """The result of `explain`: the rewrites, and plans of a step's memory."""
+    """The result of `explain`: the passes' rewrites, and the method `plan`, which computes the
+    memory of a step."""
 
     name: str  # of the model
     sizes: Sizes  # batch and length of the call
@@ -278,13 +281,13 @@ class Explanation(VerbReport):
         Args:
             batch: sequences per GPU; by default those of the call.
             length: tokens per sequence; by default those of the call.
-            memory: memory of one GPU, such as "80GB", from which the largest batch is computed; by
-                default that of the card passed to `explain`.
+            memory: the memory of one GPU, such as "80GB", for which the largest batch is computed;
+                by default the memory of the GPU that was passed to `explain`.
             **given: the fields of `Setting`; by default one GPU and no optimizer.
 
         Raises:
-            ExplainError: a setting is unknown or out of range, or the memory for that batch or
-                length is unknown.
+            ExplainError: a setting is unknown or out of range, or the plan does not hold for
+                another batch or length than the call's.
 
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP
@@ -340,7 +343,8 @@ class Explanation(VerbReport):
             return f"{self.text()}\n\nNo plan: {error}"
 
     def _repr_html_(self) -> str:
-        """Return the rewrites and peaks for a notebook, with the full text collapsed."""
+        """Return HTML for a notebook: the rewrites and the peak memory, and the full text, which a
+        click expands."""
         try:
             found, why = self.plan()._repr_html_(), ""
         except ExplainError as error:

@@ -25,7 +25,8 @@ def draw(
     length: int,  # tokens of a sequence
     increase: float | None,  # how many times larger the second one is
 ) -> None:
-    """Draw the memory without and with the passes and, if they are known, the largest batches."""
+    """Draw the peak memory without and with the passes and, if they are known, the largest batch
+    sizes."""
     matplotlib_for(ExplainError).use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     panels = 1 if batches is None else 2

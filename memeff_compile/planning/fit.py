@@ -1,11 +1,11 @@
-"""List the settings with which a model trains on one GPU; the predictions need neither a GPU nor
-weights.
+"""List settings with which a model trains on one GPU and the memory that each needs, predicted
+without a GPU and without the model's weights.
 
     memeff fit examples/configs/llama3.1-8b.json --gpu rtx4090 --length 2048
 
-The model is captured a few times: unchanged, with checkpointing, and with LoRA adapters. From these
-captures, the effects of the optimizer, of the time of its update, and of compressed weights are
-computed.
+The model is captured a few times: unchanged, with checkpointing, and with LoRA adapters. The memory
+with other optimizers, with updates during the backward pass, and with compressed weights is
+computed from these captures.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield the variants of a setting with compressed weights.
+    """Yield a setting once per codec of compressed weights.
 
-    In `write`, `{}` stands for the codec's letter.
+    In `write`, the abbreviations of the lines of user code, `{}` stands for the first letter of the
+    codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -109,7 +110,8 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: one setting, and whether its step fits into memory."""
+    """A row of the table that `fit` returns: one setting, and whether a training step with it fits
+    into memory."""
 
     kind: Kind
     peak: int | None  # bytes at the requested batch and length, or None: see `why`
@@ -154,13 +156,13 @@ class Fit(VerbReport):
 
     @property
     def first(self) -> Row | None:
-        """Return the first row of the table with memeff that fits into memory; among the rows that
-        fit, it changes training the least."""
+        """Return the first row of the table that uses this package and fits into memory. Rows that
+        change training less come first."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property
     def nearest(self) -> Row:
-        """Return the row that needs the least memory."""
+        """Return the row of the table whose setting needs the least memory."""
         return min(
             (row for row in self.rows if row.peak is not None), key=lambda row: row.peak or 0
         )
@@ -299,8 +301,9 @@ def fit(
     Args:
         model: a config.json, a folder with one, ``module:function``, or a model of transformers
             without checkpointing, on any device, "meta" included.
-        memory: memory of the GPU, such as "24GB"; by default that of the given card.
-        gpu: a card such as "rtx4090", whose kernels the plan uses; by default an H100.
+        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
+            names.
+        gpu: the name of a GPU, such as "rtx4090", whose kernels are assumed; by default an H100.
         length: number of tokens per sequence.
         batch: number of sequences for which the peak is computed.
         rank: rank of the LoRA matrices.
@@ -309,8 +312,8 @@ def fit(
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
 
     Raises:
-        ExplainError: the model cannot be built or captured, memory and card are both missing, or
-            the card is unknown.
+        ExplainError: the model cannot be built or captured, neither `memory` nor `gpu` is given, or
+            the GPU's name is unknown.
 
     Example:
         >>> print(memeff_compile.fit("config.json", gpu="rtx4090", length=2048))  # doctest: +SKIP
@@ -341,7 +344,7 @@ def fit(
 def _found(
     model: nn.Module, call: dict[str, Any], sizes: Sizes, rank: int, target: Target, said: Progress
 ) -> _Found:
-    """Capture the model unchanged, and with each setting that changes its graphs."""
+    """Capture the unchanged model, then the model with checkpointing, and with LoRA adapters."""
     plain = Options()
 
     def take(options: Options) -> Any:  # a function that captures a model at sizes
@@ -394,7 +397,8 @@ def _found(
 def _without_notes_on_checkpoints() -> Iterator[None]:
     """Suppress PyTorch's warning about in-place ops in checkpoints that have a policy.
 
-    The backend itself sets this policy, and the captured code never runs.
+    The backend itself sets such a policy, and the captured code never runs, so the warning does not
+    concern the user.
     """
     noted = logging.getLogger("torch._higher_order_ops.wrap")
     before, noted.disabled = noted.disabled, True

@@ -1,4 +1,5 @@
-"""The memory of one training step as formulas, for each moment that can be the peak."""
+"""Compute the memory of one training step as formulas in batch size and length, for each moment of
+the step at which the memory can be largest."""
 
 from __future__ import annotations
 
@@ -41,15 +42,15 @@ LOSSES = tuple(
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a captured model, identified by its list and its index among the captured
-    blocks."""
+    """A captured block of a model (such as a layer), identified by the list of blocks and its index
+    among the captured blocks of this list."""
 
     stack: Stack
     place: int
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Return the blocks that the captured block represents."""
+        """Return the blocks of the whole model that this captured block represents."""
         return self.stack.alike(self.place)
 
 
@@ -123,7 +124,8 @@ def footprint(
     *,
     is_cut: bool,  # whether graphs are split between blocks if weights are updated in backward
 ) -> Footprint:
-    """Return the moments of a step for the model with all of its blocks."""
+    """Return the moments of a step at which the memory of the whole model, with all of its blocks,
+    can be largest."""
     called = [graphs[call.graph] for call in captured.calls]
     parts = (captured, scale, stacks, vocabularies(captured), transient)
     replay = _Replay(*parts)
@@ -140,7 +142,7 @@ def footprint(
 def _largest(replay: _Replay) -> tuple[Moment, ...]:
     """Return the moments at which memory is largest for at least one batch and length.
 
-    Only moments that have the same number of decoded bytes are compared.
+    Only moments are compared at which decoded weights take the same number of bytes.
     """
     scale = replay.scale
     every = [
@@ -174,8 +176,8 @@ def _expanded(parts: Parts) -> Parts:
 
 @dataclass
 class _Replay:
-    """The computation of a step's memory from the graphs of one capture: forward graphs in order,
-    backward graphs in reverse."""
+    """Computes the memory during a step from the graphs of one capture: first through the forward
+    graphs, then through the backward graphs in reverse order."""
 
     captured: Capture
     scale: Scale
@@ -271,8 +273,8 @@ class _Replay:
             del held[key]
 
     def _give_up(self, line: Timeline, paths: Sequence[str]) -> None:
-        """Free the gradients of parameters after the block in whose backward pass they are
-        computed."""
+        """Arrange that the gradients of a block's parameters are freed after the block's backward
+        pass."""
         ends: list[int] = []  # of each kernel, the last one in a row that runs in the same block
         here: list[tuple[Block | None, bool]] = []
         block: Block | None = None
@@ -313,7 +315,8 @@ class _Replay:
                 yield Moment(f"{phase}, {block.stack.path}.{index}", parts, "block")
 
     def _inside(self, phase: str, block: Block, index: int, found: Owned) -> Parts:
-        """Return the tensors at a moment in a block, whose index refers to the whole model."""
+        """Return the tensors of the whole model that exist at a moment while block `index` of the
+        whole model runs."""
         parts: dict[str, sympy.Expr] = defaultdict(int)
         for (part, owner), size in found.items():
             is_apart = owner is not None and owner.stack != block.stack and part in PER_BLOCK
@@ -343,7 +346,7 @@ class _Replay:
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
         """Return the nodes whose results depend on a parameter or on random numbers.
 
-        The blocks share the results of all other nodes.
+        All other results (such as masks) are equal in all blocks, so they exist only once.
         """
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}
@@ -378,8 +381,8 @@ class _Replay:
         return ("other gradients" if block is None else "block gradients"), block
 
     def _gradients(self, line: Timeline, number: int) -> dict[Node, _Part]:
-        """Return the buffers of the backward graph that are gradients of parameters, or that become
-        gradients of parameters."""
+        """Return the buffers of the backward graph that contain a gradient of a parameter, or from
+        which one is made by rounding, adding or writing in place."""
         found: dict[Node, _Part] = {}
         paths = self.captured.calls[number].parameters
         for output, path in zip(line.outputs(), paths, strict=False):
@@ -410,8 +413,8 @@ class _Replay:
         before: Owned,
         part_of: _PartOf,
     ) -> None:
-        """Follow a graph kernel by kernel, and record the tensors of the largest moments of each
-        kind."""
+        """Follow a graph kernel by kernel, and record which tensors exist at the moments with the
+        most memory."""
         found: dict[_Place, list[Owned]] = defaultdict(list)
         best: dict[_Place, list[tuple[int, int]]] = {}
         block: Block | None = None
@@ -523,7 +526,8 @@ def _is_in_a_block(node: Node) -> bool:
 
 
 def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sympy.Expr | int:
-    """Return the temporary bytes of an op of memeff, given its name and its arguments."""
+    """Return the bytes of temporary memory that an op of this package allocates, given the op's
+    name and arguments."""
 
     def value(argument: str) -> torch.Tensor:
         return cast("torch.Tensor", given[argument].meta["val"])

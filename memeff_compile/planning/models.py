@@ -1,4 +1,5 @@
-"""Build models for the command line from a Hugging Face config, or from a user's function."""
+"""Build the models that the command line explains, from a Hugging Face config or by a user's
+function."""
 
 from __future__ import annotations
 

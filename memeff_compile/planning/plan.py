@@ -1,4 +1,5 @@
-"""A plan: the memory of a step for one setting, as text, as plain values and as a figure."""
+"""Plans: the memory of a training step for one setting, as text, as plain values and as a
+figure."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class Plan:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return the peaks as bars for a notebook, with the whole plan collapsed."""
+        """Return HTML for a notebook: the peak memory as bars, and the whole plan, which a click
+        expands."""
         sides = {"without": self.before, "with memeff": self.after}
         peaks = {name: (side.peak, format_bytes(side.peak)) for name, side in sides.items()}
         said = f"{self.heading()}: peak {' -> '.join(size for _, size in peaks.values())}"
@@ -97,7 +99,8 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values; formulas are strings in B (batch per GPU) and L."""
+        """Return the plan as plain values; formulas are strings in B (batch size per GPU) and L
+        (length)."""
 
         def column(side: Side) -> dict[str, Any]:
             return {

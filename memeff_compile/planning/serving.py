@@ -32,7 +32,8 @@ class ServingRow:
 
     @property
     def numbers(self) -> str:
-        """Return as text whether the results equal those of the dense model."""
+        """Return as text whether a model with this setting computes the same results as the dense
+        model."""
         return "exact" if self.mode.bits == 16 else "lossy: cache"
 
     @property
@@ -141,15 +142,16 @@ def fit_serving(
 
     Args:
         model: a config.json, a folder with one, or a model of transformers, "meta" included.
-        memory: memory of the GPU, such as "24GB"; by default that of the given card.
-        gpu: a card such as "rtx4090".
+        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
+            names.
+        gpu: the name of a GPU, such as "rtx4090".
         batch: number of sequences that are generated at the same time.
         length: number of tokens of each sequence, prompt and answer together.
         dtype: dtype of the parameters of a model that is built from a config.
 
     Raises:
-        ExplainError: the model cannot be built, memory and card are both missing, the card is
-            unknown, or the config lacks the sizes of a cache.
+        ExplainError: the model cannot be built, neither `memory` nor `gpu` is given, the GPU's name
+            is unknown, or the config lacks the sizes of a cache.
 
     Example:
         >>> print(memeff_compile.fit_serving("config.json", gpu="rtx4090"))  # doctest: +SKIP
@@ -182,7 +184,8 @@ def fit_serving(
 def _weights_not_read(model: nn.Module) -> int:
     """Return the bytes of weights that a decoding step does not read.
 
-    Such weights belong to an embedding table that no other module shares.
+    These are the weights of an embedding that are not also the weight of an output projection; the
+    step reads only a few of their rows.
     """
     inputs = getattr(model, "get_input_embeddings", lambda: None)()
     outputs = getattr(model, "get_output_embeddings", lambda: None)()

@@ -79,8 +79,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment at which memory can be largest: its name, and the memory in use other than
-    weights."""
+    """A moment of a step at which memory can be largest: its name, and the memory in use, except
+    for the weights."""
 
     place: str
     parts: Parts
@@ -95,7 +95,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a step, with or without the passes."""
+    """The memory of a step, either with or without the passes, from which `moments` computes the
+    memory for a `Setting`."""
 
     facts: Facts  # bytes of weights
     moments: tuple[Moment, ...]  # every moment that is the peak for some batch and length
@@ -235,7 +236,7 @@ def _as_in_the_paper(
 
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
-    """Return the tensors at a moment on one of several GPUs.
+    """Return the bytes of the tensors that exist at a moment on each of several GPUs.
 
     FSDP reduces a block's gradients after the block's backward pass, so the unsharded gradients of
     two blocks exist at the same time. All other gradients exist unsharded until the end of the
@@ -283,7 +284,8 @@ def largest_batch(candidates: Sequence[Moment], length: int, memory: int) -> int
 
 
 def most(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits into memory, up to 2**40, or 0 if no number fits."""
+    """Return the largest number up to 2**40 for which `fits` returns True, or 0 if there is
+    none."""
     low, high = 0, 1
     while fits(high):
         if high >= 1 << 40:

@@ -1,8 +1,8 @@
-"""Sizes of buffers as formulas in batch size and length, with the formulas' values at a few batch
-sizes and lengths.
+"""Describe sizes of buffers by formulas in batch size and length, and by the values of these
+formulas at a few batch sizes and lengths.
 
-A graph has thousands of buffers, so sums are computed from values; only for the moments at which
-memory can be largest is the formula of a sum built.
+A graph has thousands of buffers, so sums of sizes are sums of values; the formula of a sum is built
+only for moments at which memory can be largest.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Told:
     """A batch size and a length that are easy to recognise in products, because no other size of
     the model is a multiple of them.
 
-    So the factors of a size show whether it grows with the batch or the length: 11 x 2039 can only
-    be batch x length.
+    So the factors of a size show how it depends on them: if the batch size is 11 and the length
+    2039, the size 11 x 2039 can only be batch size x length.
     """
 
     batch: int | None = None  # None: sizes do not show how they grow with it
@@ -52,9 +52,9 @@ class Told:
 
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
-        """Return sizes that differ from all constants of the model, with a length of three quarters
-        of the call's length. The shorter length reveals sizes that grow in steps, and is within the
-        model's position tables.
+        """Return a batch size and a length that differ from all constants of the model. The length
+        is about three quarters of the call's length: another length reveals sizes that grow in
+        steps, and a shorter one is within the model's position tables.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))
@@ -119,8 +119,8 @@ class Size:
 
 @dataclass
 class Scale:
-    """Converter of sizes to formulas, and to their values at the batch sizes and lengths that are
-    compared."""
+    """Converts sizes to formulas, and to the values of the formulas at several points (pairs of
+    batch size and length)."""
 
     told: Told  # the batch and the length in the graphs
     # where to look for the largest moment; the first one is the user's own sizes
@@ -162,7 +162,8 @@ class Scale:
         return self.told.batch or own[BATCH], self.told.length or own[LENGTH]
 
     def is_per_token(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has one row for each token, or one row fewer per sequence."""
+        """Return whether a tensor has one row per token of the batch, or one row fewer per sequence
+        (as shifted labels have)."""
         rows = self.rows(tensor)
         if rows.free_symbols or self.told != Told():
             return bool(rows.free_symbols)
@@ -200,7 +201,7 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 
 
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
-    """Return batch sizes and lengths around those of the user; the user's own values come first.
+    """Return several pairs of batch size and length near the user's pair, which comes first.
 
     A batch size or length that `told` does not distinguish from other sizes equals the user's at
     every point.

@@ -1,10 +1,12 @@
 """Predict which buffers exist while Inductor runs a captured graph, kernel by kernel.
 
-Inductor writes a value to memory only if the value's reader needs that: a matrix product, another
-op, an output, or a kernel of another shape. This module uses a simplified form of Inductor's rules:
+Inductor writes a value to memory only if one of its readers cannot compute the value itself: a
+matrix product, another library op, the graph's output, or a kernel of another shape. This module
+uses a simplified form of Inductor's rules:
 
 - views take no memory; pointwise values are computed inside the kernels that read them, unless a
-  matrix product reads them, they leave the graph, or several readers would recompute a long chain;
+  matrix product reads them, they are outputs of the graph, or several readers would recompute a
+  long chain;
 - kernels that read the same large buffer over the same elements are one kernel, if no matrix
   product comes between them, so all their results exist at once;
 - kernels run in graph order, each as early as its first node allows; a buffer is freed after its
@@ -54,7 +56,8 @@ def op_name(node: Node) -> str:
 
 
 def kind_of(node: Node) -> str:
-    """Return the kind of a node: view, constant, size, pointwise, reduction, library or other."""
+    """Return the kind of a node's operation: view, constant, size, pointwise, reduction, library or
+    other."""
     if node.op != "call_function":
         return "other"
     if _is_view(node):
@@ -254,11 +257,11 @@ class Timeline:
         owned: Mapping[Node, Size] = MappingProxyType({}),
         transient: Transient = lambda _: sympy.Integer(0),
     ) -> Iterator[Step]:
-        """Yield the moments of a run of the graph; `transient` returns the bytes that exist only
-        while a node runs.
+        """Yield one moment per kernel of a run of the graph, with the buffers that exist then;
+        `transient` returns the temporary bytes that an op allocates while it runs.
 
-        `owned` contains the placeholders that are freed after their last reader, with their bytes;
-        other placeholders belong to the caller and are not counted.
+        `owned` contains, with their bytes, the placeholders that are freed after the last node that
+        reads them; all other placeholders belong to the caller and are not counted.
         """
         ends: dict[int, list[Node]] = defaultdict(list)
         for buffer, step in self.last_read.items():
@@ -286,8 +289,8 @@ class Timeline:
                     total = taken(total, live.pop(buffer).values)
 
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield, for each buffer that a kernel writes, the node that computes it and the node that
-        represents the buffer."""
+        """Yield two nodes for each buffer that a kernel writes: the one that computes it, and the
+        one that stands for the buffer in this timeline."""
         for node in kernel.nodes:
             if node in self.fused.inside:
                 continue
@@ -309,7 +312,7 @@ class Timeline:
 
 
 class _Fusion:
-    """The decision which stored pointwise and reduction nodes run in one kernel."""
+    """Decides which of the pointwise and reduction nodes with stored results run in one kernel."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._line = timeline
@@ -326,8 +329,8 @@ class _Fusion:
         return node
 
     def _ancestors_behind_a_library_call(self) -> dict[Node, int]:
-        """Return, for each node, a bit set of those earlier nodes that a library call separates
-        from it."""
+        """Return, for each node, the set (as bits of an integer) of earlier nodes on which it
+        depends through a library call."""
         line = self._line
         every: dict[Node, int] = {}
         behind: dict[Node, int] = {}
@@ -424,7 +427,8 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 
 
 def _product_behind(operand: object) -> list[Node]:
-    """Return the mm that computes ``operand``, and the transposes that cancel out on the way.
+    """Return the mm that computes ``operand``, and the transposes between the two, which cancel
+    out.
 
     Return an empty list if there is no such mm.
     """

@@ -1,10 +1,9 @@
-"""Track the values of tensors without memory, where the values are known and can affect a model's
-control flow.
+"""Compute the values of fake tensors (which have no memory) if the values are known, because a
+model's control flow may depend on them.
 
-For example, a vision-language model reads the sizes of its images from a tensor, splits tensors by
-these sizes, and computes positions from the images' positions. Results that depend only on inputs
-with known values are computed from the known values. For results that depend on parameters, only
-the sizes are known.
+For example, a vision-language model reads the sizes of its images from a tensor and splits tensors
+by these sizes. A result is computed from known values if it depends only on them. For a result that
+depends on parameters, only the sizes are known.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class Values:
         run: Callable[[], Any],
         mode: Any,  # of the fake tensors
     ) -> Any:
-        """Run an operation on fake tensors, and also on their values if the values of all of them
-        are known."""
+        """Run an operation on fake tensors; if the values of all of them are known, also run it on
+        the values."""
         self.are_read = self.are_read or compat.reads_values(op)
         if compat.is_item(op) and (number := self.of(args[0])) is not None:
             with compat.on_real_tensors():

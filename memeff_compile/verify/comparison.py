@@ -65,8 +65,9 @@ class Verdict:
 
     @property
     def mismatches(self) -> list[Gap]:
-        """Return the gaps that are larger than allowed: first those of the more precise comparison,
-        and among these the worst first."""
+        """Return the gaps (differences between tensors) that are larger than allowed: first those
+        of the comparison in float64, then those in the model's dtypes, each with the largest
+        first."""
         return [*_too_far(self.exact), *_too_far(self.as_run)]
 
     @property
@@ -76,7 +77,8 @@ class Verdict:
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:
-        """Return as text the difference that the more precise comparison found."""
+        """Return as text the largest difference that the more precise comparison (in float64, if
+        possible) found."""
         exact = _too_far(self.exact)
         gaps, where = (exact, "in float64") if exact else (_too_far(self.as_run), "as run")
         more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
@@ -105,8 +107,8 @@ class Verdict:
 
 
 def _too_far(gaps: Sequence[Gap]) -> list[Gap]:
-    """Return the gaps that are too large: first those of values, then those of gradients, each with
-    the worst first."""
+    """Return the gaps (differences between tensors) that are too large: first the gaps of values,
+    then the gaps of gradients, each with the largest first."""
     far = (gap for gap in gaps if gap.share > 1)
     return sorted(far, key=lambda gap: (gap.what.startswith("gradient"), -gap.share))
 
@@ -147,7 +149,7 @@ class Comparison:
 
     @cached_property
     def dropped(self) -> set[int]:
-        """Return the outputs that the rewritten graph leaves out because of
+        """Return the positions of outputs that the rewritten graph does not compute because of
         ``memeff.logits=none``."""
         if self.options.logits != "none":
             return set()
@@ -157,8 +159,8 @@ class Comparison:
     def make(self, args: Sequence[Any]) -> Verdict:
         """Compare both graphs without changing the caller's state.
 
-        Raise NotRunError if the graph, or too little memory, prevents the comparison; raise
-        PostponedError if the original graph itself raises an error.
+        Raise NotRunError if the graph cannot be compared, or memory is too small; raise
+        PostponedError if the original graph raises an error for these arguments.
         """
         reason = self._obstacle(args)
         if reason:
@@ -207,8 +209,8 @@ class Comparison:
     def _compare_group(
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
-        """Run both graphs for one group of outputs, in each arithmetic; return the groups that
-        exist."""
+        """Run both graphs, in the model's dtypes and in float64, and compare one group of outputs;
+        return the names of all groups."""
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)
         try:
@@ -336,7 +338,8 @@ class Comparison:
         return (_copy(leaf, dtype) if self.is_written(place) else leaf), leaf
 
     def _kinds(self, ours: _Trial, plain: _Trial) -> list[Gap]:
-        """Compare everything except values: missing outputs, dtypes, and whether gradients flow."""
+        """Compare the outputs of two runs except for their values: which outputs are None, their
+        dtypes, and whether they require a gradient."""
         words: dict[int, str] = {}
         for place, (mine, theirs) in enumerate(zip(ours.values, plain.values, strict=True)):
             if isinstance(mine, Tensor) != isinstance(theirs, Tensor):
@@ -358,8 +361,9 @@ class Comparison:
         *,
         with_integers: bool = False,
     ) -> list[Gap]:
-        """Measure the distance of one run from another run, or from the float64 result, relative to
-        the other run's error.
+        """Measure how far the results of the rewritten graph (`ours`) are from those of the
+        original graph (`plain`). If there is a result in float64 (`truth`), compare the errors of
+        both with respect to it.
         """
         names = self.original.names
         goal, own = (plain, None) if truth is None else (truth, plain)
@@ -386,8 +390,8 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
-    """Run a graph op by op, without the inner compiler. After a mismatch, calls use this function
-    instead of the compiled graph."""
+    """Run a graph op by op, without the inner compiler. After a mismatch, this function runs the
+    original graph in place of the compiled one."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 
@@ -480,8 +484,9 @@ def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _autocast_restored(args: Sequence[Any], *, off: bool = False) -> Iterator[None]:
-    """Restore autocast, even if a graph raises an error inside an autocast region, and cache no
-    casts: casts of copies would stay in memory until the outermost region ends.
+    """Restore autocast at the end of this context, even if a graph raises an error inside an
+    autocast region. In this context, autocast does not cache casts, because cached casts of
+    temporary copies would stay in memory until the outermost autocast region ends.
     """
     kinds = sorted({"cpu"} | {arg.device.type for arg in args if isinstance(arg, Tensor)})
     kinds = [kind for kind in kinds if kind != "meta"]

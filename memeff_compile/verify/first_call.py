@@ -77,8 +77,8 @@ class _Verifier:
         self.attempts = 0
 
     def callable_for(self, args: Sequence[Any]) -> Compiled:
-        """Return the callable for the current call; in the first call, compare the rewritten graph
-        with the original one before."""
+        """Return the callable that runs the current call; if it is the first call, compare the
+        rewritten graph with the original one first."""
         if self.chosen is not None:
             return self.chosen
         with self.lock:
@@ -157,7 +157,8 @@ class _Verifier:
 
 
 def _to_whom(names: set[str]) -> str:
-    """Return as text whom the user should ask about a wrong rewrite of the given passes."""
+    """Return text that tells the user what to do about a wrong rewrite: report it, or correct or
+    leave out a pass that the user wrote."""
     ours, theirs = names & set(PASS_NAMES), " and ".join(sorted(names - set(PASS_NAMES)))
     if not theirs:
         return "Please report it with the reproducer."

@@ -131,14 +131,15 @@ def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -
     """Run a copied graph with PyTorch's operations.
 
     With ``wide``, the graph runs in float64 on float64 arguments, and casts and autocast are
-    ignored. If a result is narrower, raise CannotWidenError.
+    ignored. If the result of an operation is not in float64, raise CannotWidenError.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module
     return tuple(_OpByOp(module, wide=wide).run(*args))
 
 
 def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
-    """Return the plan of a graph's deferred outputs, adapted to a run in float64."""
+    """Return the plan of a graph's deferred logits, with dtypes changed to float64 for a run in
+    float64."""
     found = []
     for entry in plan:
         steps = tuple((name, _wider(value)) for name, value in entry.recipe.steps)
@@ -149,7 +150,7 @@ def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
 
 
 class _OpByOp(Interpreter):
-    """An interpreter of one graph, without the graphs nested in it."""
+    """Runs one graph op by op; graphs nested in it are run by an `_OpByOp` of their own."""
 
     def __init__(self, module: GraphModule, *, wide: bool) -> None:
         super().__init__(module)

@@ -1,5 +1,5 @@
-"""Write a mismatch as a Python program: the source of both graphs, and the inputs that show the
-mismatch."""
+"""Write a Python program that reproduces a mismatch of `memeff.verify`: the source of both graphs,
+and the inputs for which their results differ."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _constants(module: GraphModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def _description(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a tensor's shape and dtype, and the range of its integers or the mean and spread of
-    its floats."""
+    """Return text with a tensor's shape and dtype, and the range of its values if they are
+    integers, or their mean and standard deviation if they are floating-point numbers."""
     if tensor.is_floating_point():
         spread = tensor.double().std().item() if tensor.numel() > 1 else 1.0
         return tuple(tensor.shape), tensor.dtype, tensor.double().mean().item(), spread

@@ -1,13 +1,14 @@
 """The rule of `memeff.verify`: how the difference of two runs is measured, and how large it may be.
 
-There are two comparisons, each by the Frobenius norm of a whole tensor:
+There are two comparisons. Each measures the difference of two tensors by the Frobenius norm:
 
 * The first comparison runs both graphs in float64. In float64, rounding affects only the sixteenth
-digit, so any difference above `EXACT` comes from the formula.
-* The second comparison runs both graphs in the model's arithmetic, and compares each with the
-  original graph in float64 (the truth). The rewritten graph's error may be `OWN` times that of the
-  original graph, plus the slack of the coarsest dtype in the graph (`SLACK`). If float64 is not
-  possible, the two graphs are compared with each other, and only the slack is allowed.
+  digit, so a difference above `EXACT` shows that the two graphs do not compute the same formula.
+* The second comparison runs both graphs in the model's arithmetic, and compares each result with
+  that of the original graph in float64 (the truth). The error of the rewritten graph may be `OWN`
+  times the error of the original graph, plus a constant for the coarsest dtype in the graph
+  (`SLACK`). If the graph cannot run in float64, the two graphs are compared with each other, and
+  the difference may only be this constant.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Gap:
 
 
 def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
-    """Return the slack of a graph's coarsest floating-point dtype, or of TF32 or bf16 if matrix
-    products use them.
+    """Return the allowed error (slack) for a graph's coarsest floating-point dtype; if matrix
+    products compute in TF32 or bf16, return the slack for that format.
     """
     known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
     if coarse_products:
@@ -80,10 +81,11 @@ def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Toleran
 def value_gap(
     what: str, found: Tensor, truth: Tensor, tolerance: Tolerance, own: Tensor | None = None
 ) -> Gap:
-    """Compare one output, or one input to which the graph wrote, with that of the original graph.
+    """Compare a value of the rewritten graph (an output, or an input to which the graph wrote) with
+    the same value of the original graph.
 
-    If ``truth`` is wider than ``found``, ``own`` is the original graph's value in the arithmetic of
-    ``found``.
+    If ``truth`` has a wider dtype than ``found``, ``own`` is the value that the original graph
+    computes in the dtype of ``found``.
     """
     words = _different_kind(found, truth)
     if words:
@@ -108,9 +110,8 @@ def gradient_gaps(
 ) -> list[Gap]:
     """Compare the gradients of one backward pass, one per input, in the same way as `value_gap`.
 
-    Differences are relative to the norm of the gradient; if a gradient is far smaller than the
-    others, they are relative to a thousandth of the typical norm. A missing gradient counts as
-    zero.
+    A difference is divided by the norm of the gradient, or, if the gradient is far smaller than the
+    others, by a thousandth of their typical norm. A missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []
@@ -146,8 +147,8 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
 
 @dataclass
 class _Norms:
-    """Norms of a difference, of the original graph's error, and of the truth, over the elements
-    whose truth is finite.
+    """The norms of the rewritten graph's error, of the original graph's error and of the truth (the
+    float64 result), over the elements in which the truth is finite.
     """
 
     error: float = 0.0
@@ -169,10 +170,10 @@ class _Norms:
         return norms
 
     def _add(self, found: Tensor, truth: Tensor, own: Tensor | None) -> list[Tensor]:
-        """Return sums of squares over a chunk of elements: of the error, of `truth`, and of the
-        error of `own`.
+        """Return three sums of squares over a chunk of elements: of the error of `found`, of
+        `truth`, and of the error of `own`.
 
-        The caller adds each sum to the square of a norm over all chunks.
+        The caller adds up these sums over all chunks.
         """
         wide = torch.complex128 if truth.is_complex() else torch.float64
         found, truth = found.to(wide), truth.to(wide)
@@ -187,8 +188,8 @@ class _Norms:
         return [torch.where(fair, part, zero).abs().square().sum().double() for part in parts]
 
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
-        """Return the gap (relative difference) that follows from the given norms, relative to
-        `scale`."""
+        """Return the gap (the relative difference, and the allowed one) computed from these norms
+        and divided by `scale`."""
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale
         return Gap(what, self.error / scale, allowed / scale, own)

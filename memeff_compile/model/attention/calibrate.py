@@ -95,7 +95,8 @@ class Calibration(VerbReport, dict[str, Any]):
         draw_spreads(path, names, series, "score", CalibrationError, least=least)
 
     def _scores(self) -> tuple[_Scores, list[str]]:
-        """Return the scores by attention, level and call, and the levels that were tried."""
+        """Return the score of each attention module at each level in each of its calls, and the
+        levels that were tried."""
         scores = self["scores"]
         return scores, list(next(iter(scores.values())))
 

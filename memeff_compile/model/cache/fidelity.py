@@ -194,7 +194,8 @@ def fidelity_report(
     each_pair: bool = False,
     **settings: Any,  # noqa: ANN401
 ) -> FidelityReport:
-    """Compare a model's answers from a `KVCache` with those from an exact cache.
+    """Measure how a model's predictions with a `KVCache` differ from its predictions with an exact
+    cache.
 
     Args:
         model: a causal language model of transformers; it runs eagerly, without gradients, in eval

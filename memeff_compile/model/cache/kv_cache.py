@@ -178,7 +178,8 @@ class KVCache(Cache):
             layer.reset()
 
     def begin_with_a_step(self) -> None:
-        """Let a prompt of one token run as a decoding step, whose graph is compiled anyway.
+        """Let a prompt of one token run as a decoding step, so that no separate graph is compiled
+        for it.
 
         Caches that cannot be compiled are not changed, because their attention has no mask that
         hides empty positions.

@@ -18,7 +18,8 @@ _SWITCHES = ("exact", "off")
 
 
 class TernaryHooks(Hooks):
-    """The hooks that make the linears of a model ternary before compilation, and undo that."""
+    """The hooks that make the linear layers of a model ternary before compilation, and undo
+    that."""
 
     def refuse(self, options: Options) -> None:
         if options.ternary not in _SWITCHES:

@@ -137,9 +137,10 @@ class PackedTernaryLinear(nn.Module):
     """An inference linear whose ternary weights take two bits each.
 
     The buffers, which are part of the state dict, are:
-        packed: (out_features, ceil(in_features / 16)) int32. weight_scale: one float32 number; each
-        weight equals its code (-1, 0 or 1) divided by this number. bias: (out_features,), or no
-        buffer if the linear has no bias.
+        packed: (out_features, ceil(in_features / 16)) int32.
+        weight_scale: one float32 number; each weight equals its code (-1, 0 or 1) divided by this
+            number.
+        bias: (out_features,), or no buffer if the linear layer has no bias.
 
     Attributes:
         kind: how each token's input vector is quantised.

@@ -26,7 +26,7 @@ METHOD = "memeff_ternary"
 
 
 class PackedTernaryConfig(QuantizationConfigMixin):
-    """The entry in config.json that describes a packed model, by the paths of its linears."""
+    """The entry in config.json that describes a packed model, by the paths of its linear layers."""
 
     def __init__(
         self,

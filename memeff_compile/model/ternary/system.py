@@ -1,4 +1,4 @@
-"""Register ternary linears with the core of this package."""
+"""Register ternary linear layers with the core of this package."""
 
 from __future__ import annotations
 

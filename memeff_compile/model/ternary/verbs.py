@@ -92,7 +92,7 @@ def ternarize_(
     BitNet a4.8 (see `TernaryStages`).
 
     Args:
-        model: Any module; its linears of the exact class `nn.Linear` are changed.
+        model: Any module; its linear layers of the exact class `nn.Linear` are changed.
         recipe: how linear layers quantise their inputs: "b1.58" (INT8 in all layers), "a4.8" (INT4
             in the query, key, value, gate and up projections; in the attention output projection,
             INT8 for the half of the elements with the largest magnitudes; INT8 in the down
@@ -233,8 +233,8 @@ def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) 
 
 
 def dense_again(model: nn.Module) -> Undone:
-    """Replace linears that `ternarize_` made by dense linears with the same parameters, for
-    `undo`."""
+    """Replace linear layers that `ternarize_` made by dense linear layers with the same parameters,
+    for `undo`."""
     made: dict[nn.Module, nn.Module] = {}
     found: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -287,7 +287,8 @@ def require_recipe(recipe: str) -> None:
 
 
 def _kept_dense(model: nn.Module) -> set[nn.Module]:
-    """Return the output projections, and the linears that share their weight with an embedding."""
+    """Return the output projections, and the linear layers that share their weight with an
+    embedding."""
     found: set[nn.Module] = set()
     for path, module in model.named_modules():
         if path.split(".")[-1] == "lm_head":
@@ -376,7 +377,7 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     The function returns the model.
 
-    `verb_report(model)` lists the linears and their sizes in bytes.
+    `verb_report(model)` lists the linear layers and their sizes in bytes.
 
     The full-precision weights are freed; packed weights take an eighth of the memory of bf16
     weights. The function packs the linear layers that `ternarize_` makes, and the linear layers of
@@ -388,9 +389,9 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     Args:
         model: Any module that contains ternary linear layers.
-        layers: Further classes of linears: subclasses of nn.Linear that quantise weights by their
-            mean absolute value. Each value of this mapping is a kind of token quantisation: "int8",
-            "int4", "fp4" or "topk8".
+        layers: Further classes of linear layers: subclasses of nn.Linear that quantise weights by
+            their mean absolute value. Each value of this mapping is a kind of token quantisation:
+            "int8", "int4", "fp4" or "topk8".
 
     Raises:
         OptionError: There is no linear to pack, or a linear has hooks or parametrisations.

@@ -477,7 +477,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """Return the states of all optimizers, by their parameters."""
+        """Return the states of all optimizers as one dictionary, with the parameters as keys."""
         every = (update.optimizer.state for update in self._updates)
         return defaultdict(dict, {held: own for each in every for held, own in each.items()})
 

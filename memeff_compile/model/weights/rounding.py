@@ -52,9 +52,9 @@ def gram_groups(widths: Iterable[int]) -> Iterator[int]:
 def grams(
     model: nn.Module, linears: Mapping[str, Sequence[nn.Module]], runs: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """Return the Gram matrix (D, D) of all inputs of each weight's linears, in fp32.
+    """Return the Gram matrix (D, D) of all inputs of each weight's linear layers, in fp32.
 
-    The result contains no entry for weights whose linears got no input.
+    The result contains no entry for weights whose linear layers got no input.
     """
     found: dict[str, Tensor] = {}
     with evaluating(model), _noted(linears, found):

@@ -355,8 +355,8 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
-    """Return a scalar, a sum or a read of a tensor, with its axis indices replaced by other
-    indices."""
+    """Return a scalar, a `Linear` or a `Read` with each axis index that is a key of ``by`` replaced
+    by the sum in ``by``."""
     if not isinstance(scalar, Linear):
         return rebuilt(scalar, lambda part: substituted(part, by))
     total = Linear(scalar.constant)
@@ -382,14 +382,14 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes on which a scalar, a sum or a read of a tensor depends."""
+    """Return the axes on whose index a scalar, a `Linear` or a `Read` depends."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
     return own.union(*map(axes_in, _parts_of(scalar)))
 
 
 def reads_in(scalar: Any) -> set[Read]:
-    """Return the reads of tensors on which a scalar depends, including reads that compute an index
-    of another read."""
+    """Return each `Read` (an element of a tensor) on which a scalar depends, including elements
+    that are used as an index of another tensor."""
     own = {scalar} if isinstance(scalar, Read) else set[Read]()
     return own.union(*map(reads_in, _parts_of(scalar)))
 

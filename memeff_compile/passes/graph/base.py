@@ -36,8 +36,8 @@ class Decline:
     action: Action = "declined"  # or "note", for a node that need not be a match of the pass
 
     def counted(self, node: Node) -> Decline:
-        """Return this Decline with the number of equal matches in its text, because the report
-        merges equal matches."""
+        """Return this Decline for a given node, counted as one match; the report merges equal
+        declines and adds up their counts."""
         return replace(self, node=node, sites=1)
 
 

@@ -37,8 +37,8 @@ def named(words: str) -> frozenset[Any]:
 
 
 class _Previous:
-    """A placeholder for the result of the previous call, for a node that is read as several
-    calls."""
+    """If a node is read as several ATen calls, the placeholder with which a call refers to the
+    result of the call before it."""
 
     def __repr__(self) -> str:
         return "PREVIOUS"

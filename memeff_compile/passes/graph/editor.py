@@ -223,7 +223,8 @@ class Editor:
         self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:
-        """Make the checkpoint that runs the body save the results of some calls."""
+        """If this graph is the body of an activation checkpoint, make the checkpoint save the
+        results of the calls in ``kept``."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:

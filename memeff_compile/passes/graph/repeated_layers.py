@@ -117,7 +117,8 @@ def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
 
 
 def _operations(info: GraphInfo) -> int:
-    """Return the approximate number of floating-point operations in the linears of layers.
+    """Return the approximate number of floating-point operations of all linear layers inside the
+    repeated layers.
 
     The function does not count other operations, such as attention, convolutions, and experts
     stored in one tensor.

@@ -1,5 +1,5 @@
-"""Read the op that PyTorch's `F.linear_cross_entropy(options=...)` calls: an output projection and
-its loss in one node.
+"""Recognize the op that PyTorch's `F.linear_cross_entropy(options=...)` calls: an output projection
+and its loss in one node.
 
     loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)             mean, sum
     losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)  none

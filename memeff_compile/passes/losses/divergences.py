@@ -199,7 +199,7 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Read a sum or mean with a given reduction, multiplied by numbers."""
+        """Recognize a sum or mean with a given reduction, multiplied by numbers."""
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
             return None
         call, reduced = read_one(node), self._reduced(node)
@@ -216,7 +216,7 @@ class DivergenceReader:
         return None
 
     def _reduced(self, node: Node) -> tuple[Expression, str, Node] | None:
-        """Read a sum over the classes, and also over the rows if all elements are summed."""
+        """Recognize a sum over the classes, and also over the rows if all elements are summed."""
         name = node_name(node)
         if name == "kl_div":
             given = kl_arguments(node)
@@ -252,7 +252,7 @@ class DivergenceReader:
         return expression, "row mean" if is_mean else "rows", source
 
     def _soft_cross_entropy(self, a: Mapping[str, Any]) -> tuple[Expression, str, Node] | None:
-        """Read a cross entropy whose targets are the softmax of another output projection."""
+        """Recognize a cross entropy whose targets are the softmax of another output projection."""
         value, target = self.info.tensor(a["self"]), self.info.tensor(a["target"])
         if value is None or target is None or not target.is_floating_point() or value.dim() != 2:
             return None
@@ -356,7 +356,7 @@ class DivergenceReader:
         return None
 
     def _filled(self, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Read an op that sets values to zero, in masked rows or in classes whose logits are
+        """Recognize an op that sets values to zero, in masked rows or in classes whose logits are
         infinite."""
         if constant(a["value"]) != 0:
             return None
@@ -377,8 +377,8 @@ class DivergenceReader:
         return found
 
     def _selected(self, node: Node, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Read the rows that a boolean mask selects; in a sum over all rows, the other rows count
-        as zero.
+        """Recognize the rows that a boolean mask selects; in a sum over all rows, the other rows
+        count as zero.
 
         Dynamo captures such a selection if `torch._dynamo.config.capture_dynamic_output_shape_ops`
         is set.
@@ -411,7 +411,7 @@ class DivergenceReader:
         return compat.statically_true(given.shape[-1] == 1)
 
     def _kl(self, given: Mapping[str, Any], depth: int = 0) -> Expression | None:
-        """Read target * (log target - input), as in `kl_div`."""
+        """Recognize target * (log target - input), as in `kl_div`."""
         value, other = self.info.tensor(given["input"]), self.info.tensor(given["target"])
         if value is None or other is None or not same_shape(value.shape, other.shape):
             return None
@@ -427,8 +427,8 @@ class DivergenceReader:
         return None if inner is None else _expressed(_product({(probability,): 1}, inner.terms))
 
     def _mixture(self, a: Mapping[str, Any], op: Any, depth: int) -> Expression | None:
-        """Read the logarithm of a mixture of probabilities: log(a q + b p), or logsumexp of [log q
-        + log a, log p + log b], with a + b = 1."""
+        """Recognize the logarithm of a mixture of probabilities: log(a q + b p), or logsumexp of
+        [log q + log a, log p + log b], with a + b = 1."""
         if op is aten.log.default:
             found = self.expression(a["self"], depth)
             if found is None or found.masks:
@@ -468,7 +468,8 @@ class DivergenceReader:
         return self.sides.setdefault(key, Side(key, chain, None, 1.0, trains, node))
 
     def _headless(self, node: Node) -> Atom | None:
-        """Read a softmax of a teacher's logits that no output projection of this graph computes."""
+        """Recognize a softmax of a teacher's logits that no output projection of this graph
+        computes."""
         way: list[Node] = []
         start = back_over(node, _SAME, way)
         call = call_of(start, aten.log_softmax.int, aten.softmax.int)
@@ -586,8 +587,8 @@ class DivergenceReader:
         return True
 
     def _sum_of_rows(self, node: Any, depth: int = 0) -> Expression | None:
-        """Read a tensor with one number per row: sums over the classes, multiplied by numbers and
-        added."""
+        """Recognize a tensor with one number per row: sums over the classes, multiplied by numbers
+        and added."""
         call = read_one(node) if isinstance(node, Node) else None
         if call is None or depth > _MAX_DEPTH or len(node.users) != 1:
             return None
@@ -790,7 +791,7 @@ def _mixed(shares: Mapping[Any, float]) -> Expression | None:
 
 
 def _log_of_sum(left: Expression | None, right: Expression | None) -> Expression | None:
-    """Read log(exp(left) + exp(right)), where both are log-probabilities plus numbers."""
+    """Recognize log(exp(left) + exp(right)), where both are log-probabilities plus numbers."""
     shares: dict[Any, float] = {}
     for part in (left, right):
         if part is None or part.masks:
@@ -805,7 +806,7 @@ def _log_of_sum(left: Expression | None, right: Expression | None) -> Expression
 
 
 def _log_times(left: Expression | None, right: Expression | None) -> Expression | None:
-    """Read xlogy(p, q) as p log q."""
+    """Recognize xlogy(p, q) as p log q."""
     atoms = [None if part is None or part.masks else _only(part) for part in (left, right)]
     if atoms[0] is None or atoms[1] is None or atoms[1][0] != "p":
         return None

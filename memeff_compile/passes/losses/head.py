@@ -360,7 +360,7 @@ class HeadReader:
         return head if isinstance(head, Head) else None
 
     def _sum_head(self, node: Node, left: Any, right: Any) -> Head | None:
-        """Read the sum of an output projection and a low-rank product with the same rows and
+        """Recognize the sum of an output projection and a low-rank product with the same rows and
         classes, in either order."""
         values = [self.info.tensor(each) for each in (left, right, node)]
         shapes = [value.shape for value in values if value is not None]
@@ -391,7 +391,7 @@ class HeadReader:
         return rank is not None and compat.statically_true(rank < width)
 
     def _low_rank(self, node: Node) -> LowRank | None:
-        """Read a low-rank product and the casts and scales that follow it."""
+        """Recognize a low-rank product and the casts and scales that follow it."""
         nodes, symbols, scale = list[Node](), list[Node](), 1.0
         while (call := read_one(node)) is not None and len(nodes) < _MAX_STEPS:
             nodes.append(node)
@@ -660,8 +660,8 @@ class HeadReader:
     def _factor(
         self, node: Node, factor: Node, is_divisor: bool, head: Head, moved: bool
     ) -> Step | Decline:
-        """Read a tensor by which logits are multiplied: one number for all rows, or one number per
-        row."""
+        """Recognize a tensor by which logits are multiplied: one number for all rows, or one number
+        per row."""
         value, scaled = self.info.value(factor), self.info.value(node)
         logits, verb = self.info.tensor(self._chain_operand(node)), _describe(node)
         if logits is None or not value.is_floating_point():

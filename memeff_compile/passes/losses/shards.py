@@ -1,5 +1,5 @@
-"""Read output projections whose classes DTensor splits over ranks, and insert nodes that combine
-the ranks' results.
+"""Recognize output projections whose classes DTensor splits over ranks, and insert nodes that
+combine the ranks' results.
 
     x = DTensor.from_local(h, mesh, (Replicate,))
     l = linear(x, W)                          W: Shard(0), this rank's classes

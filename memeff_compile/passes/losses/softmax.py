@@ -203,7 +203,7 @@ class SoftmaxReader:
         return Total(chain, peak, keepdim, (*before, *way))
 
     def _peak_added(self, call: Call) -> Total | None:
-        """Read a log-sum-exp to which the graph adds the maximum that it had subtracted."""
+        """Recognize a log-sum-exp to which the graph adds the maximum that it had subtracted."""
         pairs = (call.args["self"], call.args["other"]), (call.args["other"], call.args["self"])
         for inner, other in pairs if call.args["alpha"] == 1 else ():
             left, right = self.info.tensor(inner), self.info.tensor(other)
@@ -230,7 +230,8 @@ class SoftmaxReader:
         return peak if same_shape(taken.shape, wanted) else None
 
     def _peak(self, node: Any) -> Peak | None:
-        """Read a maximum over one dimension of the logits, and the nodes on the way to it."""
+        """Recognize a maximum over one dimension of the logits; the result includes the nodes
+        between the logits and the maximum."""
         value, way = self.info.tensor(node), list[Node]()
         while (call := call_of(node, *_PEAK_MOVES)) is not None:
             way.append(node)
@@ -256,7 +257,7 @@ class SoftmaxReader:
         return self._over(call.args["self"], call.args["dim"], (node,))
 
     def _share(self, node: Node, call: Call) -> Soft | None:
-        """Read ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, with or without their
+        """Recognize ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, with or without their
         maximum subtracted.
         """
         powers, added = call.args["self"], call_of(call.args["other"], aten.sum.dim_IntList)
@@ -270,7 +271,7 @@ class SoftmaxReader:
         return found if isinstance(found, Soft) else None
 
     def _over(self, logits: Node, dim: Any, through: tuple[Node, ...]) -> Soft | Decline | None:
-        """Read a softmax of ``logits``, which may themselves be log-probabilities."""
+        """Recognize a softmax of ``logits``, which may themselves be log-probabilities."""
         peak = self.peak_taken_off(logits)
         if peak is not None and peak.is_over(dim):
             logits, through = peak.logits, (*peak.through, logits, *through)

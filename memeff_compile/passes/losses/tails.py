@@ -1,5 +1,5 @@
-"""Find the nodes that compute results from logits: losses, gathered log-probabilities,
-log-sum-exps, metrics.
+"""Find the nodes that compute losses, gathered log-probabilities, log-sum-exps and metrics from
+logits.
 
 A *tail* is a node that computes a result from logits, if memeff::linear_cross_entropy can compute
 that result, too. A *site* is an output projection and all tails of its logits. If a node looks like
@@ -57,7 +57,8 @@ class Tail:
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """Return the tensors that the loss reads in addition to the logits."""
+        """Return the tensors that this loss, or other result of the logits, reads in addition to
+        the logits."""
         return tuple(n for n in (self.target, self.class_weight) if n is not None)
 
     @property
@@ -99,7 +100,7 @@ def is_silent(info: GraphInfo, tail: Tail) -> bool:
 
 @dataclass(frozen=True)
 class Picked:
-    """The element of ``source`` at one class index per row."""
+    """A gather of one element per row of ``source``, at a class index."""
 
     source: Node
     index: Node
@@ -109,7 +110,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return the fields on which the value of a loss depends."""
+        """Return the fields of this gather that a `Tail` needs too, such as the class indices."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -128,8 +129,8 @@ def reads_a_size(node: Node) -> bool:
 
 
 def unread(node: Node) -> list[Node]:
-    """Return a node and all later nodes that need it, if nothing reads their results and they have
-    no effect; else an empty list."""
+    """Return a node and all nodes that depend on it, if the graph does not return their results and
+    they have no side effects; otherwise return an empty list."""
     found, queue = dict[Node, None](), [node]
     while queue:
         each = queue.pop()
@@ -278,8 +279,8 @@ class TailReader:
         )
 
     def _one_hot_classes(self, node: Node, chain: Chain | Decline, a: Any) -> OneHot | None:
-        """Read class probabilities that are class indices in one-hot form, with or without label
-        smoothing."""
+        """Recognize a cross entropy whose targets are class probabilities made from class indices:
+        one-hot, with or without label smoothing."""
         value, target = self.info.tensor(a["self"]), self.info.tensor(a["target"])
         if value is None or target is None or a["weight"] is not None or value.dim() != 2:
             return None
@@ -294,7 +295,8 @@ class TailReader:
             yield from self._entry(node, picked)
 
     def _indexed(self, node: Node) -> Iterable[Tail | Decline]:
-        """Read ``x[arange(rows), targets]``, which is the element of each row at its target."""
+        """Recognize ``x[arange(rows), targets]``, which is the element of each row at its
+        target."""
         picked = self._picked_by_index(node)
         if isinstance(picked, Decline):
             yield picked
@@ -302,7 +304,7 @@ class TailReader:
             yield from self._entry(node, picked)
 
     def _gathered(self, node: Node, a: Any) -> Picked | None:
-        """Read ``gather`` and ``take_along_dim`` of one class per row."""
+        """Recognize ``gather`` and ``take_along_dim`` of one class per row."""
         source = a["self"]
         index, opened = _plain_index(self.info, a.get("index", a.get("indices")))
         value, index_value = self.info.tensor(source), self.info.tensor(index)
@@ -346,7 +348,8 @@ class TailReader:
         return self._rows_differ(node, source)
 
     def _rows_differ(self, node: Node, source: Node) -> Decline | None:
-        """Return the reason why indexing single elements of log-probabilities is not supported."""
+        """Return a Decline if a node indexes single elements of log-probabilities with row indices
+        that are not 0, 1, 2 and so on."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"
@@ -355,7 +358,7 @@ class TailReader:
         return Decline("rows_differ", said, f"{hint}states to the rows that count", node)
 
     def _entry(self, node: Node, picked: Picked) -> Iterable[Tail | Decline]:
-        """Read the element of one class per row from logits, log-probabilities, or negative
+        """Recognize the element of one class per row from logits, log-probabilities, or negative
         log-probabilities."""
         source, index = picked.source, picked.index
         soft = self.softmax.signed_log_probs(source)
@@ -389,8 +392,8 @@ class TailReader:
             yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
 
     def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x is the logits minus
-        their maximum.
+        """Recognize ``log(exp(x).sum(-1)) - x[target]``, in either order, where x is the logits
+        minus their maximum.
         """
         for left, right, sign in ((a["self"], a["other"], -1.0), (a["other"], a["self"], 1.0)):
             total = self.softmax.total(left) if a["alpha"] == 1 else None
@@ -419,14 +422,15 @@ class TailReader:
             return
 
     def _picked(self, node: Any, way: list[Node]) -> tuple[Node, Picked | Decline | None]:
-        """Read one class per row of any tensor; the last dimension may be removed afterwards."""
+        """Recognize a gather of one class per row of any tensor, after which the last dimension may
+        be removed."""
         entry = back_over(node, (aten.squeeze.dim, aten.select.int), way)
         call = call_of(entry, aten.gather.default, aten.take_along_dim.default)
         found = self._picked_by_index(entry) if call is None else self._gathered(entry, call.args)
         return entry, found
 
     def _log_of_picked(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read ``log(softmax(x)[target])``."""
+        """Recognize ``log(softmax(x)[target])``."""
         way: list[Node] = []
         entry, picked = self._picked(a["self"], way)
         soft = self.softmax.probs(picked.source) if isinstance(picked, Picked) else None
@@ -440,8 +444,8 @@ class TailReader:
             yield Tail(node, "log_prob", soft.chain, through=through, **picked.how)
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
-        """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]`` as an argmax, if no node uses the maximum
-        itself."""
+        """Recognize ``max(x, -1)[1]`` and ``topk(x, 1)[1]`` as an argmax, if no node uses the
+        maximum itself."""
         pair, index = node.args
         call = call_of(pair, aten.max.dim, aten.topk.default) if index in (1, -1) else None
         if call is None or not isinstance(pair, Node):
@@ -452,7 +456,7 @@ class TailReader:
             yield from self._top(node, {"keepdim": True, **call.args}, (pair, *others))
 
     def _top(self, node: Node, a: Any, through: tuple[Node, ...] = ()) -> Iterable[Tail]:
-        """Read an argmax over the classes of logits, probabilities or log-probabilities."""
+        """Recognize an argmax over the classes of logits, probabilities or log-probabilities."""
         source = a["self"]
         value = self.info.tensor(source)
         if value is None or value.dim() == 0 or not isinstance(a["dim"], int):
@@ -466,7 +470,7 @@ class TailReader:
             yield Tail(node, "top", chain, through=(*before, *through), keepdim=a["keepdim"])
 
     def _sum(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
-        """Read a sum over the classes: an entropy, or a sum of log-probabilities, weighted or
+        """Recognize a sum over the classes: an entropy, or a sum of log-probabilities, weighted or
         not."""
         a, reduction = {"dim": None, "keepdim": False, **a}, 2 if a.get("dim") is None else 0
         if not self._is_over_a_dimension(a, reduction):
@@ -482,14 +486,15 @@ class TailReader:
             yield from self._by_targets(node, a, reduction, term, sign, between, call)
 
     def _mean(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read a mean over the classes of log-probabilities or logits, or over rows and classes."""
+        """Recognize a mean over the classes of log-probabilities or logits, or over rows and
+        classes."""
         a, reduction = {"dim": None, "keepdim": False, **a}, 1 if a.get("dim") is None else 0
         if self._is_over_a_dimension(a, reduction):
             yield from self._class_sum(node, a, reduction, is_mean=True)
 
     def _is_over_a_dimension(self, a: Any, reduction: int) -> bool:
-        """Return whether a sum is over one dimension or over all, and sums in the numbers' dtype or
-        a wider one."""
+        """Return whether a sum is over one dimension or all dimensions, and is computed in its
+        operand's dtype or a wider one."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
         if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False
@@ -530,7 +535,8 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail | Decline]:
-        """Read a sum over the classes of log-probabilities times targets, which may be one-hot."""
+        """Recognize a sum over the classes of log-probabilities multiplied by one-hot targets, or
+        by other numbers."""
         left, right = call.args["self"], call.args["other"]
         for logs, targets in ((left, right), (right, left)):
             soft = self.softmax.signed_log_probs(logs)
@@ -576,7 +582,7 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail]:
-        """Read a sum over the classes of logits multiplied by one-hot targets."""
+        """Recognize a sum over the classes of logits multiplied by one-hot targets."""
         left, right = call.args["self"], call.args["other"]
         for logits, targets in ((left, right), (right, left)):
             value, given = self.info.tensor(logits), self.info.tensor(targets)
@@ -602,21 +608,21 @@ class TailReader:
             return
 
     def _by_hand(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read a log-sum-exp that is written with exp and log, with or without subtracting the
+        """Recognize a log-sum-exp that is written with exp and log, with or without subtracting the
         maximum."""
         total = self.softmax.total(node)
         if total is not None and total.peak is None and not total.chain.moved:
             yield Tail(node, "lse", total.chain, through=total.through, keepdim=total.keepdim)
 
     def _log(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read the logarithm of a sum over the classes, or of one probability per row."""
+        """Recognize the logarithm of a sum over the classes, or of one probability per row."""
         yield from self._by_hand(node, a)
         yield from self._log_of_picked(node, a)
 
     def _entropy(
         self, node: Node, a: Any, term: Node, sign: int, between: tuple[Node, ...], call: Call
     ) -> Iterable[Tail]:
-        """Read a sum over the classes of p log p, p times the logits, or entr(p)."""
+        """Recognize a sum over the classes of p log p, p times the logits, or entr(p)."""
         value, dims = self.info.value(a["self"]), a["dim"]
         if call.op is aten.mul.Tensor:
             left, right = _unsigned(call.args["self"]), _unsigned(call.args["other"])
@@ -641,7 +647,7 @@ class TailReader:
             yield Tail(node, kind, soft.chain, through=through, **how)
 
     def _weighted(self, left: Any, right: Any) -> tuple[str, Soft] | None:
-        """Read p times log p, or p times the logits, in either order."""
+        """Recognize p times log p, or p times the logits, in either order."""
         for first, second in ((left, right), (right, left)):
             probs = self.softmax.probs(first)
             if probs is None:
@@ -675,11 +681,9 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the index with which torch.distributions gathers log-probabilities, and the nodes to
-    remove.
-
-    The index node is ``broadcast_tensors(index, logits)[0][..., :1]``; its broadcast reads only the
-    shape of the logits.
+    """Return the index with which torch.distributions gathers log-probabilities, without its
+    broadcast, and the nodes of the broadcast. torch.distributions gathers with
+    ``broadcast_tensors(index, logits)[0][..., :1]``, which reads only the shape of the logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()
@@ -695,8 +699,8 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
-    """Return the operand of ``node`` without minus signs, the sign, and the nodes that were
-    skipped."""
+    """Follow negations back from ``node``; return the first node that is no negation, the total
+    sign, and the negations."""
     sign, taken = 1, list[Node]()
     while (below := negated(node)) is not None:
         taken.append(node)
@@ -718,7 +722,7 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 
 
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
-    """Report a training graph that returns its logits unchanged and contains no loss that reads
+    """Return a Decline for a training graph that returns its logits and contains no loss that reads
     them."""
     for match in returned_logits(info):
         if is_deferrable(info, match):
@@ -738,10 +742,10 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Return the results of the logits, losses first, without those that are only intermediate
-    results of others.
+    """Return losses and other results of the logits, losses first, without those that are only
+    steps of another one in the list.
 
-    For example, the logsumexp of log-probabilities is such an intermediate result.
+    For example, a logsumexp may be a step of log-probabilities.
     """
     inner = {node for tail in tails for node in tail.through}
     known = inner | {tail.node for tail in tails}
@@ -750,8 +754,8 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph has a logsumexp over the rows of `tail` (a loss), which gathers
-    logits.
+    """Return whether the graph also computes a logsumexp over the rows of `tail`, a gather of
+    logits, so that the two form a loss.
 
     In a loop over chunks, each logsumexp may cover only some of these rows.
     """

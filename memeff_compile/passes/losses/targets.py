@@ -1,5 +1,5 @@
-"""Read how a loss written in basic operations selects its target classes: by row positions, or by
-one-hot tensors.
+"""Recognize how a loss that is written in basic operations selects its target classes: by indexing
+with row positions, or by one-hot tensors.
 
 x[arange(rows), targets]
 one_hot(targets, V), its casts, and a * one_hot + b
@@ -35,7 +35,8 @@ def indexed_by_numbers(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
 
 
 def counts_up(info: GraphInfo, index: Any, dim: int, rows: Sequence[Any], reader: Node) -> bool:
-    """Return whether, for ``reader``, ``index`` contains each row's own position along ``dim``."""
+    """Return whether ``index`` contains each row's own position along ``dim`` (0, 1, 2 and so on)
+    when ``reader`` reads it."""
     if isinstance(index, NUMBERS):  # which broadcast along the last of the dimensions only
         size = compat.known_size(rows[dim])
         is_last = dim == len(rows) - 1
@@ -149,7 +150,7 @@ _WHOLE = named("mul.Tensor mul.Scalar add.Tensor add.Scalar sub.Tensor sub.Scala
 
 
 def _constant(node: Any) -> float | None:
-    """Return the number with which a node fills a new tensor."""
+    """Return the number with which a node fills a new tensor, or None for other nodes."""
     name = node_name(node) if isinstance(node, Node) else ""
     if name in _FILLED:
         return _FILLED[name]
@@ -167,7 +168,7 @@ _FILLED |= dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0)
 def _scattered(
     info: GraphInfo, node: Node, a: Any, base: float, nodes: tuple[Node, ...]
 ) -> OneHot | None:
-    """Read a scatter that writes one number per row at the row's target."""
+    """Recognize a scatter that writes one number per row at the row's target."""
     value, index, number = info.tensor(node), a["index"], a["value"]
     places = info.tensor(index)
     if value is None or places is None or not isinstance(number, (int, float)):
@@ -201,8 +202,8 @@ def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
 
 
 def _written_one_hot(info: GraphInfo, nodes: Sequence[Node]) -> OneHot | None:
-    """Read a new tensor that is filled with one number and has another number written at the
-    targets."""
+    """Read, as one-hot, a new tensor that is filled with one number and to which the graph writes
+    another number at the targets."""
     if not nodes:
         return None
     made, *writers = nodes

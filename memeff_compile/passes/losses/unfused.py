@@ -1,8 +1,8 @@
 """Report each output projection of a training graph whose loss was not fused.
 
-The use of a product distinguishes an output projection from a wide layer inside a model. The result
-of an inner layer is used in another product. The result of an output projection is reduced to at
-most one number per row, as in a loss, or leaves the graph.
+An output projection is distinguished from a wide layer inside a model by the use of its result. The
+result of an inner layer is an operand of another matrix product. The result of an output projection
+is reduced to at most one number per row, as in a loss, or is an output of the graph.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _PRODUCTS = frozenset(_NAMES.split())
 def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
-    """Yield a Decline for each trained output projection with at least 8,192 classes that has no
-    other record.
+    """Yield a Decline for each trained output projection with at least 8,192 classes about which
+    the report says nothing else.
 
     ``judged`` contains the projections and nodes for which a pass has already reported a change or
     a decline.
@@ -74,8 +74,8 @@ def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
 def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
     """Return the nodes that reduce the class dimension of a product's result.
 
-    If the result is used in another product, has another record, or has too many users to follow,
-    return None.
+    Return None if the result is used in another matrix product, is in ``judged``, or has too many
+    users to follow.
     """
     classes, elements = info.value(product).shape[-1], _elements(info, product)
     queue, seen, ends = [product], {product}, list[Node]()
@@ -100,10 +100,10 @@ def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node
 
 
 def _weighs_classes(info: GraphInfo, node: Node, logits: Node) -> bool:
-    """Return whether a product sums the classes of each row, weighted by numbers that differ by row
-    and class.
+    """Return whether a product is a weighted sum over the classes, with weights that differ between
+    rows, as in a loss.
 
-    In contrast, an inner layer multiplies all rows by the same weights.
+    An inner layer multiplies all rows by the same weights.
     """
     classes = compat.size_hint(info.value(logits).shape[-1])
     wanted = _elements(info, logits)
@@ -145,8 +145,8 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _given_in_weight(head: Head, classes: int) -> Decline:
-    """Return the decline for returned logits whose weight is computed from an input that no module
-    owns."""
+    """Return a Decline for returned logits if their weight is computed from a graph input that is
+    no parameter or buffer."""
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
     said += (
         f"deferred: `{node_name(head.weight)}` computes the head's weight from a tensor that is "
@@ -216,9 +216,8 @@ def _has_loss(info: GraphInfo) -> bool:
 
 
 def narrow_heads(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for returned logits of an output projection that may be an ordinary layer.
-
-    Such a projection is too narrow to be distinguished from a layer inside a model.
+    """Yield a Decline for each linear layer whose result the graph returns, if the layer is too
+    narrow to tell whether it is an output projection or a layer inside a model.
     """
     if info.options.switched_off(outputs.NAME) or compat.feeds_resumed_code(info.gm):
         return

@@ -1,1 +1,1 @@
-"""Recognize layers with ternary weights in a graph."""
+"""Recognize linear layers with ternary weights (-1, 0 or 1) in a graph."""

@@ -1,13 +1,13 @@
-"""Read the nodes that quantise a tensor before a linear, in the forms that ternary training code
-uses.
+"""Recognize the nodes that quantise an operand of a linear layer, in the forms that ternary
+training code uses.
 
     x -> abs -> max or mean -> lower bound -> a scale; x * scale -> round -> clamp -> / scale
 
 The max or mean is over one token (the last axis) or over a whole weight. A straight-through
 estimator may surround these nodes: `x + (q - x).detach()`, `(q + x) - x.detach()`, the same with q
 computed under no_grad, or an autograd Function whose backward pass returns its gradient unchanged.
-The nodes are read completely or not at all: the caller gets the result, or a sentence about the
-first node that does not fit.
+If all nodes have one of these forms, the caller gets a description of the quantisation, otherwise a
+sentence about the first node that does not fit.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Quantized:
 
 @dataclass
 class _Chain:
-    """The nodes that quantise a tensor, read backwards from the last node, and the nodes that
-    compute the numbers (such as scales) in them."""
+    """The nodes that quantise a tensor, in the order from the last node to the first, and the nodes
+    that compute the numbers that they use, such as scales."""
 
     nodes: list[Node] = field(default_factory=list)
     numbers: list[Node] = field(default_factory=list)
@@ -111,7 +111,7 @@ def rounds(node: Any) -> bool:
 
 
 def read_quantized(node: Node) -> Quantized | Unread:
-    """Read the quantising nodes that end in `node`."""
+    """Recognize the quantising nodes that end in `node`."""
     try:
         return _read(node)
     except _Misfit as misfit:
@@ -136,9 +136,8 @@ def _read(node: Node) -> Quantized:
 
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
-    """Read the scale of a whole weight, in codes per unit or units per code.
-
-    The function returns the weight as the source of the scale.
+    """Recognize the scale of a whole weight; return the weight from which it is computed, and
+    whether the scale is in codes per unit or in units per code.
     """
     chain = _Chain()
     try:
@@ -157,7 +156,8 @@ def read_weight_scale(scale: Node) -> Quantized | Unread:
 
 
 def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> Quantized | None:
-    """Read `x + (q - x).detach()`, or the same without the detach if no operand has a gradient."""
+    """Recognize `x + (q - x).detach()`, or the same without the detach if no operand has a
+    gradient."""
     kept = list(chain.nodes)
     chain.take(value)
     difference = _without_detach(chain, other)
@@ -173,7 +173,7 @@ def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> 
 
 
 def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None:
-    """Read `(q + x) - x.detach()`, in which q has no gradient."""
+    """Recognize `(q + x) - x.detach()`, in which q has no gradient."""
     total, taken = call.args["self"], call.args["other"]
     if not isinstance(taken, Node) or call.args.get("alpha", 1) != 1:
         return None
@@ -188,9 +188,9 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 
 
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
-    """Read the quantising nodes inside a straight-through estimator.
+    """Recognize the quantising nodes inside a straight-through estimator.
 
-    The input of the quantising nodes must be the tensor that the estimator adds back.
+    The quantised tensor must be the tensor x that the estimator adds.
     """
     end = _without_casts(chain, quantized)
     found, quantizer, is_weight = _fake_quantized(chain, end, source)
@@ -220,8 +220,8 @@ def _body(node: Node, place: int) -> Any:
 
 
 def _through_function(chain: _Chain, item: Node) -> Quantized:
-    """Read an autograd Function whose forward pass quantises and whose backward pass returns its
-    gradient unchanged."""
+    """Recognize an autograd Function whose forward pass quantises and whose backward pass returns
+    its gradient unchanged."""
     call = behind_item(item)
     forward, backward = _body(call, 0), _body(call, 1)
     operands = call.args[2:]
@@ -266,10 +266,10 @@ def _hands_gradient_on(graph: Any) -> bool:
 def _fake_quantized(
     chain: _Chain, end: Node, wanted: Node | None = None
 ) -> tuple[Node, Quantizer, bool]:
-    """Read `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
+    """Recognize `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
-    The mask of a token's larger half may be applied before or after the quantisation; if `wanted`
-    is the masked x, only after it.
+    A mask that keeps the half of a token's elements with the largest magnitudes may be applied
+    before or after the quantisation; if `wanted` is the masked x, only after it.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -285,8 +285,8 @@ def _fake_quantized(
 
 
 def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
-    """Read `x * mask` or `where(mask, x, 0)`; return the tensor whose larger half the mask selects,
-    and x."""
+    """Recognize `x * mask` or `where(mask, x, 0)`; return the tensor whose half with the largest
+    magnitudes the mask selects, and x."""
     call = read_one(node)
     pairs: list[tuple[Any, Any]] = []
     if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
@@ -366,8 +366,8 @@ def _looks_clamped(node: Node) -> bool:
 
 
 def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
-    """Read a value that is rounded and clamped, in either order; return the bounds and the value
-    before."""
+    """Recognize a value that is rounded and clamped, in either order; return the bounds, and the
+    value before both operations."""
     node = _without_casts(chain, node, (*_FLOATS, *_SIGNED))
     if node_name(node).rstrip("_") == "sign":
         raise _Misfit(
@@ -392,7 +392,8 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
-    """Read `levels / t`, or for a scale in units per code `t / levels`; return t and the levels."""
+    """Recognize `levels / t`, or for a scale in units per code `t / levels`; return t and the
+    levels."""
     if is_step:
         call = _call_of(scale, "div")
         if call is None:
@@ -415,7 +416,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
 
 
 def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
-    """Read `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
+    """Recognize `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
     call = _call_of(node, "clamp", "clamp_min", "add")
     if call is None:
         said = "its scale is not a bounded maximum or mean of absolute values"
@@ -431,8 +432,8 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
-    """Read a max or mean; return whether it is a mean, whether it is over all elements, and its
-    operand."""
+    """Recognize a max or mean; return whether it is a mean, whether it is over all elements, and
+    its operand."""
     reduced = behind_item(node)
     chain.take(node)
     call = _call_of(reduced, "max", "amax", "mean")
@@ -485,8 +486,8 @@ def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
 
 
 def _require_one_dtype(*nodes: Node) -> None:
-    """Raise an error unless all quantising nodes compute in one dtype; autocast computes some steps
-    in float32."""
+    """Raise an error unless all quantising nodes compute in one dtype; under autocast, some of them
+    may compute in float32."""
     dtypes = {compat.example_value(node).dtype for node in nodes}
     if len(dtypes) != 1:
         names = " and ".join(sorted(map(short, dtypes)))

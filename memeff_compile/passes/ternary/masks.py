@@ -1,5 +1,5 @@
-"""Read the mask that selects the larger half of a token's elements: x.abs() >= the (K / 2)-th
-largest value."""
+"""Recognize the mask that selects, in each token, the half of the elements with the largest
+magnitudes: x.abs() >= the (K / 2)-th largest magnitude."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..graph.canonical import aten, call_of, read_one
 
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
-    """Read `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, with or without a cast.
+    """Recognize `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, with or without a cast.
 
     For such a mask, return x and the nodes of the mask; for any other node, return None. A mask
-    made by scattering the indices of a ranking is not read, because for equal values it selects
-    other elements.
+    made by scattering the indices of topk is not recognized, because it selects other elements if
+    magnitudes are equal.
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
@@ -46,10 +46,11 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
 
 
 def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
-    """Read the last, or the smallest, value along the last axis, which is kept with size one.
+    """Recognize a node that selects the last or the smallest value along the last axis, with
+    keepdim.
 
-    Return all values on that axis, and whether they must be sorted because the smallest one is
-    selected by its position.
+    Return the tensor from which it selects, and whether this tensor must be sorted, because the
+    node selects the last value.
     """
     call = read_one(node)
     if call is None:
@@ -76,8 +77,7 @@ def _absolute(node: Node, chain: list[Node]) -> Node | None:
 
 
 def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> Node:
-    """Follow casts back to the source: all casts of a mask, but only value-preserving casts of
-    values."""
+    """Follow casts back to the source; with `to_wider`, only casts that preserve all values."""
     while (call := call_of(node, aten.to.dtype)) is not None:
         source: Node = call.args["self"]
         before, after = (compat.example_value(n).dtype for n in (source, node))
@@ -90,7 +90,8 @@ def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> 
 
 
 def behind_item(node: Node) -> Node:
-    """Return the node of which ``node`` is the first result, or the node itself."""
+    """If ``node`` takes the first of several results of a call, return the call, otherwise ``node``
+    itself."""
     is_first = node.target is operator.getitem and node.args[1] == 0
     whole = node.args[0] if is_first else node
     return whole if isinstance(whole, Node) else node

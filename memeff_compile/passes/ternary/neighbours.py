@@ -1,5 +1,5 @@
-"""Read the nodes next to linears with packed weights: a gate and a norm before them, an addition
-after them.
+"""Recognize the operations around linear layers with packed ternary weights: a gate and a norm
+before them, an addition after them.
 
     relu(gate) ** 2 * up -> x * rsqrt(mean(x ** 2) + eps) * weight -> ternary_linear -> + residual
 
@@ -24,7 +24,7 @@ from .chains import both, other_user
 
 @dataclass(frozen=True)
 class Entering:
-    """The operations that are applied to the input of a linear."""
+    """The gate and the norm that compute the input of a linear layer."""
 
     source: Node  # the input: x, or the gate where `up` is given
     up: Node | None = None  # the other factor of a squared-ReLU gate, or None
@@ -34,9 +34,10 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Read the norm and the gate that precede `node`, whose only users are `users`.
+    """Recognize the norm and the gate that precede `node`, whose only users are `users`.
 
-    A node with other users must be computed anyway, so it is not included.
+    If a node of the norm or gate has other users, it must be computed anyway, so it is not
+    included.
     """
     found = Entering(node)
     norm = _norm(node)
@@ -53,7 +54,7 @@ def read_entering(node: Node, users: Sequence[Node]) -> Entering:
 
 
 def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
-    """Read `weight * (x.float() * rsqrt(mean(x ** 2) + eps)).to(x.dtype)`."""
+    """Recognize `weight * (x.float() * rsqrt(mean(x ** 2) + eps)).to(x.dtype)`."""
     value = compat.example_value(node)
     for weight, normed in _factors(node):
         held = compat.example_value(weight)
@@ -73,7 +74,7 @@ def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
 
 
 def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
-    """Read `rsqrt(source.float().pow(2).mean(-1, keepdim=True) + eps)`; return eps."""
+    """Recognize `rsqrt(source.float().pow(2).mean(-1, keepdim=True) + eps)`; return eps."""
     if (root := call_of(node, aten.rsqrt.default)) is None:
         return None
     total = root.args["self"]
@@ -97,7 +98,7 @@ def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
 
 
 def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:
-    """Read `relu(gate) ** 2 * up`, in which both tensors have the same shape and dtype."""
+    """Recognize `relu(gate) ** 2 * up`, in which both tensors have the same shape and dtype."""
     for left, up in _factors(node):
         base = _squared(left)
         active = None if base is None else read_one(base)
@@ -158,10 +159,10 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activation functions between two linears (gate and up) and their product, or None.
+    """Return the activation functions that are applied to the results of two linear layers (gate
+    and up) and the node that multiplies them, or None.
 
-    No node needs the linears' results afterwards, except the backward pass of the activation
-    functions and of the product.
+    No other node may read the results of the linear layers.
     """
     if len(results) != 2:
         return None
@@ -213,7 +214,8 @@ _COMPUTED = "add mul embedding linear ternary_linear kv_cache_attention"
 
 
 def is_computed(node: Node) -> bool:
-    """Return whether it is known that a kernel of the graph computes the value."""
+    """Return whether the value of a node is surely computed by a kernel in this graph, and is no
+    input or view of one."""
     for _ in range(16):
         if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
             return False

@@ -1,6 +1,7 @@
-"""Read the calls of `memeff::ternary_linear_product` in linears that `ternarize_` converted.
+"""Recognize the calls of `memeff::ternary_linear_product` in linear layers that `ternarize_`
+converted.
 
-Each such linear quantises its own input; linears with the same input can share one call.
+Each such linear quantises its own input; linear layers with the same input can share one call.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Product:
 
 
 def read_product(info: GraphInfo, node: Node) -> Product | None:
-    """Read a product with one ternary weight, and all nodes that compute the codes of its input and
-    weight."""
+    """Recognize a product with one ternary weight, and all nodes that compute the codes of its
+    input and weight."""
     if node.target is not op_folder.ternary_linear_product or node.kwargs or len(node.args) < 10:
         return None
     x, weights, codes, scale, sums, packed, scales, biases, _, _, *steps = node.args
