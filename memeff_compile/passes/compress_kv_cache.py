@@ -85,8 +85,8 @@ class CompressKVCache(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return a formula for the bytes that the decoded keys and values take, and the copies of
-        them that are repeated for the query heads."""
+        """Return a formula for the bytes of the decoded keys and values, and of their copies that
+        are repeated for the query heads."""
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = match.tensors(info)
         codes, of_values, window = *pool[:2], pool[op_folder.POOL.index("k_window")]

@@ -69,8 +69,8 @@ def stacks_of(model: object) -> list[Stack]:
 
 
 def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """Return the kind of each block: its structure, and the values that the config's lists with one
-    entry per layer have for it."""
+    """Return the kind of each block: its structure, and its entries in the config's lists that have
+    one entry per layer."""
     settings = (value for config in configs_of(model) for value in vars(config).values())
     lists = [v for v in settings if isinstance(v, (list, tuple)) and len(v) == len(blocks)]
     kinds = [(_kind(block), *(repr(v[place]) for v in lists)) for place, block in enumerate(blocks)]

@@ -18,8 +18,8 @@ _SWITCHES = ("exact", "off")
 
 
 class TernaryHooks(Hooks):
-    """The hooks that make the linear layers of a model ternary before compilation, and undo
-    that."""
+    """The hooks that make the linear layers of a model ternary before compilation, and make them
+    dense again in `undo`."""
 
     def refuse(self, options: Options) -> None:
         if options.ternary not in _SWITCHES:

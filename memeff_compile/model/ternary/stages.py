@@ -99,7 +99,8 @@ class TernaryStages:
         return 2 if self.done >= self.switch_after else 1
 
     def step(self) -> None:
-        """Count a step; when the first stage is over, switch to the second."""
+        """Count a training step; after the last step of the first stage, switch to the second
+        stage."""
         self.done += 1
         self._switch_if_due()
 

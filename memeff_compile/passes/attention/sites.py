@@ -655,8 +655,8 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return how the scores are masked; omit the dtype of the mask if a later cast turns the number
-    that it adds into minus infinity."""
+    """Return how the scores are masked; omit the mask's dtype if a later cast turns the number that
+    the mask adds to hidden keys' scores into minus infinity."""
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
     is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)

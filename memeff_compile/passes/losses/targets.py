@@ -202,8 +202,8 @@ def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
 
 
 def _written_one_hot(info: GraphInfo, nodes: Sequence[Node]) -> OneHot | None:
-    """Read, as one-hot, a new tensor that is filled with one number and to which the graph writes
-    another number at the targets."""
+    """Recognize, as a one-hot tensor, a new tensor that is filled with one number and to which the
+    graph writes another number at the targets."""
     if not nodes:
         return None
     made, *writers = nodes

@@ -1,7 +1,7 @@
 """Recognize the calls of `memeff::ternary_linear_product` in linear layers that `ternarize_`
 converted.
 
-Each such linear quantises its own input; linear layers with the same input can share one call.
+Each of these layers quantises its own input; layers with the same input can share one call.
 """
 
 from __future__ import annotations
