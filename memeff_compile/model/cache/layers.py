@@ -441,7 +441,7 @@ class CodedLayer(InPlace):
     counts: Tensor
     k_window: Tensor
     v_window: Tensor
-    norms: Tensor | None = None  # of keys and values, where directions are stored without
+    norms: Tensor | None = None  # lengths of keys and values, if only directions are coded
 
     def __init__(self, max_cache_len: int, settings: dict[str, Any], starts: Starts) -> None:
         CacheLayerMixin.__init__(self)

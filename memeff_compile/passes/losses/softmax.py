@@ -53,7 +53,7 @@ class Peak:
     logits: Node
     node: Node  # the node that computes the maximum
     trains: bool
-    dim: int  # of the logits, over which it was taken
+    dim: int  # dimension of the logits over which the maximum is computed
     through: tuple[Node, ...]
 
     def is_over(self, dim: Any) -> bool:
