@@ -595,7 +595,7 @@ class Starts:
         self.span = torch.empty(0, 0, tokens, device=device)
 
     def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the positions of the exact first tokens."""
+        """Return, for each sequence, the positions of the first tokens that stay exact."""
         order = torch.arange(shape[2], dtype=torch.int32, device=device)
         return (order + self.first_tokens(shape[0], device)[:, None, None]).expand(shape).clone()
 
