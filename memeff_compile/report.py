@@ -406,10 +406,10 @@ class Replays:
 class GraphReport:
     """The report of one captured graph."""
 
-    name: str  # as Dynamo counts, "graph 0/0"
+    name: str  # Dynamo's number of the graph, such as "graph 0/0"
     training: bool  # whether the graph was compiled with gradients
     records: tuple[Record, ...]  # in the order in which the passes ran
-    nodes: int  # of the original graph
+    nodes: int  # number of nodes of the original graph
     seconds: float  # spent in memeff_compile's code
     before: str = ""  # the original graph, as text
     after: str = ""  # the graph for the inner compiler, as text

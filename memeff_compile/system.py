@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 class PassFacts:
     """The facts about a pass that options and reports need before the pass is imported."""
 
-    name: str  # of its file, in reports, in `memeff.skip` and in `memeff.strict`
+    name: str  # name of its file, also in reports, `memeff.skip` and `memeff.strict`
     option: str  # the option that switches it on and off, without `memeff.`
     off: tuple[str, ...] = ("off",)  # the values with which it does not run, first the one to name
     # `memeff.strict` only requires that it declines no match, since many graphs have none:

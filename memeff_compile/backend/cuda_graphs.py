@@ -52,9 +52,9 @@ class Choice:
     """The decision whether one graph is recorded as a CUDA graph, with the reason if it is not."""
 
     record: Record | None = None  # the line of the report, or None
-    roles: Roles | None = None  # of the arguments, where the graph is recorded
-    device: torch.device | None = None  # that it runs on
-    patches: Mapping[str, Any] = field(default_factory=dict)  # for Inductor's config
+    roles: Roles | None = None  # the roles of the arguments, if the graph is recorded
+    device: torch.device | None = None  # the device on which the graph runs
+    patches: Mapping[str, Any] = field(default_factory=dict)  # changes to Inductor's config
 
 
 def decide(info: GraphInfo, options: Options) -> Choice:

@@ -53,7 +53,7 @@ class Trip:
     choice: cuda_graphs.Choice = field(default_factory=cuda_graphs.Choice)
     rewritten: KeptGraph | None = None  # the rewritten graph, if it will be compared
     present: list[bool] | None = None  # which outputs exist, if the passes set some to None
-    cuts: tuple[Node, ...] = ()  # where partitions of the graph start
+    cuts: tuple[Node, ...] = ()  # the nodes at which partitions of the graph start
     is_last_plain: bool = False  # whether the last partition runs op by op
     unread: list[int] = field(default_factory=list)  # inputs that the rewritten graph does not read
 

@@ -101,7 +101,7 @@ class Head:
     # from the hidden states to the tensor's values, log-probabilities included
     recipe: LogitsRecipe
     settings: LossSettings  # the options of the fused loss
-    use: LogitsUse | None = None  # where to count
+    use: LogitsUse | None = None  # where uses of the op are counted
 
     @property
     def folded(self) -> Folded:
@@ -263,8 +263,8 @@ class FusedRows:
 
     head: Head  # the rows
     nll: Tensor | None  # one number per row, or None for zeros
-    lse: Tensor | None  # likewise
-    total: Tensor | None  # likewise
+    lse: Tensor | None  # one number per row, or None for zeros
+    total: Tensor | None  # one number per row, or None for zeros
     target: Tensor | None  # one column per row, or None if nll is None
     ignore_index: int | None  # rows with this target have neither nll nor total
     column_weight: Tensor | None  # (vocabulary,), the w above; None for ones

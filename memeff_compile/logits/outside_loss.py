@@ -310,7 +310,7 @@ class _Kept(NamedTuple):
     autograd saves."""
 
     view: View | None
-    memory: Memory | None  # where the values that it needs may be
+    memory: Memory | None  # may contain the values that the backward pass needs
     recipe: LogitsRecipe
     settings: LossSettings
     use: LogitsUse | None

@@ -39,7 +39,7 @@ class Adapter:
     scale: float
     down: torch.dtype  # in which the product with A runs
     up: torch.dtype  # in which that with B runs
-    total: torch.dtype  # of the logits with the sum
+    total: torch.dtype  # dtype of the sum of both products
 
     def product(self, hidden: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return the adapter's product, computed in the same way as the model does."""
@@ -175,7 +175,7 @@ class LogitsRecipe:
     def gradients(
         self,
         grad: Tensor,  # (..., vocabulary) of `self.dtype`
-        hidden: Tensor,  # as in `logits`, and so are weight, bias and vectors
+        hidden: Tensor,  # hidden, weight, bias and vectors are those passed to `logits`
         weight: Tensor,
         bias: Tensor | None,
         vectors: Sequence[Tensor] = (),

@@ -83,7 +83,7 @@ class RowGradient(LazyTensor):
     cover some rows."""
 
     pieces: tuple[Piece, ...]
-    order: tuple[int, ...] | None  # of the blocks' dimensions, if the vocabulary is not last
+    order: tuple[int, ...] | None  # order of the dimensions, if the vocabulary is not last
     _dense: Tensor | None
 
     @staticmethod

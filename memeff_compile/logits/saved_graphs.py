@@ -83,7 +83,7 @@ def savable(
     run: Callable[..., Any],  # the graph in the wrappers of this process
     inner: Callable[..., Any],  # the result of the inner compiler
     around: Around,
-    how: str,  # how the graph is compiled, for the error where that cannot be saved
+    how: str,  # how the graph is compiled; for the error if it cannot be saved
 ) -> Callable[..., Any]:
     """Return a `SavedGraph`, which can be saved, if `aot_compile` is running; otherwise return the
     callable `run`."""

@@ -68,7 +68,7 @@ class DeferredLogits(LazyTensor):
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    order: tuple[int, ...] | None  # of dimensions, if the vocabulary is not the last one
+    order: tuple[int, ...] | None  # order of the dimensions, if the vocabulary is not the last
     # for values that are not rows: a view
     window: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None
     log_probs: DeferredLogits | None  # of which these are the probabilities, or p log p

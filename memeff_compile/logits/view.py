@@ -20,7 +20,7 @@ class View(Part, Protocol):
 
     memory: Memory
     dims: tuple[int, ...]
-    order: tuple[int, ...] | None  # of dimensions, where the vocabulary has left the last place
+    order: tuple[int, ...] | None  # order of the dimensions, if the vocabulary is not the last
 
     @property
     def head(self) -> Head:

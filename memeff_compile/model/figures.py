@@ -29,7 +29,7 @@ def matplotlib_for(error: type[MemeffError]) -> Any:  # noqa: ANN401 - matplotli
 
 def draw_spreads(
     path: str | Path,  # its ending sets the format; without one it is SVG, whose text stays text
-    names: Sequence[str],  # of the lines
+    names: Sequence[str],  # one name per row of the figure
     series: Mapping[str, Sequence[Spread]],  # for each series one spread per name
     title: str,  # the meaning of the points
     error: type[MemeffError],  # raised if matplotlib is not installed

@@ -1,4 +1,4 @@
-"""Register this package's quantizer as soon as transformers loads its own.
+"""Register this package's quantizer as soon as transformers loads its own quantizers.
 
 `from_pretrained` finds a quantizer in a table of transformers. That table needs an entry for this
 package, but importing this package must not import transformers. So this module adds the entry

@@ -19,10 +19,10 @@ memeff::embedding, whose backward pass writes the 16-bit gradient without the fp
 lookup of an fp32 table without a fused output projection is not rewritten, because the buffer to
 which Inductor scatters is already the gradient.
 
-If DTensor splits a table over ranks by rows, DTensor builds the gradient of the whole table on
-every rank. So the pass rewrites the lookup of every large split table: each rank looks up the rows
-of its own shard, `over_ranks` makes a DTensor of the results, and the ranks' results are summed as
-before:
+If DTensor splits a table over ranks by rows, DTensor builds the gradient of the whole table, in the
+table's dtype, on every rank. So the pass rewrites the lookup of every large split table: each rank
+looks up the rows of its own shard, `over_ranks` makes a DTensor of the results, and the ranks'
+results are summed as before:
 
     before: x = embedding(ids, W).redistribute(...)                  W: Shard(0)
     after:  W_r = part_of_rank(W)

@@ -91,7 +91,7 @@ class Product:
     kind: str  # "attention", "linear" or "rotated linear"
 
 
-Products = tuple[Product, ...]  # of one body
+Products = tuple[Product, ...]  # results in one checkpoint body
 
 
 class KeepActivations(GraphPass):

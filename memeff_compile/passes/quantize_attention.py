@@ -64,7 +64,7 @@ class Asked:
     tables: tuple[Any, Any, Any] = (None, None, None)  # key_mask, query_ids, key_ids: None or nodes
     ahead: Any = None  # how far a key may be ahead of a query; None for no bound
     behind: Any = None  # how far before a query; None for no bound
-    scale: Any = None  # of the scores; None for that of the head dimension
+    scale: Any = None  # factor of the scores; None for 1 / sqrt(head dimension)
     # "whole" without a condition, "causal" where PyTorch's kernels know the mask, "told" where
     # memeff::attention serves it
     kind: str = "whole"

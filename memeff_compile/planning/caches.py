@@ -34,7 +34,7 @@ class CacheMode:
     # bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes are taken as
     # filled
     formula: sympy.Expr
-    bytes_per_token: float  # of one more token of one sequence, all layers together
+    bytes_per_token: float  # of one more token of one sequence, in all layers
     total: int  # bytes at the requested batch and length
     # tokens per sequence that fit at that batch, 0 if none does; None if any number does,
     # because the cache does not grow with the context
@@ -164,8 +164,8 @@ def weight_bytes(model: nn.Module, codec: str) -> int:
 class _Shape:
     """The sizes of the keys and values that a model caches for each token."""
 
-    layers: int  # that see all tokens
-    pairs: int  # of layers that share directions two and two, which are not among `layers`
+    layers: int  # number of unmerged layers that see all tokens
+    pairs: int  # number of pairs of merged layers, which `layers` does not count
     retained: float  # the share of tokens that a pair has room to store exactly
     is_aligned: bool  # layers of a pair are aligned before they are merged
     values_only: bool  # the layers of a pair share values alone

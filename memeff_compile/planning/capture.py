@@ -68,7 +68,7 @@ class Capture:
     # per graph, each node's op and the sizes of its value
     nodes: list[list[tuple[str, list[int]]]] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the call
-    values: Values = field(default_factory=Values)  # those that are known
+    values: Values = field(default_factory=Values)  # the known values
     outside: int = 0  # bytes of the tensors that the model made outside of the graphs
 
     def graphs(self, *, with_passes: bool) -> list[Graphs]:

@@ -33,11 +33,11 @@ def _plain(name: str) -> str:
 class Card(NamedTuple):
     """One GPU model on the market."""
 
-    name: str  # as the maker writes it
+    name: str  # the manufacturer's name
     gib: float  # memory
     capability: tuple[int, int]
-    tflops: float  # of bf16 products; 0 if the card has none
-    gb_per_s: float  # of its memory
+    tflops: float  # rate of bf16 matrix products; 0 if the GPU has none
+    gb_per_s: float  # memory bandwidth
 
     @property
     def key(self) -> str:

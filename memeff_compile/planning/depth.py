@@ -25,7 +25,7 @@ class Stack:
     """A list of repeated blocks in a model, such as its layers."""
 
     path: str  # as in `named_modules()`
-    kinds: tuple[int, ...]  # of each block, numbered as they first appear
+    kinds: tuple[int, ...]  # kind of each block, numbered in order of appearance
     kept: tuple[int, ...]  # which blocks are captured, in order
 
     @property

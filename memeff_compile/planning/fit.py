@@ -115,7 +115,7 @@ class Row:
 
     kind: Kind
     peak: int | None  # bytes at the requested batch and length, or None: see `why`
-    largest_batch: int  # that fits, or 0
+    largest_batch: int  # the largest batch that fits, or 0
     longest: int  # tokens of one sequence that fit
     why: str = ""  # why this model cannot use the setting
 

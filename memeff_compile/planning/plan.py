@@ -34,7 +34,7 @@ class Plan:
 
     name: str  # of the model
     sizes: Sizes  # batch per GPU and length
-    setting: Setting  # how it is trained
+    setting: Setting  # how the model is trained
     memory: int | None  # bytes of one GPU, or None
     before: Side  # the two columns
     after: Side  # likewise

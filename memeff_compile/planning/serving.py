@@ -25,9 +25,9 @@ CODECS = ("dense", *coded_folder.ADVISED)
 class ServingRow:
     """One codec of weights, combined with one number of cache bits."""
 
-    codec: str  # of the weights, or "dense"
+    codec: str  # codec of the weights, or "dense"
     weights: int  # bytes
-    mode: CacheMode  # of the cache
+    mode: CacheMode  # number of bits and sizes of the cache
     least_ms: float | None  # to read weights and cache once, if the card is known
 
     @property

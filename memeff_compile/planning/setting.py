@@ -100,7 +100,7 @@ class Footprint:
 
     facts: Facts  # bytes of weights
     moments: tuple[Moment, ...]  # every moment that is the peak for some batch and length
-    kept: Parts  # what the forward keeps for the backward and the caller
+    kept: Parts  # tensors kept after the forward pass
     # the moments where weights are updated in the backward, and gradients come block by block
     in_backward: tuple[Moment, ...] = ()
 

@@ -191,12 +191,12 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def added(first: Values, second: Iterable[int]) -> Values:
-    """Return the sums of two sizes' values at each point."""
+    """Return the sum of two sizes at each point (a batch size and a length)."""
     return tuple(a + b for a, b in zip(first, second, strict=True))
 
 
 def taken(first: Values, second: Iterable[int]) -> Values:
-    """Return the differences of two sizes' values at each point."""
+    """Return the difference of two sizes at each point (a batch size and a length)."""
     return tuple(a - b for a, b in zip(first, second, strict=True))
 
 

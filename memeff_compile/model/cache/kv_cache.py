@@ -541,7 +541,7 @@ class _Hook:
         compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))
         return compiled is not None and compiled[1].get("memeff.preset") == "off"
 
-    def undo(self) -> None:  # of this use alone
+    def undo(self) -> None:  # undoes only this call
         """Undo this call of `use_kv_cache_`: the model then creates the same caches as before the
         call. If an earlier call was undone in the meantime, that one stays undone."""
         self.is_undone = True

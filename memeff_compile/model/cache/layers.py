@@ -441,7 +441,7 @@ class CodedLayer(InPlace):
     counts: Tensor
     k_window: Tensor
     v_window: Tensor
-    norms: Tensor | None = None  # of keys and values, where directions are stored without
+    norms: Tensor | None = None  # lengths of keys and values, if only directions are coded
 
     def __init__(self, max_cache_len: int, settings: dict[str, Any], starts: Starts) -> None:
         CacheLayerMixin.__init__(self)
@@ -595,7 +595,7 @@ class Starts:
         self.span = torch.empty(0, 0, tokens, device=device)
 
     def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the positions of the exact first tokens."""
+        """Return, for each sequence, the positions of the first tokens that stay exact."""
         order = torch.arange(shape[2], dtype=torch.int32, device=device)
         return (order + self.first_tokens(shape[0], device)[:, None, None]).expand(shape).clone()
 

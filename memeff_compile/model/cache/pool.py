@@ -66,7 +66,7 @@ class Pool:
         self,
         kind: Hashable,  # key of caches that can replace each other
         tokens: range,  # the lengths that serve
-        mask: Tensor | None,  # of padding, for the cache
+        mask: Tensor | None,  # the attention mask of padded prompts
         make: Callable[[], Made],  # makes one, with the mask, for the first of these lengths
     ) -> Made:
         """Return an empty cache of the given kind: an earlier one if no code uses it any more,

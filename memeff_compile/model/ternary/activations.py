@@ -33,9 +33,9 @@ class GatedMLP:
 
     path: str
     module: nn.Module
-    name: str  # of the activation in the module, or "" if there is none to replace
+    name: str  # name of the activation in the module, or "" if none can be replaced
     why: str  # the reason for that
-    is_squared_relu: bool | None  # as its forward shows; None: the stand-in could not run
+    is_squared_relu: bool | None  # None if the stand-in could not run
 
     @property
     def activation(self) -> nn.Module:

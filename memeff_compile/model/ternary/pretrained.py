@@ -30,9 +30,9 @@ class PackedTernaryConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        linears: dict[str, str] | None = None,  # how each quantises its tokens
-        bias_dtypes: dict[str, str] | None = None,  # of biases that are not of the model's dtype
-        norm_eps: dict[str, float] | None = None,  # of linears that norm their input first
+        linears: dict[str, str] | None = None,  # path -> how the layer quantises its input
+        bias_dtypes: dict[str, str] | None = None,  # dtypes of biases if not the model's
+        norm_eps: dict[str, float] | None = None,  # eps of layers with a norm
         low_bit_heads: dict[str, int] | None = None,  # settings of use_low_bit_heads_
         **_: object,
     ) -> None:

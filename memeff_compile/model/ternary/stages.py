@@ -113,7 +113,7 @@ class TernaryStages:
 
         You may load the states of optimizer and scheduler before or after this call. They contain
         the learning rate and weight decay of the stage in which they were saved, and this call does
-        not multiply these numbers again.
+        not change these two numbers again.
         """
         self.done = state["done"]
         self._set_stage()

@@ -69,8 +69,8 @@ class CompressedWeight:
     name: str  # as in `named_parameters()`
     shape: tuple[int, ...]
     codec: str  # its name, or "" if the weight stayed dense
-    bytes_before: int  # of the dense weight
-    bytes_after: int  # of all parts of its code, or of the dense weight
+    bytes_before: int  # bytes of the dense weight
+    bytes_after: int  # bytes of all coded tensors, or of the weight if it stays dense
     reason: str = ""  # why it stayed dense or unchanged, as a sentence
     before: str = ""  # the codec that it was compressed with before this call, or ""
     for_inputs: bool = False  # whether it was rounded for given inputs

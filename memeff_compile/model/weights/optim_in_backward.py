@@ -85,7 +85,7 @@ class _Queue:
         self.lock = threading.RLock()
         self._waiting: list[tuple[Unsettled | UnsettledTogether, int]] = []
         self._expected: set[int] = set()  # weights whose gradients come next, one after the other
-        self._together: UnsettledTogether | None = None  # those that have come
+        self._together: UnsettledTogether | None = None  # weights collected so far
         self._head = 0
         self._ring: Tensor | None = None
         if weights:
@@ -186,7 +186,7 @@ class _Queue:
                 self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        self._waiting[0][0].settle()  # where that fails, its value is still in the ring
+        self._waiting[0][0].settle()  # if this fails, its value is still in the ring
         del self._waiting[0]
 
 
@@ -199,7 +199,7 @@ class _Update:
         parameter: nn.Parameter,
         factory: Factory,
         queue: _Queue,
-        shard: compat.FsdpShard | None,  # where FSDP2 holds the parameter
+        shard: compat.FsdpShard | None,  # the parameter's shard if FSDP2 shards it
     ) -> None:
         self.name, self.queue, self.parameter, self.shard = name, queue, parameter, shard
         self.seen = 0  # gradients since the last update
@@ -207,7 +207,7 @@ class _Update:
         # The optimizer's parameter: the weight itself, or a dense stand-in that is filled during a
         # step.
         self.held = parameter
-        self.room = 0  # that a new value takes in the ring
+        self.room = 0  # elements that a new value takes in the spill buffers
         if isinstance(parameter, CodedWeight):
             self.held, self.room = nn.Parameter(parameter.decode()), sheltered(parameter.numel())
         try:
@@ -355,7 +355,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self._times_anew = sum(each.times_anew for each in self._coded())
         self._room = TRAINING_ROOM
         self.accumulate = accumulate  # backwards per update
-        self.max_norm = max_norm  # of each parameter's gradient, or None
+        self.max_norm = max_norm  # largest norm of each parameter's gradient, or None
         held = [update.held for update in self._updates]
         super().__init__(held, {})
         # The very groups of the optimizers: a scheduler that writes to them sets their rates.

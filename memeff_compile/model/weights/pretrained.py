@@ -70,7 +70,7 @@ class MemeffConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
         # the remaining arguments describe a saved model
         version: int = VERSION,
-        dtype: str | None = None,  # of the tensors that are not compressed
+        dtype: str | None = None,  # dtype of the tensors that are not compressed
         bits: float | None = None,  # per compressed weight
         weights: Mapping[str, str] | None = None,  # codec and checksum of each
         buffers: Mapping[str, str] | None = None,  # as `compressed_file.digests` gives them
@@ -139,7 +139,7 @@ class MemeffQuantizer(HfQuantizer):
         super().__init__(quantization_config, **settings)
         self.chosen: set[str] = set()  # weights to encode when they are read
         self.loaded: dict[str, CodedWeight] = {}  # until the model is on its devices
-        self.errors: list[CodedWeightError] = []  # of weights that could not be loaded
+        self.errors: list[CodedWeightError] = []  # errors of weights that could not be loaded
         self.report: list[CompressedWeight] = []
         self.conversions: Any = None  # the model's own, which a folder of codes does not need
 

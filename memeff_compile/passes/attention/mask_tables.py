@@ -29,7 +29,7 @@ class Table:
     content: Formula | Linear  # a formula for truth values, a sum for integers
     along: int  # the axis of the scores along which the table runs: queries or keys
     sizes: tuple[Size, Size]  # the sizes of the batch and of that axis
-    device: torch.device  # where
+    device: torch.device  # the device of the table
     anchor: Node | None  # the node after which it is written; None for the beginning of the graph
     level: GraphInfo  # the graph it is written in
     dtype: torch.dtype = torch.bool  # the dtype of its numbers

@@ -171,7 +171,7 @@ class _Weights:
 
     node: Node
     value: Given
-    axes: str  # of the product
+    axes: str  # the axes of the product
     walk: _Walk
 
 

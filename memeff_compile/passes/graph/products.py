@@ -37,7 +37,7 @@ class Product:
 
     left: Factor
     right: Factor
-    letters: str  # of the result's axes
+    letters: str  # the letters of the result's axes
     summed: str  # the letter that is summed over
     added: Node | None = None
     alpha: Any = 1

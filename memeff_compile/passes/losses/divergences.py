@@ -26,7 +26,7 @@ from .head import SMALLEST_VOCABULARY, Chain, HeadReader
 from .softmax import Soft, SoftmaxReader
 
 _MAX_DEPTH = 24
-_CLOSE = 1e-6  # of shares that are rounded to fp32
+_CLOSE = 1e-6  # tolerance for shares that are rounded to fp32
 _NOTHING = 1e-12  # terms that cancel
 
 
@@ -38,7 +38,7 @@ class Side:
     key: tuple[Any, ...]
     chain: Chain | None
     logits: Node | None  # without a head: (..., V)
-    scale: float  # of these
+    scale: float  # factor of the logits
     trains: bool
     node: Node  # a node with a number per class of this side
 

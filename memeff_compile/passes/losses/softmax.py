@@ -53,7 +53,7 @@ class Peak:
     logits: Node
     node: Node  # the node that computes the maximum
     trains: bool
-    dim: int  # of the logits, over which it was taken
+    dim: int  # dimension of the logits over which the maximum is computed
     through: tuple[Node, ...]
 
     def is_over(self, dim: Any) -> bool:
@@ -88,7 +88,7 @@ class SoftmaxReader:
         self.info, self.reader = info, reader
 
     def log_probs(self, node: Any) -> Soft | Decline | None:
-        """Return a node as log-probabilities over the classes.
+        """If a node computes log-probabilities over the classes, return them as a `Soft`.
 
         For other nodes, return None; if the log-probabilities come from no output projection,
         return a Decline.
@@ -96,12 +96,13 @@ class SoftmaxReader:
         return self._read(node, self._start_of_log_probs)
 
     def signed_log_probs(self, node: Any) -> Soft | Decline | None:
-        """Return a node as log-probabilities or negated log-probabilities; the negation may come
-        before or after row moves."""
+        """If a node computes log-probabilities or negated log-probabilities, return them as a
+        `Soft`; the negation may come before or after row moves."""
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:
-        """Return a node as probabilities over the classes, or None."""
+        """If a node computes probabilities over the classes, return them as a `Soft`, otherwise
+        return None."""
         soft = self._read(node, self._start_of_probs)
         return soft if isinstance(soft, Soft) else None
 
@@ -164,8 +165,8 @@ class SoftmaxReader:
         return Soft(total.chain, (*total.through, *way, other, node))
 
     def total(self, node: Any) -> Total | None:
-        """Return a node as a log-sum-exp over the classes, computed with or without subtracting the
-        maximum."""
+        """If a node computes a log-sum-exp over the classes, with or without subtracting the
+        maximum, return it as a `Total`."""
         call = call_of(node, *_TOTALS)
         if call is None:
             return None

@@ -76,7 +76,7 @@ class OneHot:
     index: Node
     base: float
     peak: float
-    nodes: tuple[Node, ...]  # those that make them
+    nodes: tuple[Node, ...]  # the nodes that compute the one-hot tensor
 
     def times(self, factor: float, node: Node) -> OneHot:
         return replace(

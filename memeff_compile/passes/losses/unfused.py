@@ -61,8 +61,8 @@ def unfused_heads(
 
 
 def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
-    """Return a node as an output projection, if it is a product with at least 8,192 classes and a
-    gradient."""
+    """If a node is a matrix product with at least 8,192 classes and a gradient, return it as an
+    output projection (`Head`)."""
     value = info.tensor(node)
     if node_name(node) not in _PRODUCTS or value is None or not value.requires_grad:
         return None
