@@ -30,7 +30,7 @@ class Stack:
 
     @property
     def depth(self) -> int:
-        """Return the number of blocks in the list."""
+        """Return the number of layers in this list of a model's layers."""
         return len(self.kinds)
 
     @property

@@ -1,7 +1,7 @@
 """Append to the caches of two layers that share values and have their own keys, in plain PyTorch.
 
-`append` is correct on any device and in any floating dtype, and reads the number of tokens on the
-CPU.
+`append` is correct on any device and in any floating dtype. It copies the number of tokens to the
+CPU, so the CPU waits for the device.
 
 Paper: MiniCache, arXiv 2405.14366, here only for values.
 """
