@@ -168,7 +168,8 @@ class RowGradient(LazyTensor):
     def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
         """Return the gradient of a tensor, given the gradient of the rows that `step` selected.
 
-        This object is the gradient of the selected rows. `shape` is the tensor's shape without the last dimension.
+        This object is the gradient of the selected rows. `shape` is the tensor's shape without the
+        last dimension.
         """
         pieces = tuple(Piece(piece.rows, (*piece.steps, step)) for piece in self.pieces)
         return RowGradient(shape, pieces, self)
