@@ -57,12 +57,14 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class MiniCache:
-    """The settings with which adjacent layers of a `KVCache` are merged; `fidelity_report` measures
-    the loss.
+    """The settings with which a `KVCache` merges layers; `fidelity_report` measures the loss.
+
+    Two layers form a pair if they follow each other among the layers that attend to all tokens.
+    Layers with a sliding window between them stay exact.
 
     Args:
-        start_layer: earlier layers are not merged; pairs start with this layer and the next one, by
-            default with the middle layer.
+        start_layer: earlier layers are not merged; pairs start with the first layer from this one
+            on that attends to all tokens, by default from the middle layer on.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
             are merged. The last layer by itself may cost the most; `fidelity_report` shows this.
         align: ``heads`` subtracts each layer's mean from its rows, matches the heads of two layers,
@@ -206,13 +208,28 @@ def _named(pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of adjacent layers of one kind between layers `start` and `end`.
+    """Return the pairs of consecutive layers of one kind between layers `start` and `end`.
 
-    Each layer belongs to at most one pair; layers of the kind None belong to none.
+    Each layer belongs to at most one pair. Layers of the kind None belong to no pair, and may lie
+    between the two layers of a pair.
     """
     found: list[tuple[int, int]] = []
-    for lower, upper in pairwise(range(len(kinds))[start:end]):
-        is_free = not found or found[-1][1] < lower
-        if is_free and kinds[lower] is not None and kinds[lower] == kinds[upper]:
+    for lower, upper in consecutive(kinds, start, end):
+        if not found or found[-1][1] < lower:
             found.append((lower, upper))
     return found
+
+
+def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
+    """Return for each layer whether its keys have a rotary embedding; a layer without one is never
+    merged with a layer that has one."""
+    return getattr(config.get_text_config(decoder=True), "no_rope_layers", None) or [1] * layers
+
+
+def consecutive(
+    kinds: Sequence[object], start: int = 0, end: int | None = None
+) -> list[tuple[int, int]]:
+    """Return every two layers of one kind that follow each other among the layers whose kind is
+    not None; a layer may belong to two pairs."""
+    places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
+    return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]
