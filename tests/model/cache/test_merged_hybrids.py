@@ -112,7 +112,9 @@ def test_a_pair_stores_the_bits_that_two_neighbours_with_its_keys_would(
         logits(model, model, cache, ids, 60)
     rope = model.config.rope_parameters["full_attention"]
     config = cached_models.make("Llama", rope_parameters=rope).config
-    near = KVCache(config, LENGTH, 4, merge=MiniCache(**{**vars(merge), "start_layer": 0}), **SHORT)
+    near: Any = KVCache(
+        config, LENGTH, 4, merge=MiniCache(**{**vars(merge), "start_layer": 0}), **SHORT
+    )
     for number, ((keys, values),) in enumerate(given):
         with torch.no_grad():
             near.update(keys, values, number % 2)
@@ -156,8 +158,7 @@ def test_the_angles_are_those_of_the_layers_that_attend_to_all_tokens() -> None:
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    for given in ({}, {"rope_parameters": scaled}):
-        model = make(**given)
+    for model in (make(), make(rope_parameters=scaled)):
         found = angles_of(model.config, 16)
         assert found is not None
         torch.testing.assert_close(found, model.model.rotary_emb.full_attention_inv_freq)
@@ -276,7 +277,7 @@ def test_a_report_judges_the_pairs_that_a_cache_would_merge(model: Any) -> None:
     ],
 )
 def test_a_model_or_a_range_with_no_two_such_layers_is_refused(
-    types: list[str], settings: dict[str, int], words: str
+    types: list[str], settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UnsupportedInputError, match=words):
         cache_of(make(types), MiniCache(**settings))
