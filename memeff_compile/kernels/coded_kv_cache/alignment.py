@@ -1,6 +1,6 @@
-"""Fit and apply linear maps that make the keys and values of two adjacent layers similar.
+"""Fit and apply linear maps that make the keys and values of two layers similar.
 
-Per attention head, the keys and values of adjacent layers differ mostly by a mean and a rotation.
+Per attention head, the keys and values of two layers differ mostly by a mean and a rotation.
 The maps of a pair of layers are: the mean of each layer's rows; for each head of the upper layer,
 the matching head of the lower layer; and an orthogonal matrix per head, which rotates the upper
 layer's rows towards those of the lower layer. An aligned row is `row - mean` in the lower layer,

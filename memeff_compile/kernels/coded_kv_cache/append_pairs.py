@@ -1,4 +1,4 @@
-"""Launch the kernels that append tokens to two adjacent layers that share a cache. The kernels need
+"""Launch the kernels that append tokens to two layers that share a cache. The kernels need
 a CUDA GPU of sm_80 or later; the CPU does not wait for the GPU."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Merge the keys, or the values, of two adjacent layers into one shared direction and two lengths.
+"""Merge the keys, or the values, of two layers into one shared direction and two lengths.
 
 A row is the key or value vector of one head and token. A row of each layer, as a pair, becomes one
 shared direction and two lengths; if the two rows point too far apart, both stay unmerged. The

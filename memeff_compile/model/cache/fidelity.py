@@ -3,7 +3,7 @@
 The model runs twice on each input: with an exact cache, and with a `KVCache` that contains the
 prompt, from which the model predicts the last tokens of the input. The predicted tokens come from
 the input; they are not generated. The report compares both runs' probabilities of the next token.
-The similarity of adjacent layers shows whether merging these layers can work.
+The similarity of two layers shows whether merging these layers can work.
 
 Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
 """
@@ -182,7 +182,7 @@ class FidelityReport(VerbReport):
         series: dict[str, list[Spread]] = {"keys": [], "values": []}
         for pair, (kind, spreads) in product(self.pairs, series.items()):
             spreads.append((pair[kind]["low"], pair[kind]["mean"], pair[kind]["high"]))
-        title = "cosine between neighbouring layers"
+        title = "cosine between the layers of a pair"
         draw_spreads(path, names, series, title, CalibrationError)
 
 

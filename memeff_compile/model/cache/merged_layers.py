@@ -1,9 +1,10 @@
-"""The merged layers of a KVCache: two adjacent layers share one direction per row.
+"""The merged layers of a KVCache: the two layers of a pair share one direction per row.
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
 exist. So a single token is written to the lower layer's window immediately, and the upper layer's
 append merges the complete groups of both layers. If several tokens are appended together, the lower
-layer's tokens wait for those of the upper layer.
+layer's tokens wait for those of the upper layer. Between the two layers of a pair, other layers may
+run, whose tokens this module never sees.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two adjacent layers whose older tokens share one direction but have two lengths."""
+    """One of two layers whose older tokens share one direction but have two lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")

@@ -1,7 +1,7 @@
-"""The layers of a KVCache that share values: each pair of adjacent layers has one store of values,
+"""The layers of a KVCache that share values: each pair of layers has one store of values,
 and each layer its own keys.
 
-Keys of neighbouring layers differ more than values do, and an error in a key changes every score.
+Keys of two layers differ more than values do, and an error in a key changes every score.
 So each layer has its own encoded keys; merging only values loses much less accuracy than merging
 both.
 """
@@ -49,7 +49,7 @@ class ValuesPair(Pair):
 
 
 class ValuesLayer(MergedLayer):
-    """One of two neighbouring layers that share their older tokens' values."""
+    """One of two layers that share their older tokens' values."""
 
     held = tuple(name for name in op_folder.OWN_KEYS if name != "counts")
     long = "span", "k_codes", "k_scales"
