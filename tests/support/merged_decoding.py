@@ -64,8 +64,8 @@ def assert_a_gpu_decodes_as_without_the_backend(
     torch.manual_seed(0)
     if types:
         windows = {"layer_types": [*types], "sliding_window": 512, "query_pre_attn_scalar": 64}
-        config = transformers.Gemma3TextConfig(**sizes, **windows)
-        model = transformers.Gemma3ForCausalLM(config).cuda().bfloat16().eval()
+        config: Any = transformers.Gemma3TextConfig(**sizes, **windows)
+        model: Any = transformers.Gemma3ForCausalLM(config).cuda().bfloat16().eval()
     else:
         config = transformers.LlamaConfig(**sizes)
         model = transformers.LlamaForCausalLM(config).cuda().bfloat16().eval()
