@@ -522,7 +522,7 @@ def test_layers_that_see_a_window_are_never_paired() -> None:
         layer_types=types,
         num_hidden_layers=5,
     )
-    cache = KVCache(model.config, LENGTH, 8, merge=MiniCache(start_layer=0), **SHORT)
+    cache = KVCache(model.config, LENGTH, 8, merge=MiniCache(start_layer=0, force=True), **SHORT)
     assert kinds(cache) == ["MergedLayer", "WindowLayer", *["MergedLayer"] * 3]
     assert [line["layers"] for line in cache.merged()] == [(0, 2), (3, 4)]
     ids = prompt(tokens=75)

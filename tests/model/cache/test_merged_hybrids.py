@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 import memeff_compile
 from memeff_compile import KVCache, MiniCache, fidelity_report
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.model.cache.fidelity import FidelityReport
 from memeff_compile.model.cache.minicache import pairs_of
 from memeff_compile.model.cache.rotary import angles_of
 from tests.support import cached_models
@@ -162,6 +163,19 @@ def test_the_angles_are_those_of_the_layers_that_attend_to_all_tokens() -> None:
         found = angles_of(model.config, 16)
         assert found is not None
         torch.testing.assert_close(found, model.model.rotary_emb.full_attention_inv_freq)
+
+
+def test_keys_of_layers_further_apart_merge_only_with_a_report_or_by_force(model: Any) -> None:
+    words = r"between the layers 3-5, .*70 % of perplexity.*values_only=True.*force=True"
+    for merge in ("minicache", MiniCache(start_layer=2)):
+        with pytest.raises(UnsupportedInputError, match=words):
+            KVCache(model.config, LENGTH, 4, merge=merge, **SHORT)
+    with pytest.warns(UserWarning, match="values merged from half on cost up to 3 %"):
+        cache_of(model, MiniCache(start_layer=2, values_only=True))
+    means = {"keys": 0.9, "values": 0.9}
+    found = {"layers": list(FAR), "keys": {"mean": 0.1}, "values": {"mean": 0.1}, "aligned": means}
+    report = FidelityReport({}, [found], [], {}, {}, [])
+    assert cache_of(model, MiniCache(start_layer=2, fidelity=report)).merged()
 
 
 # --- calls ----------------------------------------------------------------------------------------
