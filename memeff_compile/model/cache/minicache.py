@@ -87,8 +87,8 @@ class MiniCache:
             first tokens stay unchanged, and `gamma`, `retained` and `reading` have no effect.
         fidelity: the result of `fidelity_report` for the model. Without it, a cache with merged
             layers warns the user, and raises an error if it would merge keys of layers that have
-            other layers between them; with it, the cache raises an error for a pair whose rows have a
-            mean cosine below `ALIKE`. The report's maps are used if the cache's first tokens are
+            other layers between them. With it, the cache raises an error for a pair whose rows have
+            a mean cosine below `ALIKE`. The report's maps are used if the cache's first tokens are
             too few to fit maps.
         force: merge even if layers are not alike, without a warning.
 
