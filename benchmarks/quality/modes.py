@@ -97,9 +97,10 @@ def modes(layers: int) -> list[Mode]:
     for where, start in (("merged", 0), ("merged from layer 2 on", 2)):
         settings = {**two, "merge": Merged(start_layer=start, values_only=True)}
         found.append(Mode(f"cache, 3 bits, values of 2 bits, {where}", cache=settings))
-    wide = {**two, "group": 128, "merge": Merged(start_layer=layers // 4, values_only=True)}
-    shown = "cache, 3 bits, values of 2 bits, groups of 128, merged from a quarter on"
-    found.append(Mode(shown, cache=wide))
+    for where, start in (("a quarter", layers // 4), ("half", half)):
+        wide = {**two, "group": 128, "merge": Merged(start_layer=start, values_only=True)}
+        shown = f"cache, 3 bits, values of 2 bits, groups of 128, merged from {where} on"
+        found.append(Mode(shown, cache=wide))
     for bits in (4, 3):
         settings = {"bits": bits, "merge": Merged(start_layer=half, values_only=True)}
         found.append(Mode(f"cache, {bits} bits, values merged from half on", cache=settings))

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from memeff_compile import MiniCache
+from memeff_compile.kernels import coded_kv_cache as op_folder
 from tests.support.scripts import script
 
 transformers = pytest.importorskip("transformers", reason="models are folders of it")
@@ -277,6 +279,53 @@ def test_the_page_shows_what_the_rows_say(name: str) -> None:
         tables = [line for line in shown.splitlines() if line.startswith("|")]
         assert len(tables) > 5
         assert [line for line in tables if line not in page] == []
+
+
+def test_the_page_shows_the_rows_of_gemmas_merged_layers() -> None:
+    page = (ROOT / "docs" / "measured" / "real-models.md").read_text()
+    table = page.partition("\n### Gemma\n")[2].partition("\n## ")[0]
+    rows = ROOT / "benchmarks" / "results" / "cpu" / "quality-aligned.jsonl"
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    found = [row for row in found if (row["model"], row["text"]) == ("gemma3-270m", "prose")]
+    assert len(found) == 8
+    for row in found:
+        change = f"{100 * row['change']:+.2f} % ({100 * row['change_se']:.2f})"
+        assert f"| {change} | {row['kl']:.4f} ({row['kl_se']:.4f}) |" in table, row["mode"]
+
+
+def test_the_page_shows_the_bytes_of_gemmas_merged_layers() -> None:
+    """One key-value head of 256; three layers attend to all tokens, 15 to a window of 512."""
+    page = (ROOT / "docs" / "measured" / "real-models.md").read_text()
+    table = page.partition("\n### Gemma\n")[2].partition("\n## ")[0]
+    from memeff_compile.model.cache.layers import room_of
+
+    tokens, windows = 32768, 15 * 1024 * room_of(512)
+
+    def smaller(bits: int, value_bits: int | None, group: int, merged: str) -> str:
+        layout = op_folder.Layout(256, bits, group=group, value_bits=value_bits)
+        one = op_folder.bytes_after(layout, 1, 1, tokens, 2)
+        size = 3 * one
+        if merged == "values":
+            size = one + op_folder.value_pair_bytes(layout, 1, 1, tokens, 2)
+            size += op_folder.map_bytes(layout, 1, 1, 2, 1)
+        elif merged:
+            kept = 4 + MiniCache().capacity(tokens)
+            layout = op_folder.Layout(256, bits, group=group, kept=kept)
+            size = one + op_folder.pair_bytes(layout, 1, 1, tokens, 2)
+            size += op_folder.map_bytes(layout, 1, 1, 2)
+        return f"{(3 * 1024 * tokens + windows) / (size + windows):.2f}"
+
+    wanted = [
+        smaller(4, None, 64, "values"),
+        smaller(4, None, 64, "keys and values"),
+        smaller(3, 2, 64, ""),
+        smaller(3, 2, 64, "values"),
+        smaller(3, 2, 128, "values"),
+        smaller(3, 2, 128, "values"),
+        smaller(2, None, 64, ""),
+    ]
+    lines = [line for line in table.splitlines() if " % (" in line and line.startswith("|")]
+    assert [line.rstrip("| ").split("| ")[-1] for line in lines] == wanted
 
 
 @pytest.mark.slow

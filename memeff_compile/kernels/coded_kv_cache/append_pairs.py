@@ -1,5 +1,5 @@
-"""Launch the kernels that append tokens to the cache that two adjacent layers share. The kernels
-need a CUDA GPU of sm_80 or later; the CPU does not wait for the GPU.
+"""Launch the kernels that append tokens to the cache that two layers share. The kernels need a CUDA
+GPU of sm_80 or later; the CPU does not wait for the GPU.
 """
 
 from __future__ import annotations

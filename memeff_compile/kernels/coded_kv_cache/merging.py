@@ -1,4 +1,4 @@
-"""Merge the keys, or the values, of two adjacent layers into one shared direction and two lengths.
+"""Merge the keys, or the values, of two layers into one shared direction and two lengths.
 
 A row is the key or value vector of one head and token. The two layers' rows of the same token
 become one shared direction (a vector of length one) and two lengths; if the angle between the two

@@ -3,8 +3,7 @@
 The model runs twice on each input: once with an exact cache, and once with a `KVCache` that holds
 all tokens but the last few. In each run, the model predicts each of these last tokens from the
 input's tokens before it; no tokens are generated. The report compares the probabilities of the next
-token in the two runs. The similarity of adjacent layers shows whether merging these layers can
-work.
+token in the two runs. The similarity of two layers shows whether merging these layers can work.
 
 The method `plot` of a report draws the report's data as figure 1a of MiniCache (arXiv 2405.14366).
 """
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +26,15 @@ from torch import Tensor, nn
 from memeff_compile import compat
 from memeff_compile.errors import CalibrationError
 from memeff_compile.kernels import coded_kv_cache as op_folder
-from memeff_compile.model.cache.minicache import MiniCache
+from memeff_compile.model.cache.minicache import MiniCache, consecutive, rotary_of
 from memeff_compile.model.changes import require_module
 from memeff_compile.model.figures import Spread, draw_spreads
 from memeff_compile.model.runs import evaluating, runs_of
 from memeff_compile.model.watch import Watch
 from memeff_compile.report import VerbReport
+
+_Layers: TypeAlias = tuple[int, int]
+"""The numbers of the lower and the upper layer of a pair."""
 
 BINS = 40
 """Bins of a histogram of cosines from -1 to 1."""
@@ -45,10 +47,11 @@ class FidelityReport(VerbReport):
 
     Attributes:
         settings: the settings of the cache that was compared with an exact cache.
-        pairs: for each pair of adjacent layers: the numbers of the two `layers`; for keys and for
-            values, the mean cosine between the vectors of the same token in the two layers, the 5th
-            percentile of the cosines, and a histogram with `BINS` bins from -1 to 1; `aligned`, the
-            mean cosines of `keys` and of `values` after the two layers are aligned; `has_window`,
+        pairs: for each pair of adjacent layers, and for each two consecutive layers among those
+            that attend to all tokens: the numbers of the two `layers`; for keys and for values, the
+            mean cosine between the vectors of the same token in the two layers, the 5th percentile
+            of the cosines, and a histogram with `BINS` bins from -1 to 1; `aligned`, the mean
+            cosines of `keys` and of `values` after the two layers are aligned; `has_window`,
             whether one of them attends to a window (such layers stay exact and never merge); and,
             if `each_pair` was passed, the `kl` (as below) of a cache that merges only these two
             layers.
@@ -67,7 +70,7 @@ class FidelityReport(VerbReport):
             one 3 bits, one 2 bits, and one 3 bits for keys and 2 for values (its entry has
             `value_bits`). The fifth has 3 bits for keys and 2 for values too, and merges the values
             of all layers (its entry has `values_merged`).
-        maps: for each pair of adjacent layers, the maps that align the upper layer with the lower
+        maps: for each of these pairs of layers, the maps that align the upper layer with the lower
             one, fitted to all inputs: the rotations of keys and of values, (heads, 2, depth,
             depth), and, for each head of the upper layer, the matching head of the lower layer. A
             cache that is created with this report uses these maps from its first token on. The JSON
@@ -109,14 +112,19 @@ class FidelityReport(VerbReport):
         The cost is the sum, over the pairs, of the error that merging only this pair causes. Return
         None if the report was made without `each_pair`.
         """
-        costs = {pair["layers"][0]: pair["kl"] for pair in self.pairs if "kl" in pair}
-        starts = [
-            at for at in costs if all(at + 2 * place in costs for place in range(count)) and count
-        ]
-        if not starts:
+        measured = sorted((*pair["layers"], pair["kl"]) for pair in self.pairs if "kl" in pair)
+        found = []
+        for at in range(len(measured)):
+            chain = measured[at : at + 1]
+            for pair in measured[at:]:
+                if len(chain) < count and pair[0] > chain[-1][1]:
+                    chain.append(pair)
+            if len(chain) == count:
+                found.append(chain)
+        if not found:
             return None
-        start = min(starts, key=lambda at: sum(costs[at + 2 * place] for place in range(count)))
-        return start, start + 2 * count
+        best = min(found, key=lambda chain: sum(kl for _, _, kl in chain))
+        return best[0][0], best[-1][1] + 1
 
     def _other_layers(self) -> str:
         """Return advice to merge other layers, if each pair was measured alone and other pairs cost
@@ -170,8 +178,8 @@ class FidelityReport(VerbReport):
         return json.dumps(named, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the similarity of adjacent layers: the mean cosine, and the range that contains 90 %
-        of the cosines.
+        """Draw the similarity of each pair of layers: the mean cosine, and the range that contains
+        90 % of the cosines.
 
         The extension of `path` determines the file format; without an extension, the format is SVG.
         Raise CalibrationError if matplotlib is not installed.
@@ -180,7 +188,7 @@ class FidelityReport(VerbReport):
         series: dict[str, list[Spread]] = {"keys": [], "values": []}
         for pair, (kind, spreads) in product(self.pairs, series.items()):
             spreads.append((pair[kind]["low"], pair[kind]["mean"], pair[kind]["high"]))
-        title = "cosine between neighbouring layers"
+        title = "cosine between the layers of a pair"
         draw_spreads(path, names, series, title, CalibrationError)
 
 
@@ -207,9 +215,9 @@ def fidelity_report(
         merge: as in `KVCache`.
         steps: the number of tokens at the end of an input whose predictions are compared, at least
             2.
-        each_pair: also measure, for each pair of adjacent layers, a cache that merges only this
-            pair; this shows which layers can be merged at the least cost. The model then runs once
-            more for each pair and input.
+        each_pair: also measure, for each pair of layers that can be merged, a cache that merges
+            only this pair; this shows which layers can be merged at the least cost. The model then
+            runs once more for each pair and input.
         settings: further settings of `KVCache`, except `max_cache_len`.
 
     Returns:
@@ -243,7 +251,7 @@ def fidelity_report(
         for given in runs:
             ids, mask = _tokens(given, steps)
             exact = _run(model, ids, mask, steps)
-            gathered.alike(exact.cache, mask)
+            gathered.alike(exact.cache, mask, model.config)
             is_padded = mask is not None and bool((mask[:, 0] == 0).any())
             how = {**settings, "merge": asked, "attention_mask": mask if is_padded else None}
             cache = KVCache(model.config, ids.shape[1], bits, **how)
@@ -255,10 +263,10 @@ def fidelity_report(
                 made = KVCache(model.config, ids.shape[1], other.bits, **given_others)
                 gathered.other(other, exact, _run(model, ids, mask, steps, made), made.nbytes)
             if each_pair and isinstance(asked, MiniCache):
-                for at in gathered.mergeable():
-                    pair = replace(asked, start_layer=at, end_layer=at + 2)
+                for lower, upper in gathered.mergeable:
+                    pair = replace(asked, start_layer=lower, end_layer=upper + 1)
                     alone = KVCache(model.config, ids.shape[1], bits, **{**how, "merge": pair})
-                    gathered.alone(at, exact, _run(model, ids, mask, steps, alone))
+                    gathered.alone((lower, upper), exact, _run(model, ids, mask, steps, alone))
     if cache is None:
         raise CalibrationError("no inputs were given to compare on; give at least one.")
     shown = {"bits": bits, "merge": merge, **settings}
@@ -358,9 +366,10 @@ class _Gathered:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         self.bytes = self.before = 0
         self.others: defaultdict[_Other, int] = defaultdict(int)  # bytes of other caches
-        self.have_windows: dict[int, bool] = {}  # by the number of a pair's lower layer
-        self.slots: dict[int, Tensor] = {}  # likewise
-        self.products: dict[int, Tensor] = {}
+        self.mergeable: list[_Layers] = []
+        self.have_windows: dict[_Layers, bool] = {}
+        self.slots: dict[_Layers, Tensor] = {}
+        self.products: dict[_Layers, Tensor] = {}
 
     def other(self, which: _Other, exact: _Run, found: _Run, size: int) -> None:
         """Record how the model's predictions with another cache differ from those with the exact
@@ -369,28 +378,31 @@ class _Gathered:
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", which)
         self.others[which] += size
 
-    def alone(self, at: int, exact: _Run, found: _Run) -> None:
+    def alone(self, at: _Layers, exact: _Run, found: _Run) -> None:
         """Record how the predictions with a cache that merges only one pair of layers differ from
         those with the exact cache."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "alone", at)
 
-    def mergeable(self) -> list[int]:
-        """Return the number of the lower layer in each pair that can merge."""
-        return [at for at, has_window in self.have_windows.items() if not has_window]
-
     def _add(self, figures: Tensor, *of: object) -> None:
         self.parts[of].append(figures.flatten().cpu())
 
-    def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
-        """Record how similar the keys, and the values, of adjacent layers are."""
+    def alike(self, cache: Any, mask: Tensor | None, config: Any) -> None:  # noqa: ANN401
+        """Record how similar the keys, and the values, of adjacent layers and of layers that can be
+        merged are."""
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())
-        for at, (lower, upper) in enumerate(pairwise(layers)):
+        rotary = rotary_of(config, len(layers))
+        kinds = [None if has else rotary[place] for place, has in enumerate(have_windows)]
+        can_merge = consecutive(kinds)
+        for at in sorted({*pairwise(range(len(layers))), *can_merge}):
+            lower, upper = (layers[place] for place in at)
             if lower["keys"].shape != upper["keys"].shape:
                 continue
-            self.have_windows[at] = any(have_windows[at : at + 2])
+            self.have_windows[at] = any(have_windows[place] for place in at)
+            if at in can_merge and at not in self.mergeable:
+                self.mergeable.append(at)
             rows = (lower["keys"], lower["values"], upper["keys"], upper["values"])
             batch, _, tokens, _ = rows[0].shape
             counted = rows[0].new_ones((batch, tokens), dtype=torch.bool)
@@ -436,7 +448,7 @@ class _Gathered:
         memory = {"bytes": held, "before": before, "ratio": self.before / self.bytes}
         pairs = [
             {
-                "layers": [at, at + 1],
+                "layers": list(at),
                 **{kind: _spread(whole[kind, at]) for kind in _KINDS},
                 "aligned": {kind: float(whole["aligned", at, kind].mean()) for kind in _KINDS},
                 "has_window": self.have_windows[at],
@@ -458,7 +470,7 @@ class _Gathered:
             merge = {name: getattr(merge, name) for name in words}
         named = {**settings, "merge": merge}
         maps = {
-            (at, at + 1): (op_folder.polar(products).float().cpu(), self.slots[at].cpu())
+            at: (op_folder.polar(products).float().cpu(), self.slots[at].cpu())
             for at, products in self.products.items()
         }
         return FidelityReport(named, pairs, attention, logits, memory, merged, codes, maps)

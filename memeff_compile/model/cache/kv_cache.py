@@ -39,7 +39,7 @@ from memeff_compile.model.cache.layers import (
 )
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 from memeff_compile.model.cache.merged_values import ValuesLayer, ValuesPair
-from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike
+from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike, rotary_of
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
 from memeff_compile.model.cache.run_ahead import let_run_ahead
 from memeff_compile.model.changes import require_module
@@ -76,7 +76,7 @@ class KVCache(Cache):
         attention_mask: the mask of prompts that are padded on the left: (batch, tokens) with 0 for
             padding. With this mask, `keep_first` counts from the first token after the padding, and
             scales ignore padding.
-        merge: None, ``"minicache"``, or a `MiniCache` with settings: each two adjacent layers then
+        merge: None, ``"minicache"``, or a `MiniCache` with settings: the two layers of a pair then
             share one direction for the keys, and one for the values, of each older token. Merging
             layers loses more accuracy than 3-bit codes. Merging shows a warning unless you pass the
             result of `fidelity_report` for your model.
@@ -357,12 +357,13 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """From the start layer of `merge` on, replace each pair of adjacent layers that can be merged
-    by two layers that share the directions of their older tokens.
+    """From the start layer of `merge` on, replace each pair of layers that can be merged by two
+    layers that share the directions of their older tokens.
+
+    Two layers form a pair if they are consecutive among the layers that attend to all tokens.
+    Layers with a sliding window between them stay exact.
     """
-    text = config.get_text_config(decoder=True)
-    # A layer without rotary embeddings never goes with one that has them.
-    rotary = getattr(text, "no_rope_layers", None) or [1] * len(layers)
+    rotary = rotary_of(config, len(layers))
     rotated = [
         rotary[place]
         if isinstance(layer, (CodedLayer, ExactLayer)) and not layer.is_sliding
@@ -371,18 +372,19 @@ def _pair(
     ]
     start = len(layers) // 2 if merge.start_layer is None else merge.start_layer
     pairs = pairs_of(rotated, start, merge.end_layer)
+    attending = [place for place, kind in enumerate(rotated) if kind is not None]
     if not pairs_of(rotated, 0):
         refuse(
-            "no two neighbouring layers of this model attend to all tokens, so none can be merged. "
-            "Leave merge out, and take fewer bits for a smaller cache."
+            "no two consecutive layers, of those that attend to all tokens, can be merged in this "
+            "model. Leave merge out, and take fewer bits for a smaller cache."
         )
     if not pairs:
         where = f"from layer {start} on"
         where += "" if merge.end_layer is None else f" and before layer {merge.end_layer}"
         refuse(
-            f"no two neighbouring layers {where} attend to all tokens, so none are merged "
-            f"({len(layers)} layers). Set MiniCache(start_layer=, end_layer=) around more layers, "
-            "or leave merge out."
+            f"no two layers {where} attend to all tokens and can be merged; the layers of this "
+            f"model that attend to all tokens are {_listed(attending)}. Set "
+            "MiniCache(start_layer=, end_layer=) around more of them, or leave merge out."
         )
     require_alike(merge, pairs)
     room = settings["kept"] + merge.capacity(max_cache_len)

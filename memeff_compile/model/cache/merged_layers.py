@@ -1,10 +1,11 @@
-"""The merged layers of a KVCache: two adjacent layers store, per token and head, one common
+"""The merged layers of a KVCache: the two layers of a pair store, per token and head, one common
 direction of their keys (and one of their values) and a separate length for each layer.
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
 exist. So when one token is appended, the lower layer writes it to its exact tokens, and later the
 upper layer's append merges the groups of tokens that are now complete. When several tokens are
-appended at once, the lower layer keeps them aside until the upper layer's tokens arrive.
+appended at once, the lower layer keeps them aside until the upper layer's tokens arrive. Other
+layers, with a sliding window, may run between the two; they are not part of this module.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two adjacent layers that store a common direction for each older token, and a separate
-    length in each layer."""
+    """One of two layers that store a common direction for each older token, and a separate length
+    in each layer."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")

@@ -1,8 +1,8 @@
-"""The layers of a KVCache that merge only values: two adjacent layers store common directions for
-their values, and each layer stores its own keys.
+"""The layers of a KVCache that merge only values: the two layers of a pair store common directions
+for their values, and each layer stores its own keys.
 
-Keys of neighbouring layers differ more than values do, and an error in a key changes the attention
-scores of all queries. So merging only values loses much less accuracy than merging keys and values.
+Keys of two layers differ more than values do, and an error in a key changes the attention scores of
+all queries. So merging only values loses much less accuracy than merging keys and values.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ValuesPair(Pair):
 
 
 class ValuesLayer(MergedLayer):
-    """One of two adjacent layers that share the directions of their older tokens' values."""
+    """One of two layers that share the directions of their older tokens' values."""
 
     held = tuple(name for name in op_folder.OWN_KEYS if name != "counts")
     long = "span", "k_codes", "k_scales"

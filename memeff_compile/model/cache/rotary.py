@@ -42,6 +42,8 @@ def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
     if not _pairs_halves(type(text).__module__.replace(".configuration_", ".modeling_")):
         return None
     given = getattr(text, "rope_parameters", None) or {}
+    # Where layers with a window have other angles: those of the layers that attend to all tokens.
+    named = {"layer_type": "full_attention"} if "full_attention" in given else {}
     given = given.get("full_attention", given)
     kind, base = given.get("rope_type"), given.get("rope_theta")
     if kind == "default" and base and given.get("partial_rotary_factor", 1.0) == 1.0:
@@ -50,5 +52,5 @@ def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
         return found
     if kind not in ("llama3", "linear"):
         return None
-    found = ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"))[0]
+    found = ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"), **named)[0]
     return found if found.shape == (depth // 2,) else None

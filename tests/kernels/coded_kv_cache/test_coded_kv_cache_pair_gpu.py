@@ -373,3 +373,9 @@ def test_more_tokens_than_there_is_room_for_are_no_numbers() -> None:
 def test_a_model_decodes_from_a_merged_cache_as_without_the_backend() -> None:
     merge = MiniCache(start_layer=0, retained=0.05)
     assert_a_gpu_decodes_as_without_the_backend(merge, 4)
+
+
+def test_a_model_with_windows_decodes_from_a_merged_cache_as_without_the_backend() -> None:
+    merge = MiniCache(start_layer=0, retained=0.05, force=True)
+    types = ["sliding_attention", "full_attention"] * 2
+    assert_a_gpu_decodes_as_without_the_backend(merge, 4, types=types)

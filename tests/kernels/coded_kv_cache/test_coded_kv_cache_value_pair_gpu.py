@@ -191,3 +191,9 @@ def test_more_tokens_than_there_is_room_for_are_no_numbers() -> None:
 def test_a_model_decodes_from_merged_values_as_without_the_backend() -> None:
     merge = MiniCache(start_layer=0, values_only=True, force=True)
     assert_a_gpu_decodes_as_without_the_backend(merge, 3, value_bits=2)
+
+
+def test_a_model_with_windows_decodes_from_merged_values_as_without_the_backend() -> None:
+    merge = MiniCache(start_layer=0, values_only=True, force=True)
+    types = ["sliding_attention", "full_attention"] * 2
+    assert_a_gpu_decodes_as_without_the_backend(merge, 4, types=types)
