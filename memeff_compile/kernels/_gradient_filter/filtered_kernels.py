@@ -9,8 +9,9 @@ the pass also computes the probability mass that each row would lose if the clas
 scores were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one bit for
 each group of rows in which the filter keeps the class. Classes are sorted by these words, so that
 in nearly every tile the filter keeps either all classes or none. For the tiles that the filter
-keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are stored. A
-factor per row is missing in these stored gradients; the last kernel multiplies by it.
+keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are stored.
+These stored gradients still lack one factor per row; the last kernel multiplies its results by this
+factor.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -286,8 +287,8 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Record whether a row's largest logit is far from its base, and make that logit the new
-    base."""
+    """Record whether a row's largest logit is far from the row's base (an earlier estimate of that
+    logit), and make the largest logit the new base."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
     base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
@@ -423,7 +424,9 @@ def _gradient_filter_share_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Reorder the per-row numbers from which gradients are computed, by the rows' rank."""
+    """Reorder the per-row numbers from which gradients are computed, into the order in which the
+    filter has sorted the rows.
+    """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = offs < tl.load(kept_ptr)
     source = tl.load(rank_ptr + offs, mask=is_row, other=0)
@@ -510,8 +513,9 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that the filter keeps, in the order in which one of the two matrix products
-    needs them; one program handles one group of rows and one pass.
+    """List the tiles that the filter keeps, in the order that one of the two matrix products (with
+    the weight, or with the hidden states) needs; one program handles one group of rows and one
+    pass.
 
     One pass of the kernels covers consecutive tiles of classes, for all groups of rows.
     """

@@ -35,7 +35,8 @@ def layout_fault(given: Operands) -> str | None:
 def dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
     """Return the reason why the dtypes of operands are not supported, or None if they are.
 
-    `dtype` is the dtype to which the caller will cast hidden, weight and bias, or None.
+    `dtype` is the dtype to which the caller will cast hidden states, weight and bias, or None if
+    the caller will not cast them.
     """
     hidden, weight, bias, target, column_weight, low, up = given
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):

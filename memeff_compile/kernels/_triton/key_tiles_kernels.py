@@ -62,9 +62,10 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
 
     A program with a tile of queries visits tiles of keys, and a program with a tile of keys visits
     tiles of queries. A position p of the program's tile is combined with the visited positions from
-    p - down to p + up. In each pair of lengths and of tile sizes, the first element belongs to the
-    program's tile; `span` and `IS_BOUND` are pairs (up, down). The four results are the first tile,
-    the first complete tile, the end of the complete tiles, and the end of all tiles.
+    p - down to p + up. The lengths and the tile sizes are passed as pairs, in which the first
+    element belongs to the program's tile and the second to the visited tiles; `span` and `IS_BOUND`
+    are pairs (up, down). The four results are the first tile, the first complete tile, the end of
+    the complete tiles, and the end of all tiles.
     """
     ours, others = lengths
     up, down = span

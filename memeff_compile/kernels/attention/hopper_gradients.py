@@ -3,11 +3,12 @@ loads tiles, and eight warps multiply.
 
 These kernels support the calls that the forward kernel in `hopper` supports, if the mask depends
 only on positions. `is_faster` returns whether a call uses these kernels: only calls of the kinds
-for which the kernels were measured to be faster than those of `tiles`. As in the implementation
-`tiles`, no sum depends on the order in which programs run.
+for which these kernels were measured to be faster than the kernels of `tiles`. As in the
+implementation `tiles`, no sum depends on the order in which programs run.
 
 The lower bound of the time is 14 D operations (D is the head dimension) for each visible pair of a
-query and a key, at 790 TFLOP/s: each of the two kernels computes the scores.
+query and a key, at 790 TFLOP/s: this number counts the scores twice, because each of the two
+kernels computes them.
 """
 
 from __future__ import annotations

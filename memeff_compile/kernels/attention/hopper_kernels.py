@@ -3,9 +3,9 @@
 of four warps multiply.
 
 Each group of four warps computes 64 positions of the program's tile, and waits only until the
-loading warp has loaded the next tile. So one group of warps computes exponentials while the other
-group multiplies. A program computes one tile of queries after another, and the loading warp already
-loads the next tile.
+loading warp has loaded the next tile. Therefore one group of warps can compute exponentials while
+the other group multiplies. A program computes one tile of queries after another, and the loading
+warp already loads the next tile.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
 masking conditions only in pairs in which some keys are hidden; pairs with hidden keys come first.
@@ -41,7 +41,9 @@ VARYING = [
 
 @gluon.jit
 def _rounds(tiles):
-    """Return how many tiles this program computes: one in each round of all programs."""
+    """Return how many tiles this program computes: one in each round (a round is one tile for every
+    program).
+    """
     programs = gl.num_programs(0)
     whole = tiles // programs
     mine = gl.program_id(0)

@@ -8,7 +8,7 @@ An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in 
 where `turn` is the orthogonal matrix; the number of the lower layer's head is its *slot* in the
 shared tensors.
 
-These functions read no value on the CPU, and use only matrix products.
+These functions copy no value from the GPU to the CPU, and use only matrix products.
 """
 
 from __future__ import annotations

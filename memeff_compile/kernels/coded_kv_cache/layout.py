@@ -123,7 +123,9 @@ class Maps(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """All cache tensors of two layers that share directions."""
+    """All cache tensors of two layers that share directions (one vector of length one for the keys,
+    or the values, of both layers).
+    """
 
     shared: Shared
     lower: Own

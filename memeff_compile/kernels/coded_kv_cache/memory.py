@@ -102,8 +102,8 @@ def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
 
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the caches of two layers that share directions, for `tokens` tokens,
-    without the alignment maps.
+    """Return the bytes of the caches of two layers that share the directions of keys and values,
+    for `tokens` tokens, without the alignment maps.
 
     The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
     first tokens. A pair of layers stores codes, scales and positions of unmerged rows once; it

@@ -133,7 +133,7 @@ class Outcome:
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
         """Store the needed and the available list lengths, and the spill buffer, which receives the
-        value if a list is too short.
+        weight's new value if a list is too short.
         """
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
@@ -771,8 +771,8 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x with its columns in the order in which the wide kernel reads them, and its
-    transpose.
+    """Return x with its columns in the order in which the wide kernel of `matrix_kernels` reads
+    them, and the transpose of x.
 
     The transpose is padded to a multiple of sixteen tokens; the padding contains arbitrary values.
     """

@@ -277,8 +277,8 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with patches (weights stored whole) as `patched` does, without the
-    first ROUNDS rounds.
+    """Add the products of x with patches (weights stored whole) as `patched` does, but leave out
+    the first ROUNDS rounds of its loop.
 
     This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
     One function for all rounds took more registers, which made products with few mantissa bits
@@ -629,8 +629,8 @@ def _noted(notes, batch, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying the columns of x that 64 patches (weights stored whole) are multiplied by to
-    shared memory.
+    """Start copying to shared memory the columns of x by which 64 patches (weights stored whole)
+    are multiplied.
     """
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]

@@ -359,10 +359,10 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     product.
 
     During recomputation, an activation checkpoint stops as soon as all tensors are saved that were
-    saved before: with an ordinary linear, that is before the last product of the checkpointed
-    block. A custom op's autograd formula, however, saves operands only after the op has run. So
-    this function creates two autograd nodes: one saves the operands, the other multiplies. A tensor
-    without memory connects the two nodes.
+    saved before: with an ordinary linear, the checkpoint stops before the last product of the
+    checkpointed block. A custom op's autograd formula, however, saves operands only after the op
+    has run. So this function creates two autograd nodes: one saves the operands, the other
+    multiplies. A tensor without memory connects the two nodes.
     """
     token = _Keep.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     found: Tensor = _Multiply.apply(token, (x, weight, bias))  # type: ignore[no-untyped-call]

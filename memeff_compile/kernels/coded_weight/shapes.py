@@ -115,8 +115,8 @@ def narrow_row_tile(rows: int, processors: int) -> RowTile:
 
 
 def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTile:
-    """Return the first tile with enough warps per multiprocessor, or the last tile if none has
-    enough."""
+    """Return the first tile with enough warps per multiprocessor, or the last tile if no tile has
+    enough warps."""
     for found in tiles:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
@@ -134,8 +134,8 @@ LEAST_FULL = 0.6
 
 
 def _fills_rounds(programs: int, places: int) -> bool:
-    """Return whether programs keep the GPU busy, which runs `places` programs at a time: one round
-    is enough, or most places of all rounds are used.
+    """Return whether programs keep the GPU busy, which runs `places` programs at a time: all
+    programs run at the same time (in one round), or in several rounds that use most of the places.
     """
     rounds = -(-programs // places)
     return rounds == 1 or programs >= LEAST_FULL * rounds * places
@@ -160,7 +160,7 @@ def matrix_tile(
 
 
 class _Cost(NamedTuple):
-    """A prediction, in microseconds, of the time that a wide tile takes on an H200.
+    """A prediction, in microseconds, of the time that a product with a `WideTile` takes on an H200.
 
     The coefficients were fitted to the measurements in `coded-weight-widths.txt`.
     """

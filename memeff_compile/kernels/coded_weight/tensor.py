@@ -1,4 +1,5 @@
-"""CodedWeight: a tensor subclass with the shape and dtype of a weight that stores only codes.
+"""CodedWeight: a tensor subclass that has the shape and dtype of a weight, but stores only the
+weight's codes.
 
 An operation without special support first decodes the weight. A linear becomes
 `memeff::coded_weight_linear`, which saves no decoded weight for the backward pass. In-place writes
@@ -77,7 +78,7 @@ class Unsettled:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the codes are known to have fitted."""
+        """Return whether the codes are known to have fitted into the memory of the old codes."""
         return self._kept is None
 
     def settle(self) -> None:
@@ -334,8 +335,8 @@ class CodedWeight(Tensor):
         return self.expand(self.shape).as_subclass(cls)
 
     def settle(self) -> None:
-        """Wait until it is known whether an encoding that `store_soon` began has fitted, if there
-        is one."""
+        """If `store_soon` began to encode a new value, wait until it is known whether the codes
+        fitted."""
         other = self.shares_with
         if self.unsettled is None and (
             other is None or (other.unsettled is None and other.shares_with is None)
@@ -394,7 +395,7 @@ class CodedWeight(Tensor):
         """Encode a new value in place, without waiting for the GPU to report whether its codes
         fitted.
 
-        Call `settle` on the result; code that reads the weight also calls it. Raise
+        Call `settle` on the result; code that reads the weight also calls `settle`. Raise
         CodedWeightError if memory runs out while the codes are written: the dense value is then
         kept, and encoded when the weight is next read.
         """
@@ -434,7 +435,7 @@ class CodedWeight(Tensor):
 
     def show(self, name: str, part: Tensor) -> None:
         """Replace one coded tensor by a tensor `part` in other memory, which contains the same
-        values or those of a new encoding.
+        values or the values of a new encoding.
         """
         for owner in self._owners():
             setattr(owner, name, part)
@@ -1015,7 +1016,7 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 @functools.cache
 def _watch_optimizers() -> RemovableHandle:
     """Check an optimizer's parameters before each step, because an error in the middle of a step
-    would leave some of them updated.
+    would leave some parameters updated and others not.
     """
     return register_optimizer_step_pre_hook(refuse_step)
 

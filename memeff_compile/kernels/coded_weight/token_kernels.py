@@ -5,7 +5,7 @@ kernel decodes the codes to fp16 numbers.
 For lossy weights, the decoding instructions take longer than reading the codes. A 4-bit code and at
 most 3 mantissa bits fit into fp16, so one instruction assembles four weights, and another
 instruction expands two of them. The kernel multiplies the sum of products over each group by the
-group's normaliser (scale), instead of multiplying each weight by it.
+group's normaliser (scale), instead of multiplying each weight by the normaliser.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below
 2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits; their error is at

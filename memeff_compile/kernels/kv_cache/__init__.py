@@ -6,7 +6,7 @@ key-value head. PyTorch's attention, however, copies the buffer once per query h
 of it under a mask.
 
     kv_cache_append     writes new keys and values at their positions, in place
-    kv_cache_attention  attends to the keys up to a position that is read on the device
+    kv_cache_attention  attends to the keys up to a position that is stored in a tensor
     kv_cache_last       the last position that each query of a boolean mask sees
 """
 

@@ -9,7 +9,7 @@ each row of the hidden states the op returns
     lse        logsumexp(z), for a z-loss
     logit_sum  sum_j column_weight_j z_j, for label smoothing
     entropy    -sum_j p_j log p_j with p = softmax(z)
-    top        the index of the largest z_j; of equal ones, the first
+    top        the index of the largest z_j; if several z_j are largest, the first of them
 
 with z = softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap), all
 differentiable once except `top`. low (..., R) and up (V, R) are a low-rank term of the output

@@ -26,14 +26,14 @@ multiply X by operands that already contain this factor. For R rows, X takes 2RV
 compute rows again if their logits are far from the expected range; the GPU decides which rows.
 
 Ignored rows are left out of all products, by a permutation of the rows that the GPU computes. The
-CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (only
-bf16 for blocks of rows), a hidden size that is a multiple of 8, and a contiguous weight.
+CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks
+of rows need bf16), a hidden size that is a multiple of 8, and a contiguous weight.
 
 On an H200, which reaches 700e12 operations and reads or writes 4.28e12 bytes per second, forward
 plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds:
-four products, and the sums of dE once per block. A loss that is a single number should take 3 *
-2NDV / 700e12 seconds. For a loss that is a single number, the lower bounds of the time (at 790e12
-operations per second) and the predicted times are:
+the time of four matrix products, and of reading and writing the sums of dE once per block. A loss
+that is a single number should take 3 * 2NDV / 700e12 seconds. For a loss that is a single number,
+the lower bounds of the time (at 790e12 operations per second) and the predicted times are:
 
     N, D, V = 8192, 4096, 128256    32.7 and 38 ms
     N, D, V = 8192, 2304, 256000    36.7 and 45 ms

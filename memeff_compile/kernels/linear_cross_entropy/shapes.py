@@ -29,7 +29,9 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether a workspace is so small that only the minimal mode can use it."""
+    """Return whether a workspace is so small that only the minimal mode can use it, which has the
+    least temporary memory.
+    """
     return 0 < workspace <= MINIMAL_BYTES
 
 
@@ -285,7 +287,7 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
     """Choose how many columns of the logits' gradient G the backward pass computes at once.
 
     The function considers widths within the workspace and up to half the vocabulary, and returns
-    the one whose launches leave the fewest multiprocessors idle at their ends. A workspace of 0
+    the width whose launches leave the fewest multiprocessors idle at their ends. A workspace of 0
     means automatic.
     """
     step = shapes.columns
@@ -384,8 +386,8 @@ def hopper_rows(
     height.
 
     A block that is taller than a tile of the hidden states' gradient (dE) consists of whole tiles
-    of it. Otherwise each block would end with a tile that is partly empty but takes as long as a
-    whole one.
+    of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a
+    full tile.
 
     The number is the same for all GPUs, because ranks may have different GPUs, and a report may
     describe another machine.
@@ -424,7 +426,7 @@ def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight
 
     A tile of the hidden states' gradient (dE) is a long sum over the vocabulary, and a block with
     few rows has few such tiles. With one program per tile, a few programs would still compute the
-    hidden states' gradient (dE) after all others have finished the weight's gradient (dC).
+    hidden states' gradient (dE) after all other programs have finished the weight's gradient (dC).
     """
     if rows > TALLEST_SPLIT:
         return 1

@@ -21,10 +21,10 @@ with the numbers of all ranks:
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
-A compiler does not see that the middle op gathers numbers, and could move it past other
-collectives, in a different way on each rank. A compiler keeps the order of the collectives that it
-sees, so a collective of one number before this op and one after it fix the op's position. All ranks
-use the total of the first rank.
+A compiler does not see that the op `linear_cross_entropy_total_shard` itself gathers numbers, and
+could move it past other collectives, in a different way on each rank. A compiler keeps the order of
+the collectives that it sees, so two other collectives, the `all_gather` before this op and the
+`all_gather` after it, fix the op's position. All ranks use the total of the first rank.
 
 All ranks must have the same number of rows, so they first gather their row counts; if the counts
 differ, every rank raises an error. The gathered data and the number of gathers depend only on the

@@ -15,7 +15,7 @@ these results from memory.
 
 If all queries have a large common mean, the rounding error of a key changes the key's scores with
 all queries by about the same amount. The function `_aligned` makes this change almost vanish: it
-moves the key's codes in two channels by integers.
+adds integers to the key's codes in two channels.
 """
 
 from __future__ import annotations
@@ -469,7 +469,7 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
 
 @triton.jit
 def _write_shift(q, mean_ptr, shift_ptr, scale, at, queries, C: tl.constexpr):
-    """Write, for each query, the number by which the keys' mean changes all its scores."""
+    """Write, for each query, the number by which the keys' mean changes every score of the query."""
     row, group, block = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
