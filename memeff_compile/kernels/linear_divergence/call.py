@@ -240,7 +240,7 @@ def slots_for(
         workspace: the memory limit in bytes; 0 stands for a default limit.
         itemsize: the bytes of one element of an input.
         sides: 2 if student and teacher have logits, 1 without a teacher.
-        trains: whether gradients are computed; if not, no block is stored while the next is computed.
+        trains: whether gradients are computed; if not, only one block is stored at a time.
         lent: how many rows of the teacher's logits fit into the memory of the weight's gradient.
     """
     rows = max(rows, 1)

@@ -469,7 +469,7 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
 
 @triton.jit
 def _write_shift(q, mean_ptr, shift_ptr, scale, at, queries, C: tl.constexpr):
-    """Write, for each query, the number by which the keys' mean changes every score of the query."""
+    """Write, for each query, the number by which the keys' mean changes the query's scores."""
     row, group, block = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
