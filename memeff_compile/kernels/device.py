@@ -100,7 +100,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return the properties of a device's GPU; without a GPU, return those of an H200."""
+    """Return the properties of a device's GPU; without a GPU, return the properties of an H200."""
     planned = _planned.get()
     if planned is not None:
         return planned.gpu

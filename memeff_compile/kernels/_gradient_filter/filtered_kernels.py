@@ -149,7 +149,7 @@ def _gradient_filter_estimate_kernel(
 def _level(index, highest, C: tl.constexpr):
     """Return the scores below which the levels with the given indices drop a class.
 
-    The last level's score is higher than that of every class, so this level drops all classes.
+    The last level's score is higher than the score of every class, so this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))

@@ -212,8 +212,8 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return pointers to the scales of one slice of a tile, one per class, and which of these
-    classes exist.
+    """Return one pointer per class to the scale of one slice of a tile, and which of these classes
+    exist.
 
     `column` is the index of the slice's first column.
     """

@@ -7,9 +7,10 @@ uses this kernel: only calls of the kind for which this kernel was measured to b
 kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order in which programs
 run. The backward pass is in `hopper_gradients`.
 
-The lower bound of the time equals that of `tiles`: 4 D operations (D is the head dimension) for
-each visible pair of a query and a key, at 790 TFLOP/s. On an H200, causal attention of 4 sequences,
-32 heads, 4096 tokens and a head dimension of 128 reaches 593 TFLOP/s.
+The lower bound of the time equals the lower bound of the implementation `tiles`: 4 D operations (D
+is the head dimension) for each visible pair of a query and a key, at 790 TFLOP/s. On an H200,
+causal attention of 4 sequences, 32 heads, 4096 tokens and a head dimension of 128 reaches 593
+TFLOP/s.
 """
 
 from __future__ import annotations

@@ -104,11 +104,11 @@ def _load_own_queries(descs, memory, bars, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def _load_query_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
-    """Load the program's tiles of queries, and the tiles of keys and values that each of them
-    visits.
+    """Load the program's tiles of queries, and the tiles of keys and values that each tile of
+    queries visits.
 
     The first keys and values are loaded before the queries, because shared memory for keys and
-    values becomes free earlier than that for queries.
+    values becomes free earlier than shared memory for queries.
     """
     _, _, _, k_desc, v_desc = descs
     _, _, _, k_memory, v_memory = memory

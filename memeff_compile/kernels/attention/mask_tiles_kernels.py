@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels that classify the tiles of a mask, and list the tiles that other kernels visit.
 
-The codes are those of `mask_tiles`: 0 for empty, 1 for partial, 2 for full. A tile that contains
-only very low numbers has code 3 until it is known whether each of its queries has a visible key
-elsewhere.
+The codes have the same meaning as in the module `mask_tiles`: 0 for empty, 1 for partial, 2 for
+full. A tile that contains only very low numbers has code 3 until it is known whether each of its
+queries has a visible key elsewhere.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A row is the key or the value of one token in one attention head. The rows of a head in two adjacent
 layers differ mostly by a mean and a rotation. The maps of a pair of layers are: the mean of each
 layer's rows; for each head of the upper layer, the matching head of the lower layer; and an
-orthogonal matrix per head, which rotates the upper layer's rows towards those of the lower layer.
-An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer,
-where `turn` is the orthogonal matrix; the number of the lower layer's head is its *slot* in the
-shared tensors.
+orthogonal matrix per head, which rotates the upper layer's rows towards the lower layer's rows. An
+aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer, where
+`turn` is the orthogonal matrix; the number of the lower layer's head is its *slot* in the shared
+tensors.
 
 These functions copy no value from the GPU to the CPU, and use only matrix products.
 """

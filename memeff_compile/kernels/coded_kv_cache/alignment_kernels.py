@@ -121,8 +121,8 @@ def _centre_and_turn(rows, slot, row, map_of, made, C: tl.constexpr, SHARE: tl.c
     in fp32.
 
     The kernel represents each fp32 number by the sum of two 16-bit numbers, so that tensor cores
-    multiply it without rounding. Rows of 256 channels are rounded to 16 bits, because registers are
-    too few for both numbers.
+    multiply it without rounding. Rows of 256 channels are rounded to 16 bits, because there are too
+    few registers for the two 16-bit numbers.
     """
     mean_ptr, turn_ptr = map_of
     kind: tl.constexpr = turn_ptr.dtype.element_ty

@@ -9,7 +9,7 @@ with more programs; these groups are never stored exactly. Programs read the cac
 tokens from GPU memory. The last program to finish writes the new number of tokens, after all
 programs have read the old one.
 
-The codes equal those of the reference implementation: divisions are rounded to the nearest fp32
+The codes equal the codes of the reference implementation: divisions are rounded to the nearest fp32
 number, and a quotient halfway between two codes is rounded up.
 """
 
@@ -132,7 +132,7 @@ def _put(
     IS_VALUE: tl.constexpr,
 ):
     """Add the codes of one column block to the bytes that are being packed, and to the high bits of
-    3-bit codes, and return both; 8-bit codes are stored immediately.
+    3-bit codes, and return the bytes and the high bits; 8-bit codes are stored immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -266,7 +266,7 @@ def _code_keys(
 
 @triton.jit
 def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode a group of tokens, or only some of them, with one scale per token."""
+    """Encode a group of tokens, or only some of the group's tokens, with one scale per token."""
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -397,7 +397,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values, and copy the tokens of these groups that
+    """Encode some groups of new keys, or of new values, and copy those tokens of the groups that
     stay exact.
     """
     length, coded, first = at
@@ -423,7 +423,7 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
 
 @triton.jit
 def _begin(pool, C: tl.constexpr):
-    """Return the number of tokens in the cache, the number of them stored as codes, and this
+    """Return the number of tokens in the cache, the number of tokens stored as codes, and this
     sequence's first token."""
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)

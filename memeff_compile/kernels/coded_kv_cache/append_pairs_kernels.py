@@ -10,9 +10,10 @@ three sums over the channels of both rows, so a program reads the rows twice, a 
 time: once to compute the three sums, once to compute and encode the direction. Programs read the
 cache's number of tokens from GPU memory; the last program writes the new number.
 
-Two other kernels merge the groups of a prompt. The first measures the distances between the rows of
-both layers. Then plain PyTorch chooses the rows that stay unmerged, and the second kernel encodes
-keys or values. Both kernels read the key and value tensors that the model passes.
+Two other kernels merge the groups of a prompt. The first of these two kernels measures the
+distances between the rows of both layers. Then plain PyTorch chooses the rows that stay unmerged,
+and the second kernel encodes keys or values. Both kernels read the key and value tensors that the
+model passes.
 """
 
 from __future__ import annotations

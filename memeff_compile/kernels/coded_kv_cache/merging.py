@@ -3,7 +3,7 @@
 A row is the key or value vector of one head and token. The two layers' rows of the same token
 become one shared direction (a vector of length one) and two lengths; if the angle between the two
 rows is too large, both rows stay unmerged. The rotary embedding does not matter for merging,
-because it rotates both rows of a pair alike.
+because it rotates the rows of both layers by the same angles.
 
 Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
 """

@@ -21,8 +21,8 @@ exact but very small; so in bf16, queries and softmax weights are multiplied by 
 products by 2 ** 69. Triton's interpreter cannot run these instructions or multiply bf16, so under
 the interpreter PACKED is off, and UPCAST widens operands to fp32.
 
-In variable names, tokens are those of one group, rows are the query heads of one key-value head,
-and a part is the block of channels that one product covers.
+In variable names, tokens are the tokens of one group, rows are the query heads of one key-value
+head, and a part is the block of channels that one product covers.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ def _choose(vectors, half, HALVES: tl.constexpr):
 
 @triton.jit
 def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
-    """Return the high bits of the first token of every pair, followed by those of the second token
-    of every pair."""
+    """Return the high bits of the first token of every pair, followed by the high bits of the
+    second token of every pair."""
     if PACKED:
         second = tl.inline_asm_elementwise(
             _SECOND, "=r,r", [high], dtype=tl.uint16, is_pure=True, pack=2

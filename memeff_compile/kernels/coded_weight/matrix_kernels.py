@@ -60,8 +60,8 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the sign and mantissa bits of eight weights; those of neighbouring weights are 16 bits
-    apart."""
+    """Return the sign and mantissa bits of eight weights; the bits of neighbouring weights are 16
+    positions apart."""
     word = word.to(gl.int32)
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)

@@ -259,7 +259,7 @@ def _narrow_rows(
 ):
     """Compute the products of ROWS rows of a lossy weight with one token x, summed in fp32.
 
-    The kernel loads the words of the next step before it multiplies those of the current step.
+    The kernel loads the words of the next step before it multiplies the words of the current step.
     """
     IS_EVEN: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]

@@ -18,8 +18,8 @@ from .layout import CHUNK, GROUP
 class RowTile:
     """The tile of the kernel for one token.
 
-    A program computes `rows` outputs. In each step, the program reads `words` 32-bit words of codes
-    from each of these rows of the weight.
+    A program computes `rows` outputs, one per row of the weight. In each step, the program reads
+    `words` 32-bit words of codes from each of these rows.
     """
 
     rows: int

@@ -46,8 +46,8 @@ class Unsettled:
     """A new value of a weight, until it is known whether its codes fitted into the memory of the
     old codes.
 
-    If the codes did not fit, the value is encoded again, either from the spill buffer or from the
-    dense value, which is kept until then.
+    If the codes did not fit, the value is encoded again, either from the spill buffer (memory for
+    values whose codes do not fit) or from the dense value, which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -103,7 +103,7 @@ class UnsettledTogether:
 
     This object keeps the weights' gradients until `encode` is called. Code that reads one of the
     weights first calls `encode`. All gradients come from one CUDA stream, and the kernels run on
-    that stream, even if the caller uses another one.
+    that stream, even if the caller uses another stream.
     """
 
     is_settled = False
@@ -895,7 +895,7 @@ def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeigh
 
 
 def _view(weight: CodedWeight, size: Sequence[int]) -> object:
-    """Return a view of the weight in the same shape, or a flat one; FSDP2 creates both kinds of
+    """Return a view of the weight in the same shape, or a flat view; FSDP2 creates both kinds of
     views of a shard.
     """
     if tuple(size) == tuple(weight.shape):

@@ -164,8 +164,8 @@ def _store_x(xs, x_ptr, scale, C: gl.constexpr):
 def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constexpr):
     """Compute 16 outputs for one token; each warp sums over a share of the columns.
 
-    The constants are those of `matrix_kernels._matrix_tile`; GROUPS is K / 256, and BLOCK is at
-    least 256.
+    The constants are the same as for `matrix_kernels._matrix_tile`; GROUPS is K / 256, and BLOCK is
+    at least 256.
     """
     rows_count = weight.rows
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])

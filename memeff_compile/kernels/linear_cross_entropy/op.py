@@ -1,7 +1,7 @@
 """memeff::linear_cross_entropy and related ops: schemas, validation, fake tensors, autograd.
 
-Two ops compute the loss, and the first of them has a backward op; all three optionally take a LoRA
-adapter of the output projection:
+Two ops compute the loss, and the first of them has a backward op; these three ops optionally take a
+LoRA adapter of the output projection:
 
     linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
     linear_cross_entropy_total  one number and the gradients of that number,

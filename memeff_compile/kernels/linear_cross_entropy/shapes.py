@@ -268,7 +268,7 @@ def shapes_for_programs(programs: int) -> Shapes:
 
 def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
     """Return the rows and columns of a tile of the hidden states' gradient (dE) and the weight's
-    gradient (dC): of two possible shapes, the one with fewer unused columns."""
+    gradient (dC): of two possible tile shapes, the shape with fewer unused columns."""
     rows, columns = shapes.rows, shapes.columns
     is_turned = 0 < depth % columns <= rows
     return (columns, rows) if is_turned else (rows, columns)

@@ -10,12 +10,12 @@ statistics. Another op then merges them into the results of `linear_cross_entrop
     nll, lse, logit_sum, entropy, top = linear_cross_entropy_merge(every, h, W_r, None, y, ...)
 
 `linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy over all
-classes, so its softmax is that of the whole output projection.
+classes, so it uses the softmax over all classes, not only over this rank's classes.
 
 A loss that is a single number needs a row's softmax before its gradients, and no rank has all
 classes. So all ranks process the same blocks of rows and exchange numbers once per block: each rank
-computes its logits, sends two numbers per row to the others (`Ranks`), and computes its gradients
-with the numbers of all ranks:
+computes its logits, sends two numbers per row to the other ranks (`Ranks`), and computes its
+gradients with the numbers of all ranks:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)

@@ -1,4 +1,5 @@
-"""The arguments that both implementations take, their results, and the sizes of blocks.
+"""The arguments that the two implementations of divergences take, the results that they return, and
+the sizes of blocks.
 
 In variable names, N is rows (tokens), D and K are features of student and teacher, V is classes,
 and R is rows of a block.

@@ -256,7 +256,7 @@ def _turn_vector(places, step, COUNT: tl.constexpr):
 def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
     """Write the factors of the channels, and the common direction of the queries.
 
-    The common direction is that of the sum of the sampled queries. The kernel stores this
+    The common direction is the direction of the sum of the sampled queries. The kernel stores this
     direction, its Hadamard transform, the transform's elements in two channels, the indices of
     these channels, and the direction's share of the queries' energy. The stored direction is zero
     if it has only a small share of the queries' energy. The first of the two channels has the
