@@ -78,9 +78,9 @@ def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> 
     """Return the distance, (B, H), above which a row stays unmerged; if `reading` is ``similar``,
     rows below this distance stay unmerged.
 
-    The function uses only the distances (B, H, N) for which `counted` is true; if it is true for no
-    row, the function returns nan. `gamma` is the fraction of the range of distances in which rows
-    stay unmerged. A larger fraction keeps more rows unmerged, and 1 keeps all rows unmerged.
+    The function uses only the distances (B, H, N) for which `counted` is true; if `counted` is true
+    for no row, the function returns nan. `gamma` is the fraction of the range of distances in which
+    rows stay unmerged. A larger fraction keeps more rows unmerged, and 1 keeps all rows unmerged.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
@@ -98,8 +98,8 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the rows that stay unmerged: those beyond the threshold, the rows farthest beyond it
-    first, at most `room` rows.
+    """Choose the rows that stay unmerged: those whose distance is beyond the threshold, starting
+    with the distances farthest beyond it, and at most `room` rows.
 
     Returns:
         chosen: bool (B, H, N), whether a row stays unmerged.

@@ -174,7 +174,7 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
     """Return a sentence that says why a GPU should decode the cache first, or None if attention
     should read the codes.
 
-    The op works on any GPU; this function only advises passes whether to use it.
+    The op works on any GPU; this function only tells passes whether to use the op.
     """
     if where_it_runs(q.device).type != "cuda":
         return None

@@ -136,7 +136,7 @@ def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | 
 
 
 def unlike_choices(**given: str) -> str | None:
-    """Return a sentence that names an unknown value of a setting, or None if there is none."""
+    """Return a sentence that names a setting's unknown value, or None if all values are known."""
     every = {"rule": RULES, "scale": SCALES, "reading": READINGS}
     for name, value in given.items():
         if value not in every[name]:

@@ -515,8 +515,8 @@ def fuses(
     # a gradient is needed: products then equal those of a dense layer bit for bit
     trains: bool = False,
 ) -> bool:
-    """Return whether the kernel of a product with a given number of tokens decodes the weight
-    itself."""
+    """Return whether, for a given number of tokens, one kernel decodes and multiplies the weight;
+    otherwise the weight is decoded first."""
     if trains or form.family != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:

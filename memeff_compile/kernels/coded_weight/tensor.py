@@ -3,8 +3,8 @@ weight's codes.
 
 An operation without special support first decodes the weight. A linear becomes
 `memeff::coded_weight_linear`, which saves no decoded weight for the backward pass. In-place writes
-raise an error, because no dense memory exists to write to; `copy_` of a whole new value is encoded.
-A view is a decoded copy, and in-place writes to a view raise an error too.
+raise an error, because no dense memory exists to write to; only `copy_` of a whole new value works:
+the value is encoded. A view is a decoded copy, and in-place writes to a view raise an error too.
 """
 
 from __future__ import annotations
@@ -924,7 +924,9 @@ def _copy_(weight: CodedWeight, value: Tensor, *_: object) -> CodedWeight:
 
 
 def _lerp(selves: Any, others: Any, weights: Any) -> object:
-    """Average weights, as `torch.optim.swa_utils` does, by encoding the whole new values."""
+    """Average weights, as `torch.optim.swa_utils` does: decode the weight, compute the average, and
+    encode it.
+    """
     if isinstance(selves, Tensor):
         _lerp([selves], [others], weights)
         return selves

@@ -275,8 +275,8 @@ def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
 
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
-    """Return the number of rows of a block in the forward pass: whole tiles, so that all blocks
-    have about equal height."""
+    """Return the number of rows of a block in the forward pass: a multiple of the tile's height,
+    such that all blocks have about the same height."""
     tiles = -(-rows // shapes.rows)
     count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
     return -(-tiles // count) * shapes.rows
@@ -369,7 +369,9 @@ def room_inside(
 
 
 def slices_of(depth: int, shapes: Shapes) -> int:
-    """Return how many slices of SLICE features the weight's gradient has, padded to whole tiles."""
+    """Return how many slices of SLICE features the weight's gradient has, when its features are
+    padded to whole tiles.
+    """
     columns = product_tile(depth, shapes)[1]
     return -(-depth // columns) * columns // SLICE
 
@@ -382,8 +384,8 @@ def hopper_rows(
     workspace: int,  # the bytes of X; 0 is automatic
     shapes: Shapes,
 ) -> int:
-    """Return the number of rows of a block: whole tiles, so that all blocks have about equal
-    height.
+    """Return the number of rows of a block: a multiple of the tile's height, such that all blocks
+    have about the same height.
 
     A block that is taller than a tile of the hidden states' gradient (dE) consists of whole tiles
     of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a

@@ -343,8 +343,8 @@ def _quantized_attention_prepare_settle_kernel(
 
 @triton.jit
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
-    """Change `x` by whole quantisation steps in two channels so that its rounding error is almost
-    orthogonal to `direction`.
+    """Change `x` by whole quantisation steps in two channels so that the rounding error of `x` is
+    almost orthogonal to `direction`.
 
     Steps in the first channel remove most of the error along `direction`; steps in the second
     channel remove most of the remaining error.
