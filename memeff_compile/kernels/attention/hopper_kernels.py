@@ -74,8 +74,8 @@ def _place_of(turn, rows, tiles, width):
 
 @gluon.jit
 def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: gl.constexpr):
-    """Return the first visited tile, the first complete tile, the end of the complete tiles, the
-    number of incomplete tiles, and the number of all visited tiles.
+    """Return the first visited tile, the first complete tile (without hidden keys), the end of the
+    complete tiles, the number of incomplete tiles, and the number of all visited tiles.
     """
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C
@@ -86,7 +86,7 @@ def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: g
 
 @gluon.jit
 def _nth(index, found):
-    """Return the tile that the program visits at this step; incomplete tiles come first."""
+    """Return the tile that the program visits at this step; tiles with hidden keys come first."""
     first, full_first, full_stop, edges, _ = found
     edge = edge_tile(index, first, full_first, full_stop)
     return gl.where(index < edges, edge, full_first + index - edges)

@@ -128,8 +128,8 @@ def list_of(dense, batch, head, tile, others):
 
 @triton.jit
 def listed(index, list_ptr, others, MASKED: tl.constexpr):
-    """Return the full tile number `index` of a list or, if MASKED, the partial tile number
-    `index`."""
+    """Return the full tile with the position `index` in a list or, if MASKED, the partial tile with
+    that position."""
     place = 2 + index
     if MASKED:
         place = 1 + others - index

@@ -81,8 +81,8 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return the fully visible tile number `index`, or, if MASKED, the partly visible tile number
-    `index`.
+    """Return the fully visible tile with the position `index` among such tiles, or, if MASKED, the
+    partly visible tile with that position.
 
     If the tiles come from a list, the caller loaded the number of this tile one iteration earlier;
     this call loads the number of tile `following` and returns it as the second result.

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append tokens to a low-bit KV cache: they write the window of latest tokens and the
-exact first tokens, and encode groups.
+"""Kernels that append tokens to a low-bit KV cache: they write the latest tokens and the first
+tokens exactly, and encode groups of other tokens.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
 tokens in order. When the window is full, a program encodes the oldest group. If several tokens are

@@ -60,8 +60,8 @@ def _share_group(
 
 @triton.jit
 def _keep_early(window, kept, coded, first, C: tl.constexpr):
-    """If the group that starts at position `coded` contains the sequence's exact first tokens, copy
-    these tokens from a window of latest tokens.
+    """If the group that starts at position `coded` contains the sequence's first tokens, which stay
+    exact, copy these tokens from a window of latest tokens.
     """
     if C.KEPT > 0:
         place = (coded + tl.arange(0, C.GROUP)).to(tl.int32)

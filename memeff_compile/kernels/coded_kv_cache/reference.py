@@ -179,7 +179,9 @@ def append(
 
 
 def kept_until(places: Tensor, positions: Tensor) -> Tensor:
-    """Return which positions, (B, H or 1, n), are exact first tokens or padding before them."""
+    """Return which positions, (B, H or 1, n), are first tokens, which stay exact, or padding before
+    these tokens.
+    """
     if places.shape[2] == 0:
         return torch.zeros(1, 1, positions.numel(), dtype=torch.bool, device=positions.device)
     return positions < places[:, :, :1] + places.shape[2]

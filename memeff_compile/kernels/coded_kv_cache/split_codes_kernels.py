@@ -3,18 +3,18 @@
 share of the cache, and the second combines the partial results.
 
 Program i of n processes steps i, i + n, i + 2n and so on; a step is a few groups of codes. After
-the codes, the program processes tiles of the window and of the exact first tokens in the same
-order. Scores have tokens as rows and query heads as columns, so that keys and values are the left
-operands of the matrix products: the kernel reads keys and values as bytes and unpacks them in
-registers, and eight query heads fill a tile. If the query heads fill at most half of a tile, two
-groups of tokens share the tile (HALVES): the first half of the columns has the queries for one
-group, the second half has the queries for the next group. Each product multiplies the codes of one
-of the two groups by all columns, and the kernel uses only the half of the columns that belongs to
-that group. At the end, the two halves of the columns are two separate partial results. Codes are
-not decoded: the query is multiplied by the keys' scales, the softmax weight by the values' scales,
-and zero points are added once per step. Softmax weights are summed per token in registers, and
-across tokens only at the end, so a step has just two reductions: the zero points of keys, and the
-largest score. The sums run in a fixed order.
+the codes, the program processes, in the same order, tiles of the latest tokens and of the first
+tokens, which are stored exactly. Scores have tokens as rows and query heads as columns, so that
+keys and values are the left operands of the matrix products: the kernel reads keys and values as
+bytes and unpacks them in registers, and eight query heads fill a tile. If the query heads fill at
+most half of a tile, two groups of tokens share the tile (HALVES): the first half of the columns has
+the queries for one group, the second half has the queries for the next group. Each product
+multiplies the codes of one of the two groups by all columns, and the kernel uses only the half of
+the columns that belongs to that group. At the end, the two halves of the columns are two separate
+partial results. Codes are not decoded: the query is multiplied by the keys' scales, the softmax
+weight by the values' scales, and zero points are added once per step. Softmax weights are summed
+per token in registers, and across tokens only at the end, so a step has just two reductions: the
+zero points of keys, and the largest score. The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and

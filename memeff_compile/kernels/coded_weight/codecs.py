@@ -45,8 +45,8 @@ from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, wi
 
 @dataclass(frozen=True)
 class Room:
-    """Spare memory in lists whose length depends on a weight's values, so that later values of the
-    weight fit, too."""
+    """Spare memory in a compressed weight's lists, whose length depends on the weight's values, so
+    that later values of the weight fit, too."""
 
     share: float = 0.0  # memory beyond what is needed now, as a share of that
     least: int = 0  # memory beyond what is needed now, in elements

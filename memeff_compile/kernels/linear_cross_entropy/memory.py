@@ -101,7 +101,8 @@ class How(NamedTuple):
 class Pieces(NamedTuple):
     """The size of the blocks of logits that exist at one time.
 
-    The fields are the bytes of these blocks, and the number of columns whose weights are copied.
+    The fields are the bytes of these blocks, and the number of classes whose rows of the weight are
+    copied.
     """
 
     bytes: sympy.Expr

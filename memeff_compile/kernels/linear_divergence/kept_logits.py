@@ -59,8 +59,8 @@ from .call import (
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number (the divergence) per row, and the gradients of the sum of these numbers,
-    each multiplied by its factor in `factors`."""
+    """Compute one number (the divergence) per row, and the gradients of the sum over all rows of
+    this number times the row's factor (`factors`)."""
     given = _readable(given)
     walk = _Divergence(given, factors, wanted(given, factors, mask))
     walk.all_rows()
