@@ -39,8 +39,8 @@ def side_by_side(
 
     The function fills a new allocation before it frees the old lists, weight by weight, so one
     extra allocation is needed temporarily. The weights may have different codecs and devices, and
-    their values do not change. The function also adds spare memory to a list that already has some.
-    A weight whose coded tensors lie in one allocation stays where it is.
+    their values do not change. The function also adds spare memory to a list that already has spare
+    memory. A weight whose coded tensors lie in one allocation stays where it is.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:

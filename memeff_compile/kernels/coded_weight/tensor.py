@@ -473,7 +473,7 @@ class CodedWeight(Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], codec: str, outer_size: Sequence[int], outer_stride: object
     ) -> CodedWeight:
-        """Return the weight that `__tensor_flatten__` split."""
+        """Rebuild the weight from the inner tensors into which `__tensor_flatten__` split it."""
         names = ("piece",) if "piece" in inner else parse(codec).parts
         return CodedWeight([inner[name] for name in names], codec, outer_size)
 
@@ -610,7 +610,7 @@ class CodedWeightView(Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], offset: int, outer_size: object, outer_stride: object
     ) -> CodedWeightView:
-        """Return the view that `__tensor_flatten__` split."""
+        """Rebuild the view from the inner tensors into which `__tensor_flatten__` split it."""
         return CodedWeightView(inner["plain"], offset)
 
     def _typed_storage(self) -> torch.TypedStorage:

@@ -7,10 +7,10 @@ implementation.
                              (..., k), for a teacher that is known only at these classes; the
                              backward pass computes the logits again
 
-The forward pass of the second op also computes its operands' gradients. The backward pass of this
-op only multiplies these gradients by the gradient of the loss, in place if no other code can read
-them. The ops compute no gradient for the teacher. The three ops do not change their inputs;
-Inductor treats the ops as opaque, and autocast does not affect them.
+The forward pass of `linear_divergence_total` also computes its operands' gradients. The backward
+pass of this op only multiplies these gradients by the gradient of the loss, in place if no other
+code can read them. The ops compute no gradient for the teacher. The three ops do not change their
+inputs; Inductor treats the ops as opaque, and autocast does not affect them.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ single multiply-add turns a score into the exponent of its softmax weight. Softm
 most 448, the largest E4M3 number, because an offset is subtracted from the running maximum.
 Dividing by the sum of the weights cancels this offset.
 
-The product of a tile's weights and values is computed separately and then added in fp32. The reason
-is that tensor cores which multiply 8-bit floats keep only about 14 bits of a sum, too few for many
-keys.
+The product of a tile's softmax weights and values is computed separately, and then added in fp32 to
+the sum over the earlier tiles. The reason is that tensor cores which multiply 8-bit floats keep
+only about 14 bits of a sum, too few for many keys.
 
 The first product leaves the softmax weights in other registers than those that the second product
 reads. So `prepare_kernels` stores the values' tokens in the order in which registers contain the
