@@ -348,8 +348,8 @@ def _behind(length, coded, new, C: tl.constexpr):
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or the new values, of one sequence and head; return the new numbers of
-    tokens."""
+    """Write the new keys, or the new values, of one sequence and head; return the new number of
+    tokens in the cache, and the new number of tokens stored as codes."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)

@@ -84,7 +84,9 @@ def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP
 
 @triton.jit
 def _factors(cosine, m, n, t, RULE: tl.constexpr):
-    """Return the weights of the lower and the upper layer's row in the shared direction."""
+    """Return the weights of the lower layer's row and of the upper layer's row in the sum that
+    gives the shared direction.
+    """
     per_m = 1.0 / tl.maximum(m, 1e-12)
     per_n = 1.0 / tl.maximum(n, 1e-12)
     if RULE == 2:

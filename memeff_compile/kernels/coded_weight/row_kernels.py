@@ -134,8 +134,8 @@ def _finish_rows(
     TILE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Add the bias and the products of the patches (weights stored whole) to some rows, and store
-    the results."""
+    """Add the bias and the products of the patches (weights stored whole) to the outputs of some
+    rows, and store these outputs."""
     ROWS: tl.constexpr = TILE[2]
     CHUNKS: tl.constexpr = TILE[5]
     _, _, _, begin, end = found

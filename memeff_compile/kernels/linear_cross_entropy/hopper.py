@@ -14,8 +14,8 @@ weight's gradient (dC) is stored in fp16, with one power of two for each class a
 because its sums need three more bits than bf16 has.
 
 A second form of the backward pass processes blocks of W classes one after another. This form takes
-less memory than the first, and supports fp16 and a workspace limit. For each block, it writes the
-rows of dC once, and adds the product of G and the block's rows of C to dE in fp32, with one
+less memory than the first form, and supports fp16 and a workspace limit. For each block, it writes
+the rows of dC once, and adds the product of G and the block's rows of C to dE in fp32, with one
 reduction per element and launch. With the minimal workspace, the logits' gradient G and the fp32
 sums use memory of the weight's gradient.
 

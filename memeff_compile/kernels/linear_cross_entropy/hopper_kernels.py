@@ -703,7 +703,7 @@ def _linear_cross_entropy_hopper_products_kernel(
     The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
     computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
     the other multiprocessors busy meanwhile, and afterwards keep all multiprocessors busy. A
-    program that has finished a tile takes the next one that no program has taken. One program
+    program that has finished a tile takes the next tile that no program has taken. One program
     computes all of a tile, so the order in which programs take tiles does not change the results.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)

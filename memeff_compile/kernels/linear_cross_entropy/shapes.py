@@ -69,8 +69,8 @@ def reference_bytes_per_logit(
 def reference_columns(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose the number of columns of a block of classes within the workspace; a workspace of 0
-    means automatic."""
+    """Choose the number of columns of a block of classes within the workspace; with a workspace of
+    0, the function chooses a size itself."""
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
@@ -80,8 +80,8 @@ def reference_columns(
 def reference_rows(
     rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
-    """Return the number of rows whose wide logits exist at once, at most half of all rows; a
-    workspace of 0 means automatic."""
+    """Return the number of rows whose fp32 or fp64 logits exist at once, at most half of all rows;
+    with a workspace of 0, the function chooses a size itself."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else REFERENCE_MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -122,8 +122,8 @@ class Widths(NamedTuple):
 def library_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose the widths of strips and blocks within the workspace; a workspace of 0 means
-    automatic.
+    """Choose the widths of strips and blocks within the workspace; with a workspace of 0, the
+    function chooses a size itself.
 
     For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
     gets half of the workspace, and a block of gradients in the input dtype (2 bytes per element).
@@ -287,8 +287,8 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
     """Choose how many columns of the logits' gradient G the backward pass computes at once.
 
     The function considers widths within the workspace and up to half the vocabulary, and returns
-    the width whose launches leave the fewest multiprocessors idle at their ends. A workspace of 0
-    means automatic.
+    the width whose launches leave the fewest multiprocessors idle at their ends. With a workspace
+    of 0, the function chooses a size itself.
     """
     step = shapes.columns
     budget = workspace or max(HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW * rows)

@@ -8,7 +8,7 @@ rows, if the implementation supports this: the loop computes a block's statistic
 block's gradients. Between these two steps, ranks with different classes exchange statistics.
 
     `reference`: blocks of classes for a loss per row, blocks of rows for a single number
-    `library`:   the same, but a single number only for a frozen projection with a LoRA adapter
+    `library`:   the same blocks; a single number only for a frozen projection with LoRA adapter
     `hopper`:    blocks of rows; the backward pass of a loss per row may use blocks of classes
 
 An implementation is imported when it runs for the first time; before that, no module with kernels

@@ -195,7 +195,7 @@ def settings_for(
 
 def sampled_queries(queries: int) -> tuple[int, int, int]:
     """Return the stride between the sampled blocks of `QUERY_ROWS` queries, the number of sampled
-    blocks, and the number of queries in them."""
+    blocks, and the number of queries in these blocks."""
     blocks = -(-queries // QUERY_ROWS)
     stride = max(1, -(-blocks // MOST_SAMPLES))
     samples = -(-blocks // stride)
