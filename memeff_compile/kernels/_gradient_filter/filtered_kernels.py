@@ -3,15 +3,15 @@
 and compute gradients only for these classes.
 
 Rows (tokens) are sorted by an estimate of their probability mass in unlikely classes. A group
-consists of TILE consecutive rows, and a block of at most 16 groups. One pass over all classes
-computes the rows' statistics and a score for each class and group. For each of LEVELS thresholds,
-the pass also computes the probability mass that each row would lose if the classes with lower
-scores were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one bit for
-each group of rows in which the filter keeps the class. Classes are sorted by these words, so that
-in nearly every tile the filter keeps either all classes or none. For the tiles that the filter
-keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are stored.
-These stored gradients still lack one factor per row; the last kernel multiplies its results by this
-factor.
+consists of TILE consecutive rows, and a block consists of at most 16 groups. One pass over all
+classes computes the rows' statistics and a score for each class and group. For each of LEVELS
+thresholds, the pass also computes the probability mass that each row would lose if the classes with
+lower scores were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one
+bit for each group of rows in which the filter keeps the class. Classes are sorted by these words,
+so that in nearly every tile the filter keeps either all classes or none. For the tiles that the
+filter keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are
+stored. These stored gradients still lack one factor per row; the last kernel multiplies its results
+by this factor.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """

@@ -7,7 +7,7 @@ tokens in order. When the window is full, a program encodes the oldest group. If
 appended, as for a prompt, another launch directly encodes the groups that contain only new tokens,
 with more programs; these groups are never stored exactly. Programs read the cache's number of
 tokens from GPU memory. The last program to finish writes the new number of tokens, after all
-programs have read the old one.
+programs have read the old number.
 
 The codes equal the codes of the reference implementation: divisions are rounded to the nearest fp32
 number, and a quotient halfway between two codes is rounded up.
@@ -104,7 +104,7 @@ def _scaled(low, high, most, scales_base, place):
 @triton.jit
 def _steps(low, high, most, scales_base):
     """Return the scale step and the zero point for numbers from `low` to `high`, rounded to the
-    type of scales."""
+    dtype of scales."""
     kind: tl.constexpr = scales_base.dtype.element_ty
     step = _stored(tl.div_rn(high - low, most), scales_base)
     return step, low.to(kind).to(tl.float32)

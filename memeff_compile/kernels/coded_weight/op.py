@@ -118,7 +118,8 @@ def encode_soon(
     refuge: Tensor | None = None,  # host memory for a weight that does not fit
     counts: Tensor | None = None,  # the result of `codecs.step`, if that made the weight
 ) -> codecs.Outcome | bool:
-    """Encode a new value of a weight into its existing tensors; return whether it fitted.
+    """Encode a new value of a weight into its existing tensors; return whether the value's codes
+    fitted.
 
     If the value did not fit, the contents of these tensors are invalid, and the caller must
     allocate new tensors. On a GPU, win4 and tier do not make the CPU wait: they return an

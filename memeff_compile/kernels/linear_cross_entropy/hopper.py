@@ -291,7 +291,7 @@ class BackwardByClasses(Differentiating):
             first += width
 
     def _finish_hidden(self) -> None:
-        """Round the fp32 sums of the hidden states' gradient to its dtype."""
+        """Round the fp32 sums of the hidden states' gradient to the dtype of the hidden states."""
         if self.sums is None:
             return
         if self.selection.place is None:
