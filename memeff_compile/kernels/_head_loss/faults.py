@@ -103,7 +103,7 @@ def shape_fault(given: Operands) -> str | None:
 
 
 def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
-    """Return the pairs of sizes that must be equal, each with the error message for unequal sizes."""
+    """Return the pairs of sizes that must be equal, each with the message of the error."""
     hidden, weight, bias, target, column_weight, low, up = given
     vocab, depth = weight.shape
     of_depth = (

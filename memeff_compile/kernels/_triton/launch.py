@@ -51,8 +51,8 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
 
 
 def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments in which the capitalised ones are packed into C, if the kernel has
-    an argument C."""
+    """Return keyword arguments in which the capitalised arguments are packed into C, if the kernel
+    has an argument C."""
     if not compat.takes(kernel, "C"):
         return dict(given)
     constants = tuple(item for item in given.items() if item[0].isupper())

@@ -78,8 +78,8 @@ def fit(
     `span` positions.
 
     If the given rotations are not the identity, they were fitted to other rows before. `fit` keeps
-    these rotations and their slots if the new rows are too few to fit better ones: the keys of a
-    few tokens, after rotary embedding, do not show how keys at later positions are rotated.
+    these rotations and their slots if the new rows are too few to fit better rotations: the keys of
+    a few tokens, after rotary embedding, do not show how keys at later positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
     kinds, depth = maps.turns.shape[2], maps.turns.shape[-1]

@@ -155,7 +155,7 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Start to copy the needed lengths of the lists to the CPU, without waiting for the copy."""
+        """Start to copy the needed lengths of lists to the CPU, without waiting for the copy."""
         with on_device(self._needed):
             if self._needed.is_cuda:
                 self._event = torch.cuda.Event()

@@ -253,8 +253,8 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add the products of patches (weights stored whole) with the columns of x that belong to
-    them.
+    """Add the products of patches (weights stored whole) with the columns of x that belong to these
+    patches.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))

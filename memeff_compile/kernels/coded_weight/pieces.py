@@ -38,7 +38,7 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
 
 def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
     """Copy the coded tensors of a weight of `count` elements into one allocation: `piece`, or a new
-    one.
+    allocation.
     """
     if piece is None:
         words = piece_words(count, parts[3].numel())

@@ -16,8 +16,8 @@ row's log-sum-exp; the two products with X apply this factor. At a row's target,
 precision. If ranks split the vocabulary, they exchange their log-sum-exps after X is written.
 
 Each program computes several output tiles one after another, and loads the operands of the next
-tile during the epilogue of the current one. The kernels process compact rows: ignored rows are left
-out. Kernels read the number of rows that are not ignored from GPU memory (`kept_ptr`); the CPU
+tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
+left out. Kernels read the number of rows that are not ignored from GPU memory (`kept_ptr`); the CPU
 never reads this number. The kernels multiply logits by log2(e), so that they can use exp2: z2 = z *
 log2(e).
 

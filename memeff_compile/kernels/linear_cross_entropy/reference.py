@@ -400,7 +400,7 @@ def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
 def _width(dtype: torch.dtype, rows: int, weight: Tensor, given: Settings, *, forward: bool) -> int:
     """Return the number of columns in a block.
 
-    The number of columns depends on the number of all rows, including the ignored ones.
+    The number of columns depends on the number of all rows, including ignored rows.
     """
     per_logit = reference_bytes_per_logit(
         dtype.itemsize, given.softcap > 0, not forward, given.with_entropy

@@ -255,7 +255,7 @@ class Shapes(NamedTuple):
 
 @lru_cache(maxsize=64)
 def shapes_for(device: torch.device) -> Shapes:
-    """Return the tile shapes for a GPU, or small ones for Triton's interpreter without a GPU."""
+    """Return the tile shapes for a GPU, or small shapes for Triton's interpreter without a GPU."""
     if device.type != "cuda":
         return Shapes(32, 64, 16, 4, 1, False, 2, is_interpreted=True)
     return shapes_for_programs(processors(device))
