@@ -43,7 +43,8 @@ def _odd_bytes(word):
 
 @gluon.jit
 def _scaled_pair(pair, scale):
-    """Multiply the two bf16 numbers in each pair word by the two of another pair word, and round.
+    """Multiply the two bf16 numbers in each pair word by the two bf16 numbers of another pair word,
+    and round.
 
     The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
     -0.0 into 0.0.

@@ -134,8 +134,8 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def scaled_pair(pair, scale):
-    """Multiply the two bf16 numbers of a pair word by the two of another pair word, and round to
-    nearest, ties to even.
+    """Multiply the two bf16 numbers of a pair word by the two bf16 numbers of another pair word,
+    and round to nearest, ties to even.
 
     The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
     -0.0 into 0.0.

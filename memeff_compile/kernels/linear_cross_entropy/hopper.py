@@ -600,8 +600,8 @@ def backward(
 ) -> BackwardByRows | BackwardByClasses:
     """Return the backward pass that computes the gradients that `output_mask` requests.
 
-    A backward pass by blocks of rows is faster than one by blocks of classes but takes more memory,
-    so it is used if the workspace is automatic.
+    A backward pass by blocks of rows is faster than a backward pass by blocks of classes but takes
+    more memory; blocks of rows are used only if the caller sets no workspace.
     """
     is_by_rows = triton_compat.has_gluon() and not settings.workspace
     if is_by_rows and given.hidden.dtype == torch.bfloat16:
