@@ -52,7 +52,7 @@ def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """Return the device for which implementations are chosen: the planned one if there is one,
+    """Return the device for which implementations are chosen: the planned device if there is one,
     otherwise `device`."""
     planned = _planned.get()
     return device if planned is None else planned.device
@@ -100,7 +100,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return the properties of a device's GPU; without a GPU, return those of an H200."""
+    """Return the properties of a device's GPU; without a GPU, return the properties of an H200."""
     planned = _planned.get()
     if planned is not None:
         return planned.gpu
@@ -134,8 +134,8 @@ def _processors(index: int) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of `device`; if the device is not a GPU, return that of
-    an H200."""
+    """Return the number of multiprocessors of `device`; if the device is not a GPU, return the
+    number of an H200."""
     return DEFAULT_PROCESSORS if device.type != "cuda" else _processors(_index(device))
 
 

@@ -19,9 +19,10 @@ fraction of tiles that the filter keeps. The sorted order of the V classes is st
 numbers; the weight and its gradient are not reordered in memory.
 
 The probability mass that a row loses is distributed over the row's kept classes, in proportion to
-their probabilities, so the sum of the row's gradients (without the target's) does not change.
-Without this redistribution, the logits of dropped classes would rise, because no optimizer step
-lowers them: each rises only a little, but after a hundred steps the loss is higher.
+their probabilities, so the sum of the gradients of the row's logits (without the target's logit)
+does not change. Without this redistribution, the logits of dropped classes would rise, because no
+optimizer step lowers them: in one step each of these logits rises only a little, but after a
+hundred steps the loss is higher.
 
 `published` is the filter of the Cut Cross-Entropy paper: rows keep their order, classes are sorted
 by their mean logits, and no mass is redistributed. A tile is dropped if |p - 1(target)| is below
@@ -450,12 +451,14 @@ class Walks(NamedTuple):
 
     @property
     def forward(self) -> Any:
-        """Return the implementation's forward pass, which a filter does not change."""
+        """Return the forward pass of the loss op's implementation; a gradient filter does not
+        change the forward pass.
+        """
         return self.exact.forward
 
     @property
     def total(self) -> type[FilteredTotal]:
-        """Return the class of the loop for a loss that is a single number: `FilteredTotal`."""
+        """Return the Python class of the loop for a loss that is one number: `FilteredTotal`."""
         return FilteredTotal
 
     def backward(
@@ -467,7 +470,7 @@ class Walks(NamedTuple):
         output_mask: Sequence[bool],
     ) -> Differentiating:
         """Return the loop that computes the gradients; the filter drops classes for the hidden
-        states' gradient, for the weight's, or for both.
+        states' gradient, for the weight's gradient, or for both gradients.
         """
         parts, rest = settings.filter_parts, list(output_mask[:3])
         if parts == "both":

@@ -3,14 +3,15 @@
 and compute gradients only for these classes.
 
 Rows (tokens) are sorted by an estimate of their probability mass in unlikely classes. A group
-consists of TILE consecutive rows, and a block of at most 16 groups. One pass over all classes
-computes the rows' statistics and a score for each class and group. For each of LEVELS thresholds,
-the pass also computes the probability mass that each row would lose if the classes with lower
-scores were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one bit for
-each group of rows in which the filter keeps the class. Classes are sorted by these words, so that
-in nearly every tile the filter keeps either all classes or none. For the tiles that the filter
-keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are stored. A
-factor per row is missing in these stored gradients; the last kernel multiplies by it.
+consists of TILE consecutive rows, and a block consists of at most 16 groups. One pass over all
+classes computes the rows' statistics and a score for each class and group. For each of LEVELS
+thresholds, the pass also computes the probability mass that each row would lose if the classes with
+lower scores were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one
+bit for each group of rows in which the filter keeps the class. Classes are sorted by these words,
+so that in nearly every tile the filter keeps either all classes or none. For the tiles that the
+filter keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are
+stored. These stored gradients still lack one factor per row; the last kernel multiplies its results
+by this factor.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -148,7 +149,7 @@ def _gradient_filter_estimate_kernel(
 def _level(index, highest, C: tl.constexpr):
     """Return the scores below which the levels with the given indices drop a class.
 
-    The last level's score is higher than that of every class, so this level drops all classes.
+    The last level's score is higher than the score of every class, so this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -286,8 +287,8 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Record whether a row's largest logit is far from its base, and make that logit the new
-    base."""
+    """Record whether a row's largest logit is far from the row's base (an earlier estimate of that
+    logit), and make the largest logit the new base."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
     base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
@@ -423,7 +424,9 @@ def _gradient_filter_share_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Reorder the per-row numbers from which gradients are computed, by the rows' rank."""
+    """Reorder the per-row numbers from which gradients are computed, into the order in which the
+    filter has sorted the rows.
+    """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = offs < tl.load(kept_ptr)
     source = tl.load(rank_ptr + offs, mask=is_row, other=0)
@@ -510,8 +513,9 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that the filter keeps, in the order in which one of the two matrix products
-    needs them; one program handles one group of rows and one pass.
+    """List the tiles that the filter keeps, in the order that one of the two matrix products (with
+    the weight, or with the hidden states) needs; one program handles one group of rows and one
+    pass.
 
     One pass of the kernels covers consecutive tiles of classes, for all groups of rows.
     """

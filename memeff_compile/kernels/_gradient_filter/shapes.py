@@ -108,7 +108,7 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
     """Return the bytes of a loop under a filter, without its packed tiles (the logits' gradients of
     the tiles that the filter keeps).
 
-    The bytes are those of the classes' scores, of one word per class and the order of the words, of
+    These are the bytes of the classes' scores, of one word per class and the order of the words, of
     two copies of hidden-state rows, of sums of the hidden states' gradient (dE), and of the sums
     for each level.
     """

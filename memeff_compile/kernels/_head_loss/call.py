@@ -46,8 +46,8 @@ class Settings(NamedTuple):
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
-        """Return the settings of a call, without the gradient filter if a requested result does not
-        allow it.
+        """Return the settings of a call, but without the gradient filter if a requested result does
+        not allow a filter.
 
         With label smoothing, for example, every class has a gradient, so no class can be dropped.
         """

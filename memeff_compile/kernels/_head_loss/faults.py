@@ -35,7 +35,8 @@ def layout_fault(given: Operands) -> str | None:
 def dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
     """Return the reason why the dtypes of operands are not supported, or None if they are.
 
-    `dtype` is the dtype to which the caller will cast hidden, weight and bias, or None.
+    `dtype` is the dtype to which the caller will cast hidden states, weight and bias, or None if
+    the caller will not cast them.
     """
     hidden, weight, bias, target, column_weight, low, up = given
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
@@ -102,7 +103,7 @@ def shape_fault(given: Operands) -> str | None:
 
 
 def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
-    """Return the pairs of sizes that must be equal, each with the sentence of its error."""
+    """Return the pairs of sizes that must be equal, each with the message of the error."""
     hidden, weight, bias, target, column_weight, low, up = given
     vocab, depth = weight.shape
     of_depth = (

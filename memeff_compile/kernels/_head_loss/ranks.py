@@ -64,8 +64,8 @@ class Shard(NamedTuple):
         """Return targets as column indices of this rank, and two masks.
 
         The first mask says whether this rank has the target, the second whether another rank has
-        it. If another rank has a row's target, the row gets an arbitrary column: the row counts,
-        but the logit of that column is not used.
+        it. If another rank has a row's target, the row gets an arbitrary column: the row is not
+        ignored, but the logit of that column is not used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
         if ignore_index is None:
@@ -137,8 +137,8 @@ class Ranks(NamedTuple):
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Exchange the statistics of a block; return the log-sum-exps and losses over all
-        classes."""
+        """Exchange the statistics of a block of rows with the other ranks; return the log-sum-exps
+        and losses over all classes."""
         own = lse.new_zeros(2, rows)
         own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
         every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]

@@ -48,7 +48,7 @@ class RowWalk(Differentiating):
 
     def of_rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a new tensor with one number per row; if ignored rows are left out, all numbers
-        are 0, because no kernel writes those of ignored rows.
+        are 0, because no kernel writes the numbers of ignored rows.
         """
         new = torch.zeros_like if self.is_compact else torch.empty_like
         return new(like, dtype=dtype)

@@ -1,8 +1,8 @@
 """Functions that list the rows (tokens) that a loss does not ignore, copy these rows, and gather
 the numbers from which their gradients are computed.
 
-Ignored rows are left out before any matrix product. No function here waits for the GPU or reads a
-value on the host.
+Ignored rows are left out before any matrix product. No function here waits for the GPU or copies a
+value from the GPU to the host.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _head_loss_rows_cotangents_kernel(
     BLOCK: tl.constexpr,
 ):
     """Gather the numbers from which a row of G (the logits' gradient) is computed; rows after the
-    last one that is not ignored get zeros."""
+    last row that is not ignored get zeros."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = offs < rows
     is_row = in_range

@@ -55,7 +55,7 @@ def launcher(
     """Return a function that launches a compiled kernel on a grid.
 
     The returned function takes the kernel's first `count` arguments; `constants` contains the
-    others.
+    kernel's other arguments.
     """
     from triton.runtime import driver
 

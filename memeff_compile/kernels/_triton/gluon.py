@@ -43,9 +43,10 @@ def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: i
 
 
 def tiles_of_heads(tensor: Tensor, block: Sequence[int]) -> Any:
-    """Return a descriptor of a tensor of four axes and 16 bits, whose last axis has unit stride.
+    """Return a descriptor of a tensor of 16-bit numbers with four axes, whose last axis has unit
+    stride.
 
-    The GPU reads zeros outside the tensor, and writes nothing there.
+    Outside the tensor, the GPU reads zeros and writes nothing.
     """
     given: Any = typed(tensor) if is_fake(tensor) else tensor
     depth = tensor.shape[3]

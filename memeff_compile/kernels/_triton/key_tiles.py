@@ -1,5 +1,5 @@
 """Pass masking conditions to the kernels of all attention implementations, and find the tiles that
-they visit."""
+these kernels visit."""
 
 from __future__ import annotations
 

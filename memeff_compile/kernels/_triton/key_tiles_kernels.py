@@ -62,9 +62,10 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
 
     A program with a tile of queries visits tiles of keys, and a program with a tile of keys visits
     tiles of queries. A position p of the program's tile is combined with the visited positions from
-    p - down to p + up. In each pair of lengths and of tile sizes, the first element belongs to the
-    program's tile; `span` and `IS_BOUND` are pairs (up, down). The four results are the first tile,
-    the first complete tile, the end of the complete tiles, and the end of all tiles.
+    p - down to p + up. The lengths and the tile sizes are passed as pairs, in which the first
+    element belongs to the program's tile and the second to the visited tiles; `span` and `IS_BOUND`
+    are pairs (up, down). The four results are the first tile, the first complete tile (without
+    hidden keys), the end of the complete tiles, and the end of all tiles.
     """
     ours, others = lengths
     up, down = span
@@ -87,8 +88,9 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
 
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
-    """Return incomplete tile number `index`: the incomplete tiles before the complete tiles are
-    counted first, then those after the complete tiles.
+    """Return the number of the incomplete tile (a visited tile with hidden keys) that has the
+    position `index` among these tiles: the incomplete tiles before the complete tiles are counted
+    first, then those after the complete tiles.
     """
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)

@@ -6,9 +6,10 @@ Names of constants are capitalised: after `start(kernel, grid, x, ROWS=64)`, the
 as 64.
 
 At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
-a key from all of them. For a kernel with thirty arguments, this work takes longer than many kernels
-run, so a training step with small kernels waits for the CPU. In this module, the key contains only
-the few properties on which a specialisation depends, and the compiled kernel is called directly.
+a key from all arguments. For a kernel with thirty arguments, this work takes longer than many
+kernels run, so a training step with small kernels waits for the CPU. In this module, the key
+contains only the few properties on which a specialisation depends, and the compiled kernel is
+called directly.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
 
 
 def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments in which the capitalised ones are packed into C, if the kernel has
-    an argument C."""
+    """Return keyword arguments in which the capitalised arguments are packed into C, if the kernel
+    has an argument C."""
     if not compat.takes(kernel, "C"):
         return dict(given)
     constants = tuple(item for item in given.items() if item[0].isupper())

@@ -212,8 +212,8 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return pointers to the scales of one slice of a tile, one per class, and which of these
-    classes exist.
+    """Return one pointer per class to the scale of one slice of a tile, and which of these classes
+    exist.
 
     `column` is the index of the slice's first column.
     """
@@ -374,9 +374,9 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
 
     The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
     computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
-    the other multiprocessors busy meanwhile, and all of them afterwards. A program that has
-    finished a tile takes the next one that no program has taken. One program computes all of a
-    tile, so the order in which programs take tiles does not change the results.
+    the other multiprocessors busy meanwhile, and afterwards keep all multiprocessors busy. A
+    program that has finished a tile takes the next tile that no program has taken. One program
+    computes all of a tile, so the order in which programs take tiles does not change the results.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:

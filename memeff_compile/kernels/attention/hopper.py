@@ -3,13 +3,14 @@ tiles, and eight warps multiply.
 
 The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel
 supports bounds on positions, sequence ids and masks of keys. `is_faster` returns whether a call
-uses this kernel: only calls of the kind for which the kernel was measured to be faster than those
-of `tiles`. As in the implementation `tiles`, no sum depends on the order in which programs run. The
-backward pass is in `hopper_gradients`.
+uses this kernel: only calls of the kind for which this kernel was measured to be faster than the
+kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order in which programs
+run. The backward pass is in `hopper_gradients`.
 
-The lower bound of the time equals that of `tiles`: 4 D operations (D is the head dimension) for
-each visible pair of a query and a key, at 790 TFLOP/s. On an H200, causal attention of 4 sequences,
-32 heads, 4096 tokens and a head dimension of 128 reaches 593 TFLOP/s.
+The lower bound of the time equals the lower bound of the implementation `tiles`: 4 D operations (D
+is the head dimension) for each visible pair of a query and a key, at 790 TFLOP/s. On an H200,
+causal attention of 4 sequences, 32 heads, 4096 tokens and a head dimension of 128 reaches 593
+TFLOP/s.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Shape:
 
 
 def shape_for(*, has_tables: bool) -> Shape:
-    """Return the tile shape for a call; a mask of keys or ids takes additional registers."""
+    """Return the tile shape for a call; calls with a mask of keys or with sequence ids get smaller
+    tiles, because these tensors take additional registers.
+    """
     return Shape(128, 64, 4) if has_tables else Shape(128, 128, 2)
 
 

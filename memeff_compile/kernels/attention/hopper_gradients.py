@@ -3,11 +3,12 @@ loads tiles, and eight warps multiply.
 
 These kernels support the calls that the forward kernel in `hopper` supports, if the mask depends
 only on positions. `is_faster` returns whether a call uses these kernels: only calls of the kinds
-for which the kernels were measured to be faster than those of `tiles`. As in the implementation
-`tiles`, no sum depends on the order in which programs run.
+for which these kernels were measured to be faster than the kernels of `tiles`. As in the
+implementation `tiles`, no sum depends on the order in which programs run.
 
 The lower bound of the time is 14 D operations (D is the head dimension) for each visible pair of a
-query and a key, at 790 TFLOP/s: each of the two kernels computes the scores.
+query and a key, at 790 TFLOP/s: this number counts the scores twice, because each of the two
+kernels computes them.
 """
 
 from __future__ import annotations
@@ -177,8 +178,8 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _run(kernel: Any, call: Call, shape: Shape, tiles: int, arguments: tuple[Any, ...]) -> None:
-    """Run a kernel with one program per processor; `tiles` is the number of tiles in one sequence,
-    over all heads."""
+    """Run a kernel with one program per multiprocessor; `tiles` is the number of tiles in one
+    sequence, over all heads."""
     constants = constants_of(shape, call.sizes[5], key_tiles.flags_of(call.given))
     programs = min(call.sizes[0] * tiles, processors(call.q.device))
     launch(kernel, (programs,), arguments, constants, tuple(constants.items()))

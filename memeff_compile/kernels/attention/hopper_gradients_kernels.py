@@ -5,8 +5,9 @@ groups of four warps multiply.
 One kernel computes the gradient of queries: each group of warps owns 64 queries, and both groups
 share the tiles of keys and values. The other kernel computes the gradients of keys and values: each
 group owns 64 keys and keeps the sums for their two gradients in registers, and both groups share
-the tiles of queries and of output gradients. A program computes one tile in each round, and tiles
-with the most work come first, so that all programs get about the same work.
+the tiles of queries and of output gradients. The work is divided into rounds, in each of which
+every program computes one tile; tiles with the most work come first, so that all programs get about
+the same work.
 
 As in `hopper_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
 masking conditions only in pairs in which some keys are hidden. The kernels support masks that
@@ -103,11 +104,11 @@ def _load_own_queries(descs, memory, bars, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def _load_query_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
-    """Load the program's tiles of queries, and the tiles of keys and values that each of them
-    visits.
+    """Load the program's tiles of queries, and the tiles of keys and values that each tile of
+    queries visits.
 
     The first keys and values are loaded before the queries, because shared memory for keys and
-    values becomes free earlier than that for queries.
+    values becomes free earlier than shared memory for queries.
     """
     _, _, _, k_desc, v_desc = descs
     _, _, _, k_memory, v_memory = memory
@@ -406,8 +407,8 @@ def _load_own_keys(descs, memory, bars, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def _load_key_gradient(descs, memory, bars, stats_ptr, bounds_ptr, work, C: gl.constexpr):
-    """Load the program's tiles of keys and values; for each, load the tiles of queries and output
-    gradients that see it, with two numbers for each query.
+    """Load the program's tiles of keys and values; for each of these tiles, load the tiles of the
+    queries that see its keys, with the output gradient and two numbers for each query.
     """
     _, _, q_desc, grad_desc = descs
     _, _, q_memory, grad_memory, sums_memory, delta_memory = memory

@@ -3,9 +3,9 @@
 of four warps multiply.
 
 Each group of four warps computes 64 positions of the program's tile, and waits only until the
-loading warp has loaded the next tile. So one group of warps computes exponentials while the other
-group multiplies. A program computes one tile of queries after another, and the loading warp already
-loads the next tile.
+loading warp has loaded the next tile. Therefore one group of warps can compute exponentials while
+the other group multiplies. A program computes one tile of queries after another, and the loading
+warp already loads the next tile.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
 masking conditions only in pairs in which some keys are hidden; pairs with hidden keys come first.
@@ -41,7 +41,9 @@ VARYING = [
 
 @gluon.jit
 def _rounds(tiles):
-    """Return how many tiles this program computes: one in each round of all programs."""
+    """Return how many tiles this program computes: one in each round (a round is one tile for every
+    program).
+    """
     programs = gl.num_programs(0)
     whole = tiles // programs
     mine = gl.program_id(0)
@@ -72,8 +74,8 @@ def _place_of(turn, rows, tiles, width):
 
 @gluon.jit
 def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: gl.constexpr):
-    """Return the first visited tile, the first complete tile, the end of the complete tiles, the
-    number of incomplete tiles, and the number of all visited tiles.
+    """Return the first visited tile, the first complete tile (without hidden keys), the end of the
+    complete tiles, the number of incomplete tiles, and the number of all visited tiles.
     """
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C
@@ -84,7 +86,7 @@ def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: g
 
 @gluon.jit
 def _nth(index, found):
-    """Return the tile that the program visits at this step; incomplete tiles come first."""
+    """Return the tile that the program visits at this step; tiles with hidden keys come first."""
     first, full_first, full_stop, edges, _ = found
     edge = edge_tile(index, first, full_first, full_stop)
     return gl.where(index < edges, edge, full_first + index - edges)

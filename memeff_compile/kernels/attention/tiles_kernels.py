@@ -81,8 +81,8 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return the fully visible tile number `index`, or, if MASKED, the partly visible tile number
-    `index`.
+    """Return the fully visible tile with the position `index` among such tiles, or, if MASKED, the
+    partly visible tile with that position.
 
     If the tiles come from a list, the caller loaded the number of this tile one iteration earlier;
     this call loads the number of tile `following` and returns it as the second result.
@@ -124,9 +124,9 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
     """Return the tiles that a program visits; if HAS_MASK, also return their list and the list's
     maximum length.
 
-    `tile` contains the batch index, the first head, the tile's number and the number of tiles. In
-    each pair of lengths, of bounds and of tile sizes, the first number belongs to the program's own
-    tile.
+    `tile` contains the batch index, the first head, the tile's number and the number of tiles. The
+    lengths, bounds and tile sizes are passed as pairs, in which the first number belongs to the
+    program's own tile and the second to the visited tiles.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(

@@ -7,7 +7,7 @@ matrix per head, which rotates the upper layer's rows towards those of the lower
 row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer, where `turn`
 is the orthogonal matrix; the number of the lower layer's head is its *slot* in the shared tensors.
 
-These functions read no value on the CPU, and use only matrix products.
+These functions copy no value from the GPU to the CPU, and use only matrix products.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def fit(
     `span` positions.
 
     If the given rotations are not the identity, they were fitted to other rows before. `fit` keeps
-    these rotations and their slots if the new rows are too few to fit better ones: the keys of a
-    few tokens, after rotary embedding, do not show how keys at later positions are rotated.
+    these rotations and their slots if the new rows are too few to fit better rotations: the keys of
+    a few tokens, after rotary embedding, do not show how keys at later positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
     kinds, depth = maps.turns.shape[2], maps.turns.shape[-1]

@@ -4,8 +4,8 @@
 The maps follow from two sums over tokens: the sum of the rows, and the sum of the products of two
 layers' rows. Each program sums over some tokens of one sequence and head and writes a partial sum;
 another step adds the partial sums in a fixed order. The kernels read rows directly in the model's
-tensors, without an fp32 copy. They apply the maps to the rows of a few groups of tokens at a time,
-and write the results to a temporary fp32 buffer.
+tensors, without an fp32 copy. The kernels apply the maps to the rows of a few groups of tokens at a
+time, and write the results to a temporary fp32 buffer.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _centre_and_turn(rows, slot, row, map_of, made, C: tl.constexpr, SHARE: tl.c
     in fp32.
 
     The kernel represents each fp32 number by the sum of two 16-bit numbers, so that tensor cores
-    multiply it without rounding. Rows of 256 channels are rounded to 16 bits, because registers are
-    too few for both numbers.
+    multiply it without rounding. Rows of 256 channels are rounded to 16 bits, because there are too
+    few registers for the two 16-bit numbers.
     """
     mean_ptr, turn_ptr = map_of
     kind: tl.constexpr = turn_ptr.dtype.element_ty

@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append tokens to a low-bit KV cache: they write the window of latest tokens and the
-exact first tokens, and encode groups.
+"""Kernels that append tokens to a low-bit KV cache: they write the latest tokens and the first
+tokens exactly, and encode groups of other tokens.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
 tokens in order. When the window is full, a program encodes the oldest group. If several tokens are
 appended, as for a prompt, another launch directly encodes the groups that contain only new tokens,
 with more programs; these groups are never stored exactly. Programs read the cache's number of
 tokens from GPU memory. The last program to finish writes the new number of tokens, after all
-programs have read the old one.
+programs have read the old number.
 
-The codes equal those of the reference implementation: divisions are rounded to the nearest fp32
+The codes equal the codes of the reference implementation: divisions are rounded to the nearest fp32
 number, and a quotient halfway between two codes is rounded up.
 """
 
@@ -104,7 +104,7 @@ def _scaled(low, high, most, scales_base, place):
 @triton.jit
 def _steps(low, high, most, scales_base):
     """Return the scale step and the zero point for numbers from `low` to `high`, rounded to the
-    type of scales."""
+    dtype of scales."""
     kind: tl.constexpr = scales_base.dtype.element_ty
     step = _stored(tl.div_rn(high - low, most), scales_base)
     return step, low.to(kind).to(tl.float32)
@@ -132,7 +132,7 @@ def _put(
     IS_VALUE: tl.constexpr,
 ):
     """Add the codes of one column block to the bytes that are being packed, and to the high bits of
-    3-bit codes, and return both; 8-bit codes are stored immediately.
+    3-bit codes, and return the bytes and the high bits; 8-bit codes are stored immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -266,7 +266,7 @@ def _code_keys(
 
 @triton.jit
 def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode a group of tokens, or only some of them, with one scale per token."""
+    """Encode a group of tokens, or only some of the group's tokens, with one scale per token."""
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -348,8 +348,8 @@ def _behind(length, coded, new, C: tl.constexpr):
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or the new values, of one sequence and head; return the new numbers of
-    tokens."""
+    """Write the new keys, or the new values, of one sequence and head; return the new number of
+    tokens in the cache, and the new number of tokens stored as codes."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -397,7 +397,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values, and copy the tokens of these groups that
+    """Encode some groups of new keys, or of new values, and copy those tokens of the groups that
     stay exact.
     """
     length, coded, first = at
@@ -423,7 +423,7 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
 
 @triton.jit
 def _begin(pool, C: tl.constexpr):
-    """Return the number of tokens in the cache, the number of them stored as codes, and this
+    """Return the number of tokens in the cache, the number of tokens stored as codes, and this
     sequence's first token."""
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)

@@ -10,9 +10,10 @@ three sums over the channels of both rows, so a program reads the rows twice, a 
 time: once to compute the three sums, once to compute and encode the direction. Programs read the
 cache's number of tokens from GPU memory; the last program writes the new number.
 
-Two other kernels merge the groups of a prompt. The first measures the distances between the rows of
-both layers. Then plain PyTorch chooses the rows that stay unmerged, and the second kernel encodes
-keys or values. Both kernels read the key and value tensors that the model passes.
+Two other kernels merge the groups of a prompt. The first of these two kernels measures the
+distances between the rows of both layers. Then plain PyTorch chooses the rows that stay unmerged,
+and the second kernel encodes keys or values. Both kernels read the key and value tensors that the
+model passes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP
 
 @triton.jit
 def _factors(cosine, m, n, t, RULE: tl.constexpr):
-    """Return the weights of the lower and the upper layer's row in the shared direction."""
+    """Return the weights of the lower layer's row and of the upper layer's row in the sum that
+    gives the shared direction.
+    """
     per_m = 1.0 / tl.maximum(m, 1e-12)
     per_n = 1.0 / tl.maximum(n, 1e-12)
     if RULE == 2:

@@ -60,8 +60,8 @@ def _share_group(
 
 @triton.jit
 def _keep_early(window, kept, coded, first, C: tl.constexpr):
-    """If the group that starts at position `coded` contains the sequence's exact first tokens, copy
-    these tokens from a window of latest tokens.
+    """If the group that starts at position `coded` contains the sequence's first tokens, which stay
+    exact, copy these tokens from a window of latest tokens.
     """
     if C.KEPT > 0:
         place = (coded + tl.arange(0, C.GROUP)).to(tl.int32)
@@ -75,7 +75,7 @@ def _walk_keys(source, room, at, sizes, C: tl.constexpr, WRITES: tl.constexpr):
     """Write the new keys of one sequence and head unless an earlier launch has written them, and
     encode full groups.
 
-    Return the new numbers of tokens.
+    Return the new number of tokens in the cache, and the new number of tokens stored as codes.
     """
     length, coded, first, is_wrong = at
     kv_heads, groups, new, _ = sizes
@@ -108,7 +108,7 @@ def _walk_keys(source, room, at, sizes, C: tl.constexpr, WRITES: tl.constexpr):
 def _walk_values(sources, shared, lower, upper, maps, scratch_ptr, at, sizes, t, C: tl.constexpr):
     """Write the new values of one head of each layer; merge and encode full groups.
 
-    Return the new numbers of tokens.
+    Return the new number of tokens in the cache, and the new number of tokens stored as codes.
     """
     length, coded, first, is_wrong = at
     kv_heads, groups, new, _ = sizes

@@ -32,7 +32,9 @@ def quantized_heads(
     first: int = 0,  # the tokens before this position get `first_bits` instead
     first_bits: int = 4,  # as bits
 ) -> Tensor:
-    """Return heads that were encoded and decoded again; the gradient is that of the identity."""
+    """Return heads that were encoded and decoded again; the backward pass passes the gradient on
+    unchanged.
+    """
     require_bits("bits", bits)
     values = x.to(wide(x.dtype))
     found = _rounded(values.detach(), bits, x.dtype)

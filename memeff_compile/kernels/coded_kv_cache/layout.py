@@ -57,7 +57,7 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The tensors that both layers of a pair share."""
+    """The tensors that the two layers of a merged pair share."""
 
     # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; PLAIN rows are numbers
     k_codes: Any
@@ -123,7 +123,9 @@ class Maps(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """All cache tensors of two layers that share directions."""
+    """All cache tensors of two layers that share directions (one vector of length one for the keys,
+    or the values, of both layers).
+    """
 
     shared: Shared
     lower: Own

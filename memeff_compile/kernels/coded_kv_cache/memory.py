@@ -1,9 +1,9 @@
 """The byte counts of a low-bit cache, as formulas in B (sequences), H (key-value heads), N (tokens)
 and D (head dimension).
 
-`bytes_per_token` is the size of a token that is stored as codes. `fixed_bytes` is the size of a
-layer's window of latest tokens and of its exact first tokens, which does not depend on the cache's
-length.
+`bytes_per_token` is the size of a token that is stored as codes. `fixed_bytes` is the size of the
+tokens that a layer stores exactly: its window of latest tokens, and its first tokens. This size
+does not depend on the cache's length.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def bytes_per_token(
 def fixed_bytes(
     batch: Size, heads: Size, depth: Size, *, window: Size, kept: Size, itemsize: int = 2
 ) -> sympy.Expr:
-    """Return the bytes of one layer's window of latest tokens and of its exact first tokens."""
+    """Return the bytes of the tokens that one layer stores exactly: its window of latest tokens,
+    and its first tokens.
+    """
     tokens = sympy.sympify(window) + kept
     return sympy.sympify(batch) * heads * (2 * tokens * depth * itemsize + 4 * kept)
 
@@ -60,8 +62,8 @@ def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
 
 
 def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of a layer's cache that contains `tokens` tokens, including window and exact
-    first tokens."""
+    """Return the bytes of a layer's cache that contains `tokens` tokens, including the latest
+    tokens and the first tokens, which are stored exactly."""
     each = bytes_of_token(layout, heads, itemsize)
     fixed = fixed_bytes(
         batch, heads, layout.depth, window=layout.window, kept=layout.kept, itemsize=itemsize
@@ -102,8 +104,8 @@ def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
 
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the caches of two layers that share directions, for `tokens` tokens,
-    without the alignment maps.
+    """Return the bytes of the caches of two layers that share the directions of keys and values,
+    for `tokens` tokens, without the alignment maps.
 
     The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
     first tokens. A pair of layers stores codes, scales and positions of unmerged rows once; it

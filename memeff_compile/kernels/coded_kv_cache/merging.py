@@ -3,7 +3,7 @@
 A row is the key or value vector of one head and token. The two layers' rows of the same token
 become one shared direction (a vector of length one) and two lengths; if the angle between the two
 rows is too large, both rows stay unmerged. The rotary embedding does not matter for merging,
-because it rotates both rows of a pair alike.
+because it rotates the rows of both layers by the same angles.
 
 Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
 """
@@ -78,9 +78,9 @@ def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> 
     """Return the distance, (B, H), above which a row stays unmerged; if `reading` is ``similar``,
     rows below this distance stay unmerged.
 
-    The function uses only the distances (B, H, N) for which `counted` is true; if none are, it
-    returns nan. `gamma` is the fraction of the range of distances in which rows stay unmerged. A
-    larger fraction keeps more rows unmerged, and 1 keeps all of them.
+    The function uses only the distances (B, H, N) for which `counted` is true; if `counted` is true
+    for no row, the function returns nan. `gamma` is the fraction of the range of distances in which
+    rows stay unmerged. A larger fraction keeps more rows unmerged, and 1 keeps all rows unmerged.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
@@ -98,8 +98,8 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the rows that stay unmerged: those beyond the threshold, the most extreme first, at
-    most `room` of them.
+    """Choose the rows that stay unmerged: those whose distance is beyond the threshold, starting
+    with the distances farthest beyond it, and at most `room` rows.
 
     Returns:
         chosen: bool (B, H, N), whether a row stays unmerged.

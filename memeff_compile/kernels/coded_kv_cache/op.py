@@ -174,7 +174,7 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
     """Return a sentence that says why a GPU should decode the cache first, or None if attention
     should read the codes.
 
-    The op works on any GPU; this function only advises passes whether to use it.
+    The op works on any GPU; this function only tells passes whether to use the op.
     """
     if where_it_runs(q.device).type != "cuda":
         return None
@@ -208,8 +208,8 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether kernels append to a cache, so that the CPU reads no value and does not wait
-    for the GPU."""
+    """Return whether kernels append to a cache, so that no value is copied from the GPU to the CPU
+    and the CPU does not wait for the GPU."""
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 

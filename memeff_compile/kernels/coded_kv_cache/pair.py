@@ -60,8 +60,8 @@ def shapes_of_maps(
 def shapes_of_pair(
     layout: Layout, batch: int, heads: int, tokens: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of the tensors that two layers share, and the shapes of those that each
-    layer has separately.
+    """Return the shapes of the tensors that two layers share, and the shapes of the tensors that
+    each layer has separately.
 
     The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
     first tokens.
@@ -103,7 +103,8 @@ def unlike_rows(
     group: int,
 ) -> str | None:
     """Return a sentence that says why new keys and values cannot be appended to a pair of layers,
-    or None if they can; `new` are those of the upper layer, `lower` those of the lower layer."""
+    or None if they can; `new` contains the keys and values of the upper layer, `lower` those of the
+    lower layer."""
     (k, v), (lower_k, lower_v) = new, lower
     batch, heads, _, depth = window.shape
     for name, rows in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):
@@ -135,7 +136,7 @@ def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | 
 
 
 def unlike_choices(**given: str) -> str | None:
-    """Return a sentence that names an unknown value of a setting, or None if all are known."""
+    """Return a sentence that names a setting's unknown value, or None if all values are known."""
     every = {"rule": RULES, "scale": SCALES, "reading": READINGS}
     for name, value in given.items():
         if value not in every[name]:

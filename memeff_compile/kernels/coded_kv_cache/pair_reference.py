@@ -1,9 +1,9 @@
 """The reference implementation, in plain PyTorch, of appending to two layers whose caches share
-directions.
+directions (one vector of length one for the keys, or the values, of both layers).
 
 The functions are correct on any device and in any floating dtype. `merge` takes the position in the
-cache as an argument and does not wait for the device; `append` reads the number of tokens on the
-CPU.
+cache as an argument and does not wait for the device; `append` copies the number of tokens to the
+CPU, and so waits for the device.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -47,8 +47,8 @@ class Merging:
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
-    """Write tokens of the lower layer, (B, H, T, D), into its window, where the upper layer's
-    append finds them.
+    """Write tokens of the lower layer, (B, H, T, D), into the lower layer's window of latest
+    tokens, where the upper layer's append finds them.
 
     `own` contains the windows of keys and of values, and the counts; `limit` is the number of
     tokens that fit into the cache.
@@ -141,7 +141,9 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the tokens of both layers from position `coded` on; the CPU reads no value."""
+    """Merge the tokens of both layers from position `coded` on; no value is copied from the GPU to
+    the CPU.
+    """
     shared, lower, upper, maps = pair
     count = rows[0].shape[2]
     spans = spans_of(rows[0], group)
@@ -184,8 +186,8 @@ def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tens
 
 
 def _apart(rows: Sequence[Tensor]) -> Tensor:
-    """Return the larger of two distances between the layers, (B, H, n): that between their keys and
-    that between their values."""
+    """Return the larger of two distances between the layers, (B, H, n): the distance between their
+    keys, or the distance between their values."""
     directions = [direction_and_length(x)[0] for x in rows]
     return torch.maximum(
         distance(directions[0], directions[2]), distance(directions[1], directions[3])

@@ -1,9 +1,9 @@
 """The reference implementation: encode, append, decode and attend in plain PyTorch.
 
-This implementation is correct on any device and in any floating dtype. The CPU reads the number of
-tokens, so it waits for the GPU if the cache is on one. Arithmetic runs in float32, or in float64
-for float64 caches. Scales are stored in the cache's dtype, and codes are computed with these stored
-scales.
+This implementation is correct on any device and in any floating dtype. The functions copy the
+number of tokens to the CPU, so the CPU waits for the GPU if the cache is on a GPU. Arithmetic runs
+in float32, or in float64 for float64 caches. Scales are stored in the cache's dtype, and codes are
+computed with these stored scales.
 
 Papers: KIVI (scales per channel for keys, per token for values), BitNet a4.8 (one scale per head).
 """
@@ -179,7 +179,9 @@ def append(
 
 
 def kept_until(places: Tensor, positions: Tensor) -> Tensor:
-    """Return which positions, (B, H or 1, n), are exact first tokens or padding before them."""
+    """Return which positions, (B, H or 1, n), are first tokens, which stay exact, or padding before
+    these tokens.
+    """
     if places.shape[2] == 0:
         return torch.zeros(1, 1, positions.numel(), dtype=torch.bool, device=positions.device)
     return positions < places[:, :, :1] + places.shape[2]
@@ -257,7 +259,7 @@ def attend(
     """Return the attention of one query per sequence over all tokens of the cache that `mask` does
     not hide.
 
-    If a mask hides all keys from a query, the result for it is zero.
+    If a mask hides all keys from a query, the result for this query is zero.
     """
     batch, heads, _, depth = q.shape
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])

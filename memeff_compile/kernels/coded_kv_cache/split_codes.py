@@ -40,7 +40,7 @@ def plan_for(
     pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
 ) -> Plan:
     """Return the launch parameters for a number of `pairs` (sequence and key-value head); without a
-    GPU, return those for an H200."""
+    GPU, return the parameters for an H200."""
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
@@ -68,8 +68,8 @@ def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
 
 
 def turned(q: Tensor, turns: Tensor) -> Tensor:
-    """Rotate queries (B, Hq, 1, D) in the same way as the maps (B, H, 2, D, D) have rotated keys;
-    return (B, Hq, D) in fp32.
+    """Rotate queries (B, Hq, 1, D) by the same alignment maps (B, H, 2, D, D) that have rotated the
+    keys; return (B, Hq, D) in fp32.
     """
     from . import split_codes_kernels as kernels
 
@@ -94,7 +94,8 @@ CHUNK = 32
 
 
 def heads_at_once(q: Tensor, turns: Tensor) -> int:
-    """Return how many of the query heads (B, Hq, ...) one program rotates by a map (B, H, ...).
+    """Return how many of the query heads (B, Hq, ...) one program rotates by an alignment map (B,
+    H, ...).
 
     The result is all query heads that share a map, so that the map is read once, or 1 if the GPU
     would otherwise have too few programs.

@@ -3,26 +3,26 @@
 share of the cache, and the second combines the partial results.
 
 Program i of n processes steps i, i + n, i + 2n and so on; a step is a few groups of codes. After
-the codes, the program processes tiles of the window and of the exact first tokens in the same
-order. Scores have tokens as rows and query heads as columns, so that keys and values are the left
-operand of their product: the kernel reads this operand as bytes and unpacks it in registers, and
-eight query heads fill a tile. If the query heads fill at most half of a tile, two groups of tokens
-share it (HALVES): the first half of the columns has the queries for one group, the second half
-those for the next group. Each product multiplies the codes of one of the two groups by all columns,
-and the kernel uses only the half of the columns that belongs to that group. At the end, the two
-halves of the columns are two separate partial results. Codes are not decoded: the query is
-multiplied by the keys' scales, the softmax weight by the values' scales, and zero points are added
-once per step. Softmax weights are summed per token in registers, and across tokens only at the end,
-so a step has just two reductions: the zero points of keys, and the largest score. The sums run in a
-fixed order.
+the codes, the program processes, in the same order, tiles of the latest tokens and of the first
+tokens, which are stored exactly. Scores have tokens as rows and query heads as columns, so that
+keys and values are the left operands of the matrix products: the kernel reads keys and values as
+bytes and unpacks them in registers, and eight query heads fill a tile. If the query heads fill at
+most half of a tile, two groups of tokens share the tile (HALVES): the first half of the columns has
+the queries for one group, the second half has the queries for the next group. Each product
+multiplies the codes of one of the two groups by all columns, and the kernel uses only the half of
+the columns that belongs to that group. At the end, the two halves of the columns are two separate
+partial results. Codes are not decoded: the query is multiplied by the keys' scales, the softmax
+weight by the values' scales, and zero points are added once per step. Softmax weights are summed
+per token in registers, and across tokens only at the end, so a step has just two reductions: the
+zero points of keys, and the largest score. The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and
 products by 2 ** 69. Triton's interpreter cannot run these instructions or multiply bf16, so under
 the interpreter PACKED is off, and UPCAST widens operands to fp32.
 
-In variable names, tokens are those of one group, rows are the query heads of one key-value head,
-and a part is the block of channels that one product covers.
+In variable names, tokens are the tokens of one group, rows are the query heads of one key-value
+head, and a part is the block of channels that one product covers.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 def _pair_of(base, place):
     """Return two neighbouring numbers in fp32; 16-bit numbers are read with one load.
 
-    One load has four bytes: Triton does not prefetch smaller loads, and waiting for one takes
-    longer than the rest of a loop iteration.
+    One load has four bytes: Triton does not prefetch smaller loads, and waiting for a smaller load
+    takes longer than the rest of a loop iteration.
     """
     kind: tl.constexpr = base.dtype.element_ty
     if kind == tl.bfloat16:
@@ -215,8 +215,8 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """For each column of a tile, return the entries of its half's vector, as (tokens, columns);
-    without halves, return the single vector as (tokens, 1)."""
+    """For each column of a tile, return the vector that belongs to the column's half of the tile,
+    as (tokens, columns); without halves, return the single vector as (tokens, 1)."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:
@@ -226,8 +226,8 @@ def _choose(vectors, half, HALVES: tl.constexpr):
 
 @triton.jit
 def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
-    """Return the high bits of the first token of every pair, followed by those of the second token
-    of every pair."""
+    """Return the high bits of the first token of every pair, followed by the high bits of the
+    second token of every pair."""
     if PACKED:
         second = tl.inline_asm_elementwise(
             _SECOND, "=r,r", [high], dtype=tl.uint16, is_pure=True, pack=2

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Kernels of the implementation `rows`: attention over directions (vectors of length one) that two
-layers share, each with a length per layer.
+layers share, each direction with one length per layer.
 
 Program i of n processes tiles i, i + n and so on of the directions, then of the window of latest
 tokens and of the unmerged rows, all in one softmax. A key's length multiplies its score; a value's

@@ -1,9 +1,9 @@
 """Append to the caches of two layers that share values and have their own keys, in plain PyTorch.
 
-`append` is correct on any device and in any floating dtype. It copies the number of tokens to the
-CPU, so the CPU waits for the device.
+`append` is correct on any device and in any floating dtype. `append` copies the number of tokens to
+the CPU, so the CPU waits for the device.
 
-Paper: MiniCache, arXiv 2405.14366, here only for values.
+Paper: MiniCache, arXiv 2405.14366, which merges keys and values; this module merges only values.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def share_values(
     """Encode the shared directions of groups of values.
 
     The scales include the lengths of the lower layer's values; `norms` contains the ratios of the
-    upper layer's lengths to the lower layer's.
+    upper layer's lengths to the lower layer's lengths.
     """
     shared, lower, _, maps = pair
     depth = values[0].shape[3]

@@ -2,11 +2,11 @@
 This implementation needs a CUDA GPU of sm_80 or later.
 
 Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
-lists. When a weight is encoded, the CPU reads the lengths of these lists from the GPU. If memory
-for the lists is already allocated, the CPU reads the lengths later (`Outcome`), and does not wait
-for the GPU. When a weight is decoded or multiplied, the CPU reads no value from the GPU, so a CUDA
-graph can capture these calls. The kernels sum without atomic operations, so the same inputs give
-the same bits.
+lists. When a weight is encoded, the lengths of these lists are copied from the GPU to the CPU,
+which waits for them. If memory for the lists is already allocated, the CPU gets the lengths later
+(`Outcome`), and does not wait for the GPU. When a weight is decoded or multiplied, no value is
+copied from the GPU to the CPU, so a CUDA graph can capture these calls. The kernels sum without
+atomic operations, so the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, wi
 
 @dataclass(frozen=True)
 class Room:
-    """Spare memory in lists whose length depends on a weight's values, so that later values of the
-    weight fit, too."""
+    """Spare memory in a compressed weight's lists, whose length depends on the weight's values, so
+    that later values of the weight fit, too."""
 
     share: float = 0.0  # memory beyond what is needed now, as a share of that
     least: int = 0  # memory beyond what is needed now, in elements
@@ -66,8 +66,8 @@ def kernel_of(module: str, name: str) -> Any:
 
 @cache
 def _settings(*given: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Return the arguments of `launch_plain` for a number of warps and constants: a dictionary of
-    both, and a tuple that names them."""
+    """Return the arguments of `launch_plain` for a number of warps and constants: a dictionary with
+    the warps and the constants, and a tuple by which `launch_plain` recognises them."""
     warps, *constants = given
     return {**dict(constants), "num_warps": warps}, given
 
@@ -133,7 +133,7 @@ class Outcome:
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
         """Store the needed and the available list lengths, and the spill buffer, which receives the
-        value if a list is too short.
+        weight's new value if a list is too short.
         """
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
@@ -155,7 +155,7 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Start to copy the needed lengths to the CPU, without waiting for the copy."""
+        """Start to copy the needed lengths of lists to the CPU, without waiting for the copy."""
         with on_device(self._needed):
             if self._needed.is_cuda:
                 self._event = torch.cuda.Event()
@@ -254,8 +254,8 @@ def encode_soon(
     """Encode a new value of a weight into its existing tensors, with the existing exponent windows.
 
     Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
-    GPU. If the codes did not fit, the tensors are invalid, and only the spill buffer, if there is
-    one, contains the weight.
+    GPU. If the codes did not fit, the tensors are invalid, and only the spill buffer (memory for a
+    weight whose codes do not fit), if there is one, contains the weight.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
@@ -444,11 +444,11 @@ def steps(form: Format, gradient: Tensor) -> bool:
 def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> Tensor | None:
     """Overwrite a gradient with the updated weight, in the memory of the gradient.
 
-    The updated weight equals, bit for bit, that of `torch.optim.SGD` on the decoded weight on the
-    same GPU. Afterwards the coded tensors contain no valid weight until `encode_soon` has encoded
-    the updated weight into them; pass this function's result to `encode_soon`. The codec must be
-    lossless, and `steps` must have returned True for the gradient. If memory runs out, this
-    function raises an error and has changed no coded tensor.
+    The updated weight equals, bit for bit, the weight that `torch.optim.SGD` computes from the
+    decoded weight on the same GPU. Afterwards the coded tensors contain no valid weight until
+    `encode_soon` has encoded the updated weight into them; pass this function's result to
+    `encode_soon`. The codec must be lossless, and `steps` must have returned True for the gradient.
+    If memory runs out, this function raises an error and has changed no coded tensor.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)
@@ -515,8 +515,8 @@ def fuses(
     # a gradient is needed: products then equal those of a dense layer bit for bit
     trains: bool = False,
 ) -> bool:
-    """Return whether the kernel of a product with a given number of tokens decodes the weight
-    itself."""
+    """Return whether, for a given number of tokens, one kernel decodes and multiplies the weight;
+    otherwise the weight is decoded first."""
     if trains or form.family != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:
@@ -771,8 +771,8 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x with its columns in the order in which the wide kernel reads them, and its
-    transpose.
+    """Return x with its columns in the order in which the wide kernel of `matrix_kernels` reads
+    them, and the transpose of x.
 
     The transpose is padded to a multiple of sixteen tokens; the padding contains arbitrary values.
     """

@@ -79,7 +79,7 @@ class Multiplied(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """The settings of a codec, which its name contains."""
+    """The settings of a codec, which `parse` reads from the codec's name."""
 
     codec: str  # how exponents are coded, one of `CODECS`
     mantissa: int = MANTISSA_BITS  # mantissa bits kept; 7 is lossless
@@ -209,7 +209,9 @@ def fits_one_piece(form: Format) -> bool:
 
 
 def _piece_lists(count: int) -> int:
-    """Return the positions of a weight's lists inside its allocation, in 32-bit words."""
+    """Return the positions of a weight's lists of patches (weights stored whole) inside its
+    allocation, in 32-bit words.
+    """
     chunks = padded(count) // CHUNK
     starts = -(-(chunks + 1) // PIECE_APART) * PIECE_APART
     return PIECE_APART + 3 * chunks * (CHUNK // 8) + starts

@@ -43,7 +43,8 @@ def _odd_bytes(word):
 
 @gluon.jit
 def _scaled_pair(pair, scale):
-    """Multiply the two bf16 numbers in each pair word by the two of another pair word, and round.
+    """Multiply the two bf16 numbers in each pair word by the two bf16 numbers of another pair word,
+    and round.
 
     The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
     -0.0 into 0.0.
@@ -60,8 +61,8 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the sign and mantissa bits of eight weights; those of neighbouring weights are 16 bits
-    apart."""
+    """Return the sign and mantissa bits of eight weights; the bits of neighbouring weights are 16
+    positions apart."""
     word = word.to(gl.int32)
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
@@ -253,8 +254,8 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add the products of patches (weights stored whole) with the columns of x that belong to
-    them.
+    """Add the products of patches (weights stored whole) with the columns of x that belong to these
+    patches.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
@@ -277,8 +278,8 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with patches (weights stored whole) as `patched` does, without the
-    first ROUNDS rounds.
+    """Add the products of x with patches (weights stored whole) as `patched` does, but leave out
+    the first ROUNDS rounds of its loop.
 
     This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
     One function for all rounds took more registers, which made products with few mantissa bits
@@ -629,8 +630,8 @@ def _noted(notes, batch, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying the columns of x that 64 patches (weights stored whole) are multiplied by to
-    shared memory.
+    """Start copying to shared memory the columns of x by which 64 patches (weights stored whole)
+    are multiplied.
     """
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]

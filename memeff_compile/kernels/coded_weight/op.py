@@ -7,7 +7,7 @@ the weight is split into its coded tensors, so an inner compiler sees these tens
 `coded_weight_product` chooses at run time: for a few tokens, one kernel decodes and multiplies;
 otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix library
 multiplies. If a gradient is needed, the op `coded_weight_decode` and an ordinary linear run
-instead, so that results equal those of a dense layer bit for bit (`trained_product`).
+instead, so that results equal the results of a dense layer bit for bit (`trained_product`).
 """
 
 from __future__ import annotations
@@ -118,13 +118,14 @@ def encode_soon(
     refuge: Tensor | None = None,  # host memory for a weight that does not fit
     counts: Tensor | None = None,  # the result of `codecs.step`, if that made the weight
 ) -> codecs.Outcome | bool:
-    """Encode a new value of a weight into its existing tensors; return whether it fitted.
+    """Encode a new value of a weight into its existing tensors; return whether the value's codes
+    fitted.
 
     If the value did not fit, the contents of these tensors are invalid, and the caller must
-    allocate new ones. On a GPU, win4 and tier do not make the CPU wait: they return an `Outcome`,
-    which tells later whether the value fitted. Until then no code may read the coded tensors, and
-    without a spill buffer the caller must keep the dense value. A lossy codec raises an error for
-    values that are not finite.
+    allocate new tensors. On a GPU, win4 and tier do not make the CPU wait: they return an
+    `Outcome`, which tells later whether the value fitted. Until then no code may read the coded
+    tensors, and without a spill buffer (memory for values whose codes do not fit) the caller must
+    keep the dense value. A lossy codec raises an error for values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":
@@ -359,10 +360,10 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     product.
 
     During recomputation, an activation checkpoint stops as soon as all tensors are saved that were
-    saved before: with an ordinary linear, that is before the last product of the checkpointed
-    block. A custom op's autograd formula, however, saves operands only after the op has run. So
-    this function creates two autograd nodes: one saves the operands, the other multiplies. A tensor
-    without memory connects the two nodes.
+    saved before: with an ordinary linear, the checkpoint stops before the last product of the
+    checkpointed block. A custom op's autograd formula, however, saves operands only after the op
+    has run. So this function creates two autograd nodes: one saves the operands, the other
+    multiplies. A tensor without memory connects the two nodes.
     """
     token = _Keep.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     found: Tensor = _Multiply.apply(token, (x, weight, bias))  # type: ignore[no-untyped-call]

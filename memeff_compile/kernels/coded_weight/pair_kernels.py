@@ -134,8 +134,8 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def scaled_pair(pair, scale):
-    """Multiply the two bf16 numbers of a pair word by the two of another pair word, and round to
-    nearest, ties to even.
+    """Multiply the two bf16 numbers of a pair word by the two bf16 numbers of another pair word,
+    and round to nearest, ties to even.
 
     The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
     -0.0 into 0.0.
@@ -165,8 +165,8 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return the sign and mantissa bits of eight weights; those of neighbouring weights are 16 bits
-    apart."""
+    """Return the sign and mantissa bits of eight weights; the bits of neighbouring weights are 16
+    positions apart."""
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
     if FIELD == 1:
@@ -298,7 +298,9 @@ def _coded_weight_pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write the length that a list needs to the header of a spill buffer, as two 16-bit words."""
+    """Write, to the header of a spill buffer (memory for weights whose codes do not fit), the
+    length that a list needs, as two 16-bit words.
+    """
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
 
@@ -315,8 +317,8 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write to a spill buffer the lengths that COUNT lists need; if a list was too short, also
-    write the weight's value there.
+    """Write, to a spill buffer (memory for weights whose codes do not fit), the lengths that COUNT
+    lists need; if a list was too short, also write the weight's value there.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:

@@ -38,7 +38,7 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
 
 def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
     """Copy the coded tensors of a weight of `count` elements into one allocation: `piece`, or a new
-    one.
+    allocation.
     """
     if piece is None:
         words = piece_words(count, parts[3].numel())
@@ -49,7 +49,9 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return how many 16-bit numbers a shared spill buffer needs for weights of the given sizes."""
+    """Return how many 16-bit numbers a shared spill buffer (memory for weights whose codes do not
+    fit) needs for weights of the given sizes.
+    """
     return HEADING + sum(map(padded, counts))
 
 
@@ -163,7 +165,7 @@ class Outcomes:
             self._event.record()
 
     def misfits(self) -> list[tuple[int, Tensor]]:
-        """Wait for the GPU; return the indices of the weights that did not fit, and the bit
+        """Wait for the GPU; return the indices of the weights whose codes did not fit, and the bit
         patterns of these weights."""
         if self._event is not None:
             self._event.synchronize()

@@ -200,7 +200,8 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 
 def tier_order(flat: Tensor) -> Tensor:
     """Reshape flat values to (chunks, words, 16): each word of codes contains 16 values. A warp's
-    32 words cover 512 values in a row; each word has two neighbours from each eighth of these."""
+    32 words cover 512 values in a row; each word has two neighbouring values from each eighth of
+    these 512 values."""
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
     return lanes.reshape(-1, _TIER_WORDS, 16)
 
@@ -419,7 +420,7 @@ def with_signs(
 
 
 def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-    """Copy new coded tensors into the existing ones; return whether they fitted."""
+    """Copy new coded tensors into the existing ones; return whether the new tensors fitted."""
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):

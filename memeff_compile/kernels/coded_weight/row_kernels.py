@@ -134,8 +134,8 @@ def _finish_rows(
     TILE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Add the bias and the products of the patches (weights stored whole) to some rows, and store
-    the results."""
+    """Add the bias and the products of the patches (weights stored whole) to the outputs of some
+    rows, and store these outputs."""
     ROWS: tl.constexpr = TILE[2]
     CHUNKS: tl.constexpr = TILE[5]
     _, _, _, begin, end = found
@@ -259,7 +259,7 @@ def _narrow_rows(
 ):
     """Compute the products of ROWS rows of a lossy weight with one token x, summed in fp32.
 
-    The kernel loads the words of the next step before it multiplies those of the current step.
+    The kernel loads the words of the next step before it multiplies the words of the current step.
     """
     IS_EVEN: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]

@@ -18,8 +18,8 @@ from .layout import CHUNK, GROUP
 class RowTile:
     """The tile of the kernel for one token.
 
-    A program computes `rows` outputs. In each step, the program reads `words` 32-bit words of codes
-    from each of these rows of the weight.
+    A program computes `rows` outputs, one per row of the weight. In each step, the program reads
+    `words` 32-bit words of codes from each of these rows.
     """
 
     rows: int
@@ -115,8 +115,8 @@ def narrow_row_tile(rows: int, processors: int) -> RowTile:
 
 
 def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTile:
-    """Return the first tile with enough warps per multiprocessor, or the last tile if none has
-    enough."""
+    """Return the first tile with enough warps per multiprocessor, or the last tile if no tile has
+    enough warps."""
     for found in tiles:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
@@ -134,8 +134,8 @@ LEAST_FULL = 0.6
 
 
 def _fills_rounds(programs: int, places: int) -> bool:
-    """Return whether programs keep the GPU busy, which runs `places` programs at a time: one round
-    is enough, or most places of all rounds are used.
+    """Return whether programs keep the GPU busy, which runs `places` programs at a time: all
+    programs run at the same time (in one round), or in several rounds that use most of the places.
     """
     rounds = -(-programs // places)
     return rounds == 1 or programs >= LEAST_FULL * rounds * places
@@ -160,7 +160,7 @@ def matrix_tile(
 
 
 class _Cost(NamedTuple):
-    """A prediction, in microseconds, of the time that a wide tile takes on an H200.
+    """A prediction, in microseconds, of the time that a product with a `WideTile` takes on an H200.
 
     The coefficients were fitted to the measurements in `coded-weight-widths.txt`.
     """
@@ -248,8 +248,8 @@ def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> Matr
 
     The weights for queries, keys and values of usual models get the same tile, so that one launch
     multiplies all three. Fewer warps would be up to 7 % faster for a weight of 4096 x 4096, but not
-    for other sizes. With more than 32 groups of columns, four warps are enough for any number of
-    rows: eight warps were 10 % slower for a weight of 4096 x 14336.
+    for weights of other sizes. With more than 32 groups of columns, four warps are enough for any
+    number of rows: eight warps were 10 % slower for a weight of 4096 x 14336.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4
     if groups > 32:

@@ -3,7 +3,7 @@
 Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
 lists of irregular length. If each list had its own allocation, PyTorch's allocator would round the
 list's size up, by as much as one MiB; for linears of Llama-3-8B's shape with the codec `tier`, this
-costs 71 MiB. In a shared allocation, lists are stored without gaps.
+rounding costs 71 MiB. In a shared allocation, lists are stored without gaps.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def side_by_side(
 
     The function fills a new allocation before it frees the old lists, weight by weight, so one
     extra allocation is needed temporarily. The weights may have different codecs and devices, and
-    their values do not change. The function also adds spare memory to a list that already has some.
-    A weight whose coded tensors lie in one allocation stays where it is.
+    their values do not change. The function also adds spare memory to a list that already has spare
+    memory. A weight whose coded tensors lie in one allocation stays where it is.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:
@@ -100,7 +100,9 @@ def _words(weight: CodedWeight, lengths: Mapping[Tensor, int]) -> int:
 
 
 def _size(weight: CodedWeight, lengths: Mapping[Tensor, int], whole: bool) -> int:
-    """Return the bytes that a weight takes in a shared allocation."""
+    """Return the bytes that a weight's lists, or all of its coded tensors, take in a shared
+    allocation.
+    """
     if _is_whole(weight, whole):
         return 4 * _words(weight, lengths)
     return sum(_bytes(part, lengths) for _, part in _lists(weight))

@@ -1,9 +1,10 @@
-"""CodedWeight: a tensor subclass with the shape and dtype of a weight that stores only codes.
+"""CodedWeight: a tensor subclass that has the shape and dtype of a weight, but stores only the
+weight's codes.
 
 An operation without special support first decodes the weight. A linear becomes
 `memeff::coded_weight_linear`, which saves no decoded weight for the backward pass. In-place writes
-raise an error, because no dense memory exists to write to; `copy_` of a whole new value is encoded.
-A view is a decoded copy, and in-place writes to a view raise an error too.
+raise an error, because no dense memory exists to write to; only `copy_` of a whole new value works:
+the value is encoded. A view is a decoded copy, and in-place writes to a view raise an error too.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Unsettled:
     """A new value of a weight, until it is known whether its codes fitted into the memory of the
     old codes.
 
-    If the codes did not fit, the value is encoded again, either from the spill buffer or from the
-    dense value, which is kept until then.
+    If the codes did not fit, the value is encoded again, either from the spill buffer (memory for
+    values whose codes do not fit) or from the dense value, which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -77,7 +78,7 @@ class Unsettled:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the codes are known to have fitted."""
+        """Return whether the codes are known to have fitted into the memory of the old codes."""
         return self._kept is None
 
     def settle(self) -> None:
@@ -102,7 +103,7 @@ class UnsettledTogether:
 
     This object keeps the weights' gradients until `encode` is called. Code that reads one of the
     weights first calls `encode`. All gradients come from one CUDA stream, and the kernels run on
-    that stream, even if the caller uses another one.
+    that stream, even if the caller uses another stream.
     """
 
     is_settled = False
@@ -334,8 +335,8 @@ class CodedWeight(Tensor):
         return self.expand(self.shape).as_subclass(cls)
 
     def settle(self) -> None:
-        """Wait until it is known whether an encoding that `store_soon` began has fitted, if there
-        is one."""
+        """If `store_soon` began to encode a new value, wait until it is known whether the codes
+        fitted."""
         other = self.shares_with
         if self.unsettled is None and (
             other is None or (other.unsettled is None and other.shares_with is None)
@@ -394,7 +395,7 @@ class CodedWeight(Tensor):
         """Encode a new value in place, without waiting for the GPU to report whether its codes
         fitted.
 
-        Call `settle` on the result; code that reads the weight also calls it. Raise
+        Call `settle` on the result; code that reads the weight also calls `settle`. Raise
         CodedWeightError if memory runs out while the codes are written: the dense value is then
         kept, and encoded when the weight is next read.
         """
@@ -434,7 +435,7 @@ class CodedWeight(Tensor):
 
     def show(self, name: str, part: Tensor) -> None:
         """Replace one coded tensor by a tensor `part` in other memory, which contains the same
-        values or those of a new encoding.
+        values or the values of a new encoding.
         """
         for owner in self._owners():
             setattr(owner, name, part)
@@ -472,7 +473,7 @@ class CodedWeight(Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], codec: str, outer_size: Sequence[int], outer_stride: object
     ) -> CodedWeight:
-        """Return the weight that `__tensor_flatten__` split."""
+        """Rebuild the weight from the inner tensors into which `__tensor_flatten__` split it."""
         names = ("piece",) if "piece" in inner else parse(codec).parts
         return CodedWeight([inner[name] for name in names], codec, outer_size)
 
@@ -609,7 +610,7 @@ class CodedWeightView(Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], offset: int, outer_size: object, outer_stride: object
     ) -> CodedWeightView:
-        """Return the view that `__tensor_flatten__` split."""
+        """Rebuild the view from the inner tensors into which `__tensor_flatten__` split it."""
         return CodedWeightView(inner["plain"], offset)
 
     def _typed_storage(self) -> torch.TypedStorage:
@@ -894,7 +895,7 @@ def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeigh
 
 
 def _view(weight: CodedWeight, size: Sequence[int]) -> object:
-    """Return a view of the weight in the same shape, or a flat one; FSDP2 creates both kinds of
+    """Return a view of the weight in the same shape, or a flat view; FSDP2 creates both kinds of
     views of a shard.
     """
     if tuple(size) == tuple(weight.shape):
@@ -923,7 +924,9 @@ def _copy_(weight: CodedWeight, value: Tensor, *_: object) -> CodedWeight:
 
 
 def _lerp(selves: Any, others: Any, weights: Any) -> object:
-    """Average weights, as `torch.optim.swa_utils` does, by encoding the whole new values."""
+    """Average weights, as `torch.optim.swa_utils` does: decode the weight, compute the average, and
+    encode it.
+    """
     if isinstance(selves, Tensor):
         _lerp([selves], [others], weights)
         return selves
@@ -1015,7 +1018,7 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 @functools.cache
 def _watch_optimizers() -> RemovableHandle:
     """Check an optimizer's parameters before each step, because an error in the middle of a step
-    would leave some of them updated.
+    would leave some parameters updated and others not.
     """
     return register_optimizer_step_pre_hook(refuse_step)
 

@@ -3,9 +3,9 @@
 a first stream, and further bits from a second and a third stream.
 
 A 2-bit code of 3 means that the weight has more bits in the second stream. So a thread's position
-there is the number of 2-bit codes equal to 3 in all words before the thread's own word. The kernel
-finds this position with one bit count and one prefix sum per sixteen weights. A second bit count
-and a second prefix sum give the thread's position in the third stream.
+in the second stream is the number of 2-bit codes equal to 3 in all words before the thread's own
+word. The kernel finds this position with one bit count and one prefix sum per sixteen weights. A
+second bit count and a second prefix sum give the thread's position in the third stream.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ kernel decodes the codes to fp16 numbers.
 For lossy weights, the decoding instructions take longer than reading the codes. A 4-bit code and at
 most 3 mantissa bits fit into fp16, so one instruction assembles four weights, and another
 instruction expands two of them. The kernel multiplies the sum of products over each group by the
-group's normaliser (scale), instead of multiplying each weight by it.
+group's normaliser (scale), instead of multiplying each weight by the normaliser.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below
 2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits; their error is at
@@ -164,8 +164,8 @@ def _store_x(xs, x_ptr, scale, C: gl.constexpr):
 def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constexpr):
     """Compute 16 outputs for one token; each warp sums over a share of the columns.
 
-    The constants are those of `matrix_kernels._matrix_tile`; GROUPS is K / 256, and BLOCK is at
-    least 256.
+    The constants are the same as for `matrix_kernels._matrix_tile`; GROUPS is K / 256, and BLOCK is
+    at least 256.
     """
     rows_count = weight.rows
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])

@@ -261,10 +261,10 @@ def list_chunks(
     """Write the patches (weights stored whole) in order, and the index at which each chunk's
     patches start.
 
-    The kernel drops patches (weights stored whole) that do not fit into their lists. If patches
-    are dropped, the weight is also written to the spill buffer, and the start indices stay inside
-    the lists, so that decoding reads no other memory. Without a spill buffer, the last start index
-    is the length that the lists of patches need.
+    The kernel drops patches (weights stored whole) that do not fit into their lists. If patches are
+    dropped, the weight is also written to the spill buffer (memory for weights whose codes do not
+    fit), and the start indices stay inside the lists, so that decoding reads no other memory.
+    Without a spill buffer, the last start index is the length that the lists of patches need.
     """
     starts_ptr, places_ptr, values_ptr = lists
     heading_ptr, number, refuge_ptr = refuge

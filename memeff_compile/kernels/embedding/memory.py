@@ -29,9 +29,9 @@ def bytes_before(
     """Return the bytes of the V x D buffers that the embedding's gradient needs without the op
     `memeff::embedding`.
 
-    Inductor scatters the gradient into an fp32 buffer (fp64 for fp64). Inductor then adds this
-    buffer to the output projection's gradient, or rounds the buffer into a second one, which is
-    returned. Without Inductor, the gradient is a tensor of the table's dtype. With DTensor, each
+    Inductor scatters the gradient into an fp32 buffer (fp64 for fp64 inputs). Inductor then adds
+    this buffer to the output projection's gradient, or rounds the buffer into a second one, which
+    is returned. Without Inductor, the gradient is a tensor of the table's dtype. With DTensor, each
     rank's gradient has the rows of all ranks.
     """
     v, d = sympy.sympify(vocab), sympy.sympify(depth)
@@ -64,7 +64,7 @@ def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -
     """Return the bytes of the partial sums that exist at the same time.
 
     The implementation `sorted` has two fp32 partial sums per chunk of 32 tokens. The implementation
-    `reference` has some columns of four fp32 matrices with N rows (fp64 for fp64).
+    `reference` has some columns of four fp32 matrices with N rows (fp64 for fp64 inputs).
     """
     n, d = sympy.sympify(tokens), sympy.sympify(depth)
     if engine == "sorted":

@@ -7,9 +7,9 @@ compiler sees aten.embedding in the forward pass and fuses it as usual. The back
 first argument.
 
 In `embedding_tied`, the weight of the output projection is a second output of the lookup. So
-autograd passes two gradients to the lookup's backward pass: that of the rows and that of the output
-projection's weight. The backward pass adds the first gradient to the second in place, so the table
-needs only one gradient buffer.
+autograd passes two gradients to the lookup's backward pass: the gradient of the looked-up rows, and
+the gradient of the output projection's weight. The backward pass adds the first gradient to the
+second in place, so the table needs only one gradient buffer.
 
 With `first_row`, `embedding` and `embedding_tied` treat the weight as one rank's shard of a table;
 the shard starts at row `first_row`. Ids whose rows other ranks store get zeros in the lookup, and

@@ -25,7 +25,7 @@ def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
     """Overwrite ``gate`` with its gradient, ``up`` with its gradient, and ``grad`` with the
     product.
 
-    The arguments are those of `reference.gradients`, in bf16, fp16 or fp32.
+    The arguments are the same as for `reference.gradients`, in bf16, fp16 or fp32.
     """
     _launch("_gated_linear_in_place_gradients_kernel", gate, up, grad, activation)
 

@@ -2,8 +2,8 @@
 """A kernel for the gated product, and a kernel for the product's gradients, which writes the
 gradients over its inputs.
 
-Every program processes BLOCK numbers: it reads all of them before it writes any, and it accesses no
-other numbers. The kernels compute in fp32 and round once; offsets are 64-bit.
+Every program processes BLOCK numbers: it reads all these numbers before it writes a result, and it
+accesses no other numbers. The kernels compute in fp32 and round once; offsets are 64-bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reference implementation: compute the gated product and its gradients, a few thousand numbers
 at a time.
 
-This implementation works on any device, computes in fp32 (fp64 for fp64), and rounds each result
-once.
+This implementation works on any device, computes in fp32 (fp64 for fp64 inputs), and rounds each
+result once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """KV caches of a fixed length: written in place, and read only up to the last filled position.
 
 A static cache is allocated for the longest sequence and filled token by token. Attention needs only
-the filled positions, and needs to read each of them only once for all query heads that share a
-key-value head. PyTorch's attention, however, copies the buffer once per query head, and reads all
-of it under a mask.
+the filled positions, and needs to read each position only once for all query heads that share a
+key-value head. PyTorch's attention, however, copies the buffer once per query head, and reads the
+whole buffer under a mask.
 
     kv_cache_append     writes new keys and values at their positions, in place
-    kv_cache_attention  attends to the keys up to a position that is read on the device
+    kv_cache_attention  attends to the keys up to a position that is stored in a tensor
     kv_cache_last       the last position that each query of a boolean mask sees
 """
 

@@ -1,10 +1,10 @@
 """The reference implementation: PyTorch's attention over the filled positions of the cache, one
 key-value head at a time.
 
-This implementation works on any device and in any floating dtype. On a CPU, it reads the number of
-filled positions, and no memory after them. On a GPU, the CPU would have to wait for that number, so
-the whole cache is read under a mask instead. Keys and values are never repeated for query heads
-that share them.
+This implementation works on any device and in any floating dtype. If the cache is in CPU memory,
+this implementation reads only the filled positions. If the cache is on a GPU, the CPU would have to
+wait for the number of filled positions, so this implementation reads the whole cache under a mask
+instead. Keys and values are never repeated for query heads that share them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attend(
     """Return attention over the keys up to position `last` that `mask` does not hide.
 
     The result's memory has the order (B, M, H, D). If a mask hides all keys from a query, the
-    result for it is zero.
+    result for this query is zero.
     """
     batch, heads, queries, depth = q.shape
     kv_heads, end = k_cache.shape[1], k_cache.shape[2]

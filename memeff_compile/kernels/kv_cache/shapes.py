@@ -72,7 +72,9 @@ def _bytes_per_key(depth: int, itemsize: int) -> int:
 
 
 def programs_per_processor(shapes: Shapes, depth: int, itemsize: int, gpu: Gpu) -> int:
-    """Return how many programs run on a multiprocessor at once, given the shared memory of each."""
+    """Return how many programs run on a multiprocessor at once, given the shared memory of each
+    program.
+    """
     used = shapes.stages * shapes.keys * _bytes_per_key(depth, itemsize)
     return max(1, min(MAX_PROGRAMS, _shared_memory(gpu) // used))
 

@@ -9,15 +9,16 @@ each row of the hidden states the op returns
     lse        logsumexp(z), for a z-loss
     logit_sum  sum_j column_weight_j z_j, for label smoothing
     entropy    -sum_j p_j log p_j with p = softmax(z)
-    top        the index of the largest z_j; of equal ones, the first
+    top        the index of the largest z_j; if several z_j are largest, the first of them
 
 with z = softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap), all
 differentiable once except `top`. low (..., R) and up (V, R) are a low-rank term of the output
 projection: for a LoRA adapter, low is h A^T times the adapter's scale, and up is its B. The op
-builds neither the sum of the two products nor a copy of the projection's weight. If low and up are
-fp32 and the weight has 16 bits, as PEFT keeps adapters, the products with low and up are computed
-in fp32, and their gradients from unrounded fp32 gradients of the logits. Ordinary ops on N numbers
-compute the means, the sums, the class weights of targets and the label shift, outside of this op.
+builds neither the sum of the products hidden @ weight.T and low @ up.T, nor a copy of the
+projection's weight. If low and up are fp32 and the weight has 16 bits, as PEFT keeps adapters, the
+products with low and up are computed in fp32, and their gradients from unrounded fp32 gradients of
+the logits. Ordinary ops on N numbers compute the means, the sums, the class weights of targets and
+the label shift, outside of this op.
 
 The module `op` calls the module `walk`, which chooses the implementation (`reference`, `library` or
 `hopper`) and runs it block by block. The module `_head_loss.call` defines the arguments of a call,

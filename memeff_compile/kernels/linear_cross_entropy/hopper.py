@@ -14,8 +14,8 @@ weight's gradient (dC) is stored in fp16, with one power of two for each class a
 because its sums need three more bits than bf16 has.
 
 A second form of the backward pass processes blocks of W classes one after another. This form takes
-less memory than the first, and supports fp16 and a workspace limit. For each block, it writes the
-rows of dC once, and adds the product of G and the block's rows of C to dE in fp32, with one
+less memory than the first form, and supports fp16 and a workspace limit. For each block, it writes
+the rows of dC once, and adds the product of G and the block's rows of C to dE in fp32, with one
 reduction per element and launch. With the minimal workspace, the logits' gradient G and the fp32
 sums use memory of the weight's gradient.
 
@@ -26,14 +26,14 @@ multiply X by operands that already contain this factor. For R rows, X takes 2RV
 compute rows again if their logits are far from the expected range; the GPU decides which rows.
 
 Ignored rows are left out of all products, by a permutation of the rows that the GPU computes. The
-CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (only
-bf16 for blocks of rows), a hidden size that is a multiple of 8, and a contiguous weight.
+CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks
+of rows need bf16), a hidden size that is a multiple of 8, and a contiguous weight.
 
 On an H200, which reaches 700e12 operations and reads or writes 4.28e12 bytes per second, forward
 plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds:
-four products, and the sums of dE once per block. A loss that is a single number should take 3 *
-2NDV / 700e12 seconds. For a loss that is a single number, the lower bounds of the time (at 790e12
-operations per second) and the predicted times are:
+the time of four matrix products, and of reading and writing the sums of dE once per block. A loss
+that is a single number should take 3 * 2NDV / 700e12 seconds. For a loss that is a single number,
+the lower bounds of the time (at 790e12 operations per second) and the predicted times are:
 
     N, D, V = 8192, 4096, 128256    32.7 and 38 ms
     N, D, V = 8192, 2304, 256000    36.7 and 45 ms
@@ -291,7 +291,7 @@ class BackwardByClasses(Differentiating):
             first += width
 
     def _finish_hidden(self) -> None:
-        """Round the fp32 sums of the hidden states' gradient to its dtype."""
+        """Round the fp32 sums of the hidden states' gradient to the dtype of the hidden states."""
         if self.sums is None:
             return
         if self.selection.place is None:
@@ -600,8 +600,8 @@ def backward(
 ) -> BackwardByRows | BackwardByClasses:
     """Return the backward pass that computes the gradients that `output_mask` requests.
 
-    A backward pass by blocks of rows is faster than one by blocks of classes but takes more memory,
-    so it is used if the workspace is automatic.
+    A backward pass by blocks of rows is faster than a backward pass by blocks of classes but takes
+    more memory; blocks of rows are used only if the caller sets no workspace.
     """
     is_by_rows = triton_compat.has_gluon() and not settings.workspace
     if is_by_rows and given.hidden.dtype == torch.bfloat16:

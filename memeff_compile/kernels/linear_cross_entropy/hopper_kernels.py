@@ -16,8 +16,8 @@ row's log-sum-exp; the two products with X apply this factor. At a row's target,
 precision. If ranks split the vocabulary, they exchange their log-sum-exps after X is written.
 
 Each program computes several output tiles one after another, and loads the operands of the next
-tile during the epilogue of the current one. The kernels process compact rows: ignored rows are left
-out. Kernels read the number of rows that are not ignored from GPU memory (`kept_ptr`); the CPU
+tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
+left out. Kernels read the number of rows that are not ignored from GPU memory (`kept_ptr`); the CPU
 never reads this number. The kernels multiply logits by log2(e), so that they can use exp2: z2 = z *
 log2(e).
 
@@ -702,9 +702,9 @@ def _linear_cross_entropy_hopper_products_kernel(
 
     The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
     computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
-    the other multiprocessors busy meanwhile, and all of them afterwards. A program that has
-    finished a tile takes the next one that no program has taken. One program computes all of a
-    tile, so the order in which programs take tiles does not change the results.
+    the other multiprocessors busy meanwhile, and afterwards keep all multiprocessors busy. A
+    program that has finished a tile takes the next tile that no program has taken. One program
+    computes all of a tile, so the order in which programs take tiles does not change the results.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     depth_blocks = tl.cdiv(depth, C.BN)

@@ -29,8 +29,8 @@ On an H200, forward plus backward pass take at least this many seconds:
 For N, D, V = 16384, 2048, 128256, these terms are 43.6 + 4.9 + 2.0 (+ 3.9) ms; for N, D, V = 8192,
 2304, 256000, they are 48.9 + 4.9 + 2.4 (+ 3.9) ms. A frozen output projection with an adapter takes
 at least 2 * 2NDV / 790e12 and, in 16 bits, 26 NV / 4.28e12 seconds (S written, added to and read
-twice; G written once and read by three products). For N, D, V = 8192, 4096, 128256 that is 21.8 +
-6.4 ms.
+twice; G written once and read by three products). For N, D, V = 8192, 4096, 128256, these two
+terms are 21.8 and 6.4 ms.
 """
 
 from __future__ import annotations
@@ -239,7 +239,9 @@ forward, backward, total = Forward, Backward, Total
 
 
 def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
-    """Write the products of the rows with the classes [first, stop) into the fp32 buffer `out`."""
+    """Write the products of the hidden states with the weight's rows for the classes [first, stop)
+    into the fp32 buffer `out`.
+    """
     product_into(given.hidden, given.weight[first:stop].t(), out)
     if given.low is not None and given.up is not None:
         product_into(given.low, given.up[first:stop].t(), out, accumulate=True)
@@ -284,8 +286,8 @@ def _differentiate(
     """Turn a strip of products into the gradients of the loss with respect to these products, in
     the buffer `g`.
 
-    `g` has the input dtype and unit stride along columns, and may be `s` itself; `grads` are the
-    contiguous fp32 gradients of the per-row results.
+    `g` has the input dtype and unit stride along columns, and may be the strip `s` itself; `grads`
+    are the contiguous fp32 gradients of the per-row results.
     """
     (_, _, bias, target, column_weight, *_), (rows, width) = given, s.shape
     block = library_block(width)

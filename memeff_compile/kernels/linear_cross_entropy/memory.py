@@ -55,17 +55,17 @@ def bytes_before(
     """Return the peak bytes of the N x V buffers that the loss needs without the op
     `memeff::linear_cross_entropy`.
 
-    Inductor allocates one logits tensor in the compute dtype, and the backward pass overwrites it
-    with the gradient. If the logits are returned to the user, the gradient needs a second tensor.
-    Inductor fuses casts and log_softmax into other kernels. For 8192 rows and 256000 classes in
-    bf16, the formula gives 4000 MiB; the measured peak was 4001 MiB.
+    Inductor allocates one logits tensor in the compute dtype, and the backward pass overwrites this
+    tensor with the gradient. If the logits are returned to the user, the gradient needs a second
+    tensor. Inductor fuses casts and log_softmax into other kernels. For 8192 rows and 256000
+    classes in bf16, the formula gives 4000 MiB; the measured peak was 4001 MiB.
 
     In eager mode, the forward pass has the logits, an fp32 copy if the model casts them, and the
     output of log_softmax. Eager PyTorch's backward pass has the output of log_softmax and the
     gradients of the output and of the input of log_softmax, each in the cast's dtype, and the
-    logits if they are returned. For the same shape, the measured peak was 24000 MiB, and the
-    formula gives 24000 MiB. That is 22839 MiB more than the two returned gradients, which are
-    allocated only after the peak.
+    logits if they are returned. In eager mode with the same 8192 rows and 256000 classes, the
+    measured peak was 24000 MiB, and the formula gives 24000 MiB. This peak is 22839 MiB more than
+    the size of the two returned gradients, which are allocated only after the peak.
     """
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits
@@ -101,7 +101,8 @@ class How(NamedTuple):
 class Pieces(NamedTuple):
     """The size of the blocks of logits that exist at one time.
 
-    The fields are the bytes of these blocks, and the number of columns whose weights are copied.
+    The fields are the bytes of these blocks, and the number of classes whose rows of the weight are
+    copied.
     """
 
     bytes: sympy.Expr
@@ -114,12 +115,12 @@ def bytes_after(
     """Return an upper bound of the op's bytes, without inputs and returned gradients.
 
     The bound is the larger of the bounds for forward and backward pass. The bound counts the
-    workspace of blocks (each at most half as wide as a vocabulary of more than 64 columns), the
-    vectors of N elements, and for 16-bit inputs the fp32 sum of the hidden states' gradient (4ND).
-    For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of blocks of the
-    weight, and on a CPU the copies of the rows that are not ignored. `how` contains the fields of
-    `How`; `pieces` may contain symbols, for a short formula, and is by default the result of
-    `piece_sizes`.
+    workspace of blocks (if the vocabulary has more than 64 columns, a block has at most half of
+    them), the vectors of N elements, and for 16-bit inputs the fp32 sum of the hidden states'
+    gradient (4ND). For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of
+    blocks of the weight, and on a CPU the copies of the rows that are not ignored. `how` contains
+    the fields of `How`; `pieces` may contain symbols, for a short formula, and is by default the
+    result of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given
@@ -191,8 +192,8 @@ def total_bytes(
 
     On a GPU, the bound counts X (the logits' gradient up to a factor per row), the statistics of
     X's tiles, and the rows multiplied by their scale. In plain PyTorch, the bound counts a block of
-    logits, two more blocks with a softcap, the rows that are not ignored and, for 16-bit inputs,
-    the fp32 sums of the weight's gradient and a block of the weight.
+    logits (with a softcap, three such blocks), the rows that are not ignored and, for 16-bit
+    inputs, the fp32 sums of the weight's gradient and a block of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):

@@ -1,17 +1,17 @@
 """memeff::linear_cross_entropy and related ops: schemas, validation, fake tensors, autograd.
 
-Two ops compute the loss, and the first of them has a backward op; all three optionally take a LoRA
-adapter of the output projection:
+Two ops compute the loss, and the first of them has a backward op; these three ops optionally take a
+LoRA adapter of the output projection:
 
     linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
     linear_cross_entropy_total  one number and the gradients of that number,
                                 total = (sum over rows i of row_weight_i * nll_i) / norm
 
-The first op saves its inputs, one lse per row and, if requested, one entropy per row; its backward
-op computes the logits again. The forward pass of the second op also computes its operands'
-gradients from the same logits, so a training step takes three matrix products instead of four. The
-second op's backward pass only multiplies these gradients by the gradient of the loss
-(`_head_loss.scaling`).
+The op `linear_cross_entropy` saves its inputs, one lse per row and, if requested, one entropy per
+row; its backward op computes the logits again. The forward pass of the op
+`linear_cross_entropy_total` also computes its operands' gradients from the same logits, so a
+training step takes three matrix products instead of four. The backward pass of this op only
+multiplies these gradients by the gradient of the loss (`_head_loss.scaling`).
 
 Four more ops support output projections whose classes are split over ranks (`vocabulary_parallel`):
 one rank's statistics, the merging of statistics, one rank's total, and the total that all ranks

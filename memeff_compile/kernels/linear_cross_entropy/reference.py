@@ -6,8 +6,8 @@ For a loss per row, this implementation processes blocks of classes, and rounds 
 logits once to the input dtype, as the implementation `library` does. For a loss that is a single
 number, this implementation processes blocks of rows: it computes a block's logits once for the
 whole vocabulary, reduces them to row statistics, and then overwrites them with their gradient. The
-weight's gradient is summed over the blocks in fp32 (fp64 for fp64). On a CPU, rows with an ignored
-target are left out, because reading the targets there does not wait for a device.
+weight's gradient is summed over the blocks in fp32 (fp64 for fp64 inputs). On a CPU, rows with an
+ignored target are left out, because reading the targets there does not wait for a device.
 """
 
 from __future__ import annotations
@@ -381,8 +381,8 @@ forward, backward, total = Forward, Backward, Total
 def _rows(
     kept: Tensor | None, hidden: Tensor, target: Tensor, low: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states, targets and `low` of the kept rows, or of all rows if `kept` is
-    None."""
+    """Return hidden states, targets and `low` of the rows with the indices `kept`, or of all rows
+    if `kept` is None."""
     if kept is None:
         return hidden, target, low
     return hidden[kept], target[kept], None if low is None else low[kept]
@@ -400,7 +400,7 @@ def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
 def _width(dtype: torch.dtype, rows: int, weight: Tensor, given: Settings, *, forward: bool) -> int:
     """Return the number of columns in a block.
 
-    The number of columns depends on the number of all rows, including the ignored ones.
+    The number of columns depends on the number of all rows, including ignored rows.
     """
     per_logit = reference_bytes_per_logit(
         dtype.itemsize, given.softcap > 0, not forward, given.with_entropy

@@ -29,7 +29,9 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether a workspace is so small that only the minimal mode can use it."""
+    """Return whether a workspace is so small that only the minimal mode can use it, which has the
+    least temporary memory.
+    """
     return 0 < workspace <= MINIMAL_BYTES
 
 
@@ -67,8 +69,8 @@ def reference_bytes_per_logit(
 def reference_columns(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose the number of columns of a block of classes within the workspace; a workspace of 0
-    means automatic."""
+    """Choose the number of columns of a block of classes within the workspace; with a workspace of
+    0, the function chooses a size itself."""
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
@@ -78,8 +80,8 @@ def reference_columns(
 def reference_rows(
     rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
-    """Return the number of rows whose wide logits exist at once, at most half of all rows; a
-    workspace of 0 means automatic."""
+    """Return the number of rows whose fp32 or fp64 logits exist at once, at most half of all rows;
+    with a workspace of 0, the function chooses a size itself."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else REFERENCE_MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -120,8 +122,8 @@ class Widths(NamedTuple):
 def library_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose the widths of strips and blocks within the workspace; a workspace of 0 means
-    automatic.
+    """Choose the widths of strips and blocks within the workspace; with a workspace of 0, the
+    function chooses a size itself.
 
     For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
     gets half of the workspace, and a block of gradients in the input dtype (2 bytes per element).
@@ -253,7 +255,7 @@ class Shapes(NamedTuple):
 
 @lru_cache(maxsize=64)
 def shapes_for(device: torch.device) -> Shapes:
-    """Return the tile shapes for a GPU, or small ones for Triton's interpreter without a GPU."""
+    """Return the tile shapes for a GPU, or small shapes for Triton's interpreter without a GPU."""
     if device.type != "cuda":
         return Shapes(32, 64, 16, 4, 1, False, 2, is_interpreted=True)
     return shapes_for_programs(processors(device))
@@ -266,15 +268,15 @@ def shapes_for_programs(programs: int) -> Shapes:
 
 def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
     """Return the rows and columns of a tile of the hidden states' gradient (dE) and the weight's
-    gradient (dC): of two possible shapes, the one with fewer unused columns."""
+    gradient (dC): of two possible tile shapes, the shape with fewer unused columns."""
     rows, columns = shapes.rows, shapes.columns
     is_turned = 0 < depth % columns <= rows
     return (columns, rows) if is_turned else (rows, columns)
 
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
-    """Return the number of rows of a block in the forward pass: whole tiles, so that all blocks
-    have about equal height."""
+    """Return the number of rows of a block in the forward pass: a multiple of the tile's height,
+    such that all blocks have about the same height."""
     tiles = -(-rows // shapes.rows)
     count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
     return -(-tiles // count) * shapes.rows
@@ -285,8 +287,8 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
     """Choose how many columns of the logits' gradient G the backward pass computes at once.
 
     The function considers widths within the workspace and up to half the vocabulary, and returns
-    the one whose launches leave the fewest multiprocessors idle at their ends. A workspace of 0
-    means automatic.
+    the width whose launches leave the fewest multiprocessors idle at their ends. With a workspace
+    of 0, the function chooses a size itself.
     """
     step = shapes.columns
     budget = workspace or max(HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW * rows)
@@ -367,7 +369,9 @@ def room_inside(
 
 
 def slices_of(depth: int, shapes: Shapes) -> int:
-    """Return how many slices of SLICE features the weight's gradient has, padded to whole tiles."""
+    """Return how many slices of SLICE features the weight's gradient has, when its features are
+    padded to whole tiles.
+    """
     columns = product_tile(depth, shapes)[1]
     return -(-depth // columns) * columns // SLICE
 
@@ -380,12 +384,12 @@ def hopper_rows(
     workspace: int,  # the bytes of X; 0 is automatic
     shapes: Shapes,
 ) -> int:
-    """Return the number of rows of a block: whole tiles, so that all blocks have about equal
-    height.
+    """Return the number of rows of a block: a multiple of the tile's height, such that all blocks
+    have about the same height.
 
     A block that is taller than a tile of the hidden states' gradient (dE) consists of whole tiles
-    of it. Otherwise each block would end with a tile that is partly empty but takes as long as a
-    whole one.
+    of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a
+    full tile.
 
     The number is the same for all GPUs, because ranks may have different GPUs, and a report may
     describe another machine.
@@ -424,7 +428,7 @@ def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight
 
     A tile of the hidden states' gradient (dE) is a long sum over the vocabulary, and a block with
     few rows has few such tiles. With one program per tile, a few programs would still compute the
-    hidden states' gradient (dE) after all others have finished the weight's gradient (dC).
+    hidden states' gradient (dE) after all other programs have finished the weight's gradient (dC).
     """
     if rows > TALLEST_SPLIT:
         return 1

@@ -10,21 +10,21 @@ statistics. Another op then merges them into the results of `linear_cross_entrop
     nll, lse, logit_sum, entropy, top = linear_cross_entropy_merge(every, h, W_r, None, y, ...)
 
 `linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy over all
-classes, so its softmax is that of the whole output projection.
+classes, so it uses the softmax over all classes, not only over this rank's classes.
 
 A loss that is a single number needs a row's softmax before its gradients, and no rank has all
 classes. So all ranks process the same blocks of rows and exchange numbers once per block: each rank
-computes its logits, sends two numbers per row to the others (`Ranks`), and computes its gradients
-with the numbers of all ranks:
+computes its logits, sends two numbers per row to the other ranks (`Ranks`), and computes its
+gradients with the numbers of all ranks:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
-A compiler does not see that the middle op gathers numbers, and could move it past other
-collectives, in a different way on each rank. A compiler keeps the order of the collectives that it
-sees, so a collective of one number before this op and one after it fix the op's position. All ranks
-use the total of the first rank.
+A compiler does not see that the op `linear_cross_entropy_total_shard` itself gathers numbers, and
+could move it past other collectives, in a different way on each rank. A compiler keeps the order of
+the collectives that it sees, so two other collectives, the `all_gather` before this op and the
+`all_gather` after it, fix the op's position. All ranks use the total of the first rank.
 
 All ranks must have the same number of rows, so they first gather their row counts; if the counts
 differ, every rank raises an error. The gathered data and the number of gathers depend only on the

@@ -8,7 +8,7 @@ rows, if the implementation supports this: the loop computes a block's statistic
 block's gradients. Between these two steps, ranks with different classes exchange statistics.
 
     `reference`: blocks of classes for a loss per row, blocks of rows for a single number
-    `library`:   the same, but a single number only for a frozen projection with a LoRA adapter
+    `library`:   the same blocks; a single number only for a frozen projection with LoRA adapter
     `hopper`:    blocks of rows; the backward pass of a loss per row may use blocks of classes
 
 An implementation is imported when it runs for the first time; before that, no module with kernels
@@ -172,9 +172,10 @@ def is_faster_in_one_walk(has_kernels: bool) -> bool:
     """Return whether a loss that is a single number is faster in one loop over the blocks than in
     two.
 
-    One loop takes three matrix products, two loops take four: 46.0 and 60.9 ms at 8192 x 2304 x
-    256000 on an H200 (`nvidia-h200/gradients-in-forward.jsonl`). On devices without the kernels,
-    the speed was not measured.
+    One loop takes three matrix products, two loops take four: on an H200, one loop took 46.0 ms and
+    two loops took 60.9 ms with 8192 rows, a hidden size of 2304 and 256000 classes
+    (`nvidia-h200/gradients-in-forward.jsonl`). On devices without the kernels, the speed was not
+    measured.
     """
     return has_kernels
 
@@ -194,7 +195,8 @@ def makes_gradients_in_forward(
 
     Three settings need a second loop that computes the logits again: the gradient filter
     `published`, a filter that applies to only one gradient, and the minimal workspace without a
-    filter. The range of fp16 is too small for gradients that are scaled afterwards.
+    filter. For fp16, the result is false, because the range of fp16 is too small for gradients that
+    are scaled afterwards.
     """
     if filter_parts != "both" or dtype == torch.float16:
         return False
@@ -221,9 +223,9 @@ def makes_gradients_in_forward_adapted(
     """Return whether to compute a loss that is a single number in one loop, for an output
     projection with a LoRA adapter.
 
-    The result is false if the projection's weight trains, because its gradient would be rounded
-    once per block, or stored in fp32. The range of fp16 is too small for gradients that are scaled
-    afterwards.
+    The result is false if the projection's weight trains, because the weight's gradient would be
+    rounded once per block, or stored in fp32. For fp16, the result is false, because the range of
+    fp16 is too small for gradients that are scaled afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -390,8 +392,8 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Exchange statistics block by block, in `order`; return the log-sum-exps and losses over all
-    classes.
+    """Exchange the rows' statistics with the other ranks, block by block, with the rows in the
+    order `order`; return the log-sum-exps and losses over all classes.
     """
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):

@@ -1,5 +1,5 @@
 """The divergence between the softmaxes of two output projections in one op, without the N x V
-logits of either.
+logits of either projection.
 
 Distillation compares the softmax p of a student's logits with the softmax q of a teacher's logits,
 over the whole vocabulary. With m = share * q + (1 - share) * p, the op returns for each row

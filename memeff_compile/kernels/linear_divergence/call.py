@@ -1,4 +1,5 @@
-"""The arguments that both implementations take, their results, and the sizes of blocks.
+"""The arguments that the two implementations of divergences take, the results that they return, and
+the sizes of blocks.
 
 In variable names, N is rows (tokens), D and K are features of student and teacher, V is classes,
 and R is rows of a block.
@@ -109,8 +110,8 @@ class ClassRequest(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype in which results are computed and returned: fp64 for fp64, otherwise
-        fp32."""
+        """Return the dtype in which results are computed and returned: fp64 for fp64 inputs,
+        otherwise fp32."""
         return wide(self.hidden.dtype)
 
 
@@ -237,10 +238,10 @@ def slots_for(
     Args:
         rows: the number of rows in the call.
         columns: the number of columns in a slot.
-        workspace: the memory limit in bytes; 0 chooses one.
+        workspace: the memory limit in bytes; 0 stands for a default limit.
         itemsize: the bytes of one element of an input.
         sides: 2 if student and teacher have logits, 1 without a teacher.
-        trains: whether gradients are computed; otherwise no block waits for another.
+        trains: whether gradients are computed; if not, only one block is stored at a time.
         lent: how many rows of the teacher's logits fit into the memory of the weight's gradient.
     """
     rows = max(rows, 1)
@@ -259,8 +260,8 @@ def slots_for(
 
 
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
-    """Return for how many rows a teacher's logits, and the maxima and sums of both sides' tiles,
-    fit into the memory of a weight's gradient.
+    """Return for how many rows a teacher's logits, and the maxima and sums of the tiles of student
+    and teacher, fit into the memory of a weight's gradient.
     """
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)
@@ -268,7 +269,9 @@ def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> 
 
 
 def kept_bytes(itemsize: int) -> int:
-    """Return the bytes of one stored logit, which is fp16 for 16-bit inputs and fp32 for others."""
+    """Return the bytes of one stored logit, which is fp16 for 16-bit inputs and fp32 for other
+    inputs.
+    """
     return min(itemsize, 4)
 
 

@@ -59,8 +59,8 @@ from .call import (
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number (the divergence) per row, and the gradients of the rows' sum, weighted by
-    `factors`."""
+    """Compute one number (the divergence) per row, and the gradients of the sum over all rows of
+    this number times the row's factor (`factors`)."""
     given = _readable(given)
     walk = _Divergence(given, factors, wanted(given, factors, mask))
     walk.all_rows()
@@ -211,8 +211,8 @@ class _Walk(ABC):
         )
 
     def _is_tiled(self, rows: Tensor, weight: Tensor) -> bool:
-        """Return whether the GPU can load tiles of both operands through descriptors, and was
-        measured to be faster with them."""
+        """Return whether the GPU can load tiles of both operands of a matrix product through
+        descriptors, and is of a kind that was measured to be faster with descriptors."""
         are_read = all(
             each.dtype in (torch.bfloat16, torch.float16)
             and each.is_contiguous()

@@ -44,9 +44,9 @@ def bytes_before(
     """Return the peak bytes of the N x V buffers that a divergence needs without the op
     `memeff::linear_divergence`.
 
-    Inductor keeps the logits of student and teacher, and overwrites one of them with the gradient.
-    Eager PyTorch also keeps the log-probabilities of student and teacher, the divergence of every
-    class, and, in the backward pass, the gradients of these three tensors.
+    Inductor keeps the logits of student and teacher, and overwrites one of these two tensors with
+    the gradient. Eager PyTorch also keeps the log-probabilities of student and teacher, the
+    divergence of every class, and, in the backward pass, the gradients of these three tensors.
     """
     per_logit = dtype.itemsize + teacher_bytes
     if not compiled:

@@ -7,10 +7,10 @@ implementation.
                              (..., k), for a teacher that is known only at these classes; the
                              backward pass computes the logits again
 
-The forward pass of the second op also computes its operands' gradients. The backward pass of this
-op only multiplies them by the gradient of the loss, in place if no other code can read the
-gradients. The ops compute no gradient for the teacher. None of the three ops changes its inputs;
-Inductor treats them as opaque, and autocast does not affect them.
+The forward pass of `linear_divergence_total` also computes its operands' gradients. The backward
+pass of this op only multiplies these gradients by the gradient of the loss, in place if no other
+code can read them. The ops compute no gradient for the teacher. The three ops do not change their
+inputs; Inductor treats the ops as opaque, and autocast does not affect them.
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ def engine_for(device: torch.device, dtype: torch.dtype, teacher: torch.dtype | 
 def makes_gradients_in_forward(dtype: torch.dtype) -> bool:
     """Return whether the forward pass of a scalar loss also computes the loss's gradients.
 
-    The range of fp16 is too small for gradients that are scaled afterwards.
+    For fp16, the result is false, because the range of fp16 is too small for gradients that are
+    scaled afterwards.
     """
     return dtype != torch.float16
 

@@ -7,7 +7,7 @@ late steps. The op uses the levels of a list in turn, and starts again after the
 chooses kernels without waiting for the GPU.
 
 A compiled graph stores its counters as buffers. If an attention call is compiled again, for example
-for other shapes, its new graph uses the same counter, as long as the model's parameter and the
+for other shapes, its new graph uses the counter of the earlier graph, as long as the model and the
 earlier graph exist; two models count separately. If several threads call the op, each call is
 counted. Activation checkpoints never recompute the op, because it runs only without gradients.
 

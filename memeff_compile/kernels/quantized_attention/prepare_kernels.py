@@ -15,7 +15,7 @@ these results from memory.
 
 If all queries have a large common mean, the rounding error of a key changes the key's scores with
 all queries by about the same amount. The function `_aligned` makes this change almost vanish: it
-moves the key's codes in two channels by integers.
+adds integers to the key's codes in two channels.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _turn_vector(places, step, COUNT: tl.constexpr):
 def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
     """Write the factors of the channels, and the common direction of the queries.
 
-    The common direction is that of the sum of the sampled queries. The kernel stores this
+    The common direction is the direction of the sum of the sampled queries. The kernel stores this
     direction, its Hadamard transform, the transform's elements in two channels, the indices of
     these channels, and the direction's share of the queries' energy. The stored direction is zero
     if it has only a small share of the queries' energy. The first of the two channels has the
@@ -343,8 +343,8 @@ def _quantized_attention_prepare_settle_kernel(
 
 @triton.jit
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
-    """Change `x` by whole quantisation steps in two channels so that its rounding error is almost
-    orthogonal to `direction`.
+    """Change `x` by whole quantisation steps in two channels so that the rounding error of `x` is
+    almost orthogonal to `direction`.
 
     Steps in the first channel remove most of the error along `direction`; steps in the second
     channel remove most of the remaining error.
@@ -469,7 +469,7 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
 
 @triton.jit
 def _write_shift(q, mean_ptr, shift_ptr, scale, at, queries, C: tl.constexpr):
-    """Write, for each query, the number by which the keys' mean changes all its scores."""
+    """Write, for each query, the number by which the keys' mean changes the query's scores."""
     row, group, block = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)

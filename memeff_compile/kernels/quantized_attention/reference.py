@@ -261,8 +261,8 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
 
 
 def _by_block(rest: Tensor) -> Tensor:
-    """Return the running sums of `rest` (B, G, N, D) over blocks of keys, (B, G, blocks + 1, D);
-    the first sum is zero.
+    """Return the running sums of numbers per key, `rest` (B, G, N, D), over blocks of keys, (B, G,
+    blocks + 1, D); the first sum is zero.
     """
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
@@ -271,7 +271,7 @@ def _by_block(rest: Tensor) -> Tensor:
 
 
 def _weights_of_none(key_mask: Tensor | None, k: Tensor) -> Tensor:
-    """Return (B, G, N) with 1 for keys that no mask excludes and 0 for the others."""
+    """Return (B, G, N) with 1 for keys that no mask excludes and 0 for other keys."""
     found = k.new_ones(k.shape[:3])
     return found if key_mask is None else found * key_mask[:, None]
 

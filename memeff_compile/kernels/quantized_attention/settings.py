@@ -118,13 +118,13 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """Return the largest factor by which a key's quantisation step may exceed that of its
-        block.
+        """Return the largest factor by which a key's quantisation step may exceed the quantisation
+        step of the key's block.
 
         The matrix product takes int8 operands, and a 4-bit code times this factor still fits into
-        int8. So the kernel that writes a key's codes can multiply them by a factor of the key, and
-        each key has its own quantisation step, although the attention kernel reads only one scale
-        per block.
+        int8. So the kernel that writes a key's codes can multiply these codes by a factor of the
+        key, and each key has its own quantisation step, although the attention kernel reads only
+        one scale per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
@@ -195,7 +195,7 @@ def settings_for(
 
 def sampled_queries(queries: int) -> tuple[int, int, int]:
     """Return the stride between the sampled blocks of `QUERY_ROWS` queries, the number of sampled
-    blocks, and the number of queries in them."""
+    blocks, and the number of queries in these blocks."""
     blocks = -(-queries // QUERY_ROWS)
     stride = max(1, -(-blocks // MOST_SAMPLES))
     samples = -(-blocks // stride)

@@ -195,7 +195,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
 
 
 def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Return the launch options of the first kernel of a call, and those of the call's later
+    """Return the launch options of the first kernel of a call, and the launch options of the later
     kernels.
     """
     is_early = {"EARLY": starts_early(device)}

@@ -7,9 +7,9 @@ single multiply-add turns a score into the exponent of its softmax weight. Softm
 most 448, the largest E4M3 number, because an offset is subtracted from the running maximum.
 Dividing by the sum of the weights cancels this offset.
 
-The product of a tile's weights and values is computed separately and then added in fp32. The reason
-is that tensor cores which multiply 8-bit floats keep only about 14 bits of a sum, too few for many
-keys.
+The product of a tile's softmax weights and values is computed separately, and then added in fp32 to
+the sum over the earlier tiles. The reason is that tensor cores which multiply 8-bit floats keep
+only about 14 bits of a sum, too few for many keys.
 
 The first product leaves the softmax weights in other registers than those that the second product
 reads. So `prepare_kernels` stores the values' tokens in the order in which registers contain the
@@ -66,9 +66,9 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _scores(q, k, start, C: tl.constexpr):
     """Return the scores q k^T of a tile as fp32. With MAGIC_SUM, the result is the scores plus
-    MAGIC_VALUE, so that the bits of an int32 sum can be read as those of a float. With STARTS, the
-    result is the scores plus `start`, which contains the scores of the queries' means and has about
-    the same size as MAGIC_VALUE.
+    MAGIC_VALUE, so that the bits of an int32 sum can be read as the bits of a float. With STARTS,
+    the result is the scores plus `start`, which contains the scores of the queries' means and has
+    about the same size as MAGIC_VALUE.
     """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")

@@ -80,7 +80,9 @@ def words_for(columns: int) -> int:
 
 
 def kept(columns: int) -> int:
-    """Return the minimum number of a token's elements that remain if half of them are dropped."""
+    """Return the minimum number of a token's elements that remain if half of the elements are
+    dropped.
+    """
     return max(1, columns // 2)
 
 

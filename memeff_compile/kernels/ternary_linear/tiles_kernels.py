@@ -62,11 +62,12 @@ def _scale_of_token(
 
 @triton.jit
 def _larger_half(x, kept, LOW_BIT: tl.constexpr):
-    """Set all elements of a token to zero, except the `kept` ones with the largest absolute values.
+    """Set all elements of a token to zero, except the `kept` elements with the largest absolute
+    values.
 
     The kernel finds the smallest kept absolute value from its highest bits down, two bits at a
     time: for each of three nonzero values of the two bits, it counts the elements that are at least
-    as large; one sum over the token contains all three counts.
+    as large as a number with these bits; one sum over the token contains all three counts.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
