@@ -163,8 +163,9 @@ def _reduced(rows: Tensor, kept: Tensor | None, reduction: str) -> Tensor:
 
 
 def _of_classes(log_p: Tensor, log_q: Tensor, coefficients: Coefficients) -> Tensor:
-    """Return the divergence per row from log-probabilities of some classes, using PyTorch's
-    autograd."""
+    """Return the divergence per row (token), summed over the classes for which log-probabilities
+    are known; the code is plain PyTorch, with PyTorch's autograd.
+    """
     a1, a2, a3, a4, a5, a6, share = coefficients.settled()
     p, q = log_p.exp(), log_q.exp()
     log_m = (share * q + (1 - share) * p).log() if a5 or a6 else None

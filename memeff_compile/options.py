@@ -123,7 +123,8 @@ def _rule(
     takes: str, fits: Callable[[Any], bool], kept: Callable[[Any], object] = lambda value: value
 ) -> Check:
     """Return a validator that accepts the values for which `fits` is true; `takes` is the sentence
-    that describes them in an error, and `kept` converts an accepted value."""
+    that describes these values in an error message, and `kept` converts an accepted value.
+    """
 
     def check(key: str, value: object) -> object:
         if not fits(value):
@@ -673,7 +674,9 @@ class Options:
 
     @property
     def pass_names(self) -> tuple[str, ...]:
-        """Every pass that `memeff.skip` and `memeff.strict` may name, including the user's."""
+        """Return the names of all passes that `memeff.skip` and `memeff.strict` may name, including
+        the user's passes.
+        """
         return (*PASS_NAMES, *(each.name for each in self.passes))
 
     def _check_pass_names(self) -> None:
@@ -789,7 +792,7 @@ class Options:
 
 
 def or_off(options: Options) -> Options:
-    """Return the options; if `MEMEFF_DISABLE` is set, return them with all passes off."""
+    """Return the options, with all passes switched off if `MEMEFF_DISABLE` is set."""
     return replace(options, preset="off") if is_disabled() else options
 
 

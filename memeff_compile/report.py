@@ -98,7 +98,7 @@ class VerbReport(ABC):
 
     @abstractmethod
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return everything as JSON."""
+        """Return the whole report as JSON."""
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:
         """Return the byte counts before and after the change, which a notebook draws as bars, or
@@ -152,8 +152,7 @@ class Record:
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record with the locations of another record, which is otherwise equal,
-        added."""
+        """Return this record with the additional locations of another, otherwise equal record."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
@@ -338,7 +337,8 @@ class LogitsUse:
 
     def advice(self) -> str:
         """Return a sentence that names the op that read the logits, its source line, the number of
-        steps, and an alternative; "" if no op read them."""
+        steps in which it read them, and an alternative; "" if no op read the logits.
+        """
         for reason, (line, _) in self.readers.items():
             who, instead = "your code", "do it only in the steps that need it"
             if self.unfused_by:
@@ -351,8 +351,9 @@ class LogitsUse:
 
     @property
     def unfused_by(self) -> str:
-        """Return the name of the op with which a loss read the logits, or "" if a loss used the
-        fused op."""
+        """Return the name of the op with which a loss read the logits, or "" if the loss used the
+        fused op.
+        """
         graded = [_op(reason) for reason, (_, graded) in self.readers.items() if graded]
         return graded[0] if graded and not self.fused else ""
 
@@ -491,7 +492,7 @@ class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
     The text shows the changes, the bytes saved, and suggestions for the user; `details` adds
-    locations and reasons, and `to_json` contains everything.
+    locations and reasons, and `to_json` returns all facts.
 
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
@@ -514,7 +515,9 @@ class Report(VerbReport):
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
 
     def rewrites(self, pass_name: str | None = None) -> int:
-        """Return how many changes a pass made; None counts the changes of all passes."""
+        """Return how many changes a pass made; for the name None, return the number of changes of
+        all passes.
+        """
         changes = (record for record in self.records if record.action in CHANGES)
         return sum(pass_name in (None, record.pass_name) for record in changes)
 
@@ -718,7 +721,7 @@ def amend(old: GraphReport, new: GraphReport) -> None:
 
 
 def clear() -> None:
-    """Delete every report; `torch._dynamo.reset()` does this through the backend."""
+    """Delete every report; `torch._dynamo.reset()` makes the backend call this function."""
     with _lock:
         _graphs.clear()
 
@@ -737,7 +740,7 @@ def graphs() -> Sequence[GraphReport]:
 
 
 def last_report() -> Report:
-    """Return the report of every graph compiled since the last reset.
+    """Return one report of all graphs compiled since the last reset.
 
     Example:
         >>> print(memeff_compile.last_report())  # doctest: +SKIP

@@ -8,8 +8,8 @@ folder of `model/` with a file `system.py` defines one `System`, which names eve
 system adds. The core calls every system that `systems()` finds and names none of them, so the
 package works without the files of any system.
 
-A `System` names its functions as text, ``"module:name"``, so that importing it loads neither torch
-nor kernels. `Hooks` lists the functions of a system that the core calls.
+A `System` names its functions as text, ``"module:name"``, so that importing the file `system.py`
+loads neither torch nor kernels. `Hooks` lists the functions of a system that the core calls.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class Hooks:
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Undo all changes that the system made to a model, as far as possible; return which were
-        undone and which were not."""
+        """Undo all changes that the system made to a model, as far as possible; return which
+        changes were undone and which were not.
+        """
         return Undone()
 
     def guard(self, graph: Graph) -> None:

@@ -1,12 +1,13 @@
-"""Decide which graphs are recorded as CUDA graphs: only decoding steps of text generation.
+"""Decide whether a compiled graph is recorded as a CUDA graph; only decoding steps of text
+generation are.
 
 A decoding step of few tokens launches several hundred small kernels, and the host launches them
 more slowly than the GPU runs them. A graph counts as a decoding step if it computes without
 gradients, contains attention with few queries, and writes in place to inputs that are caches.
 
-If you set a mode of torch.compile, Inductor decides instead. With such a mode, this module tells
-Inductor which inputs keep their address, and which graphs return memory that is used after the next
-call.
+If you set a mode of torch.compile, Inductor decides instead. If that mode uses CUDA graphs, this
+module tells Inductor which inputs keep their address, and which graphs return memory that code uses
+even after the graph's next call.
 """
 
 from __future__ import annotations
@@ -209,8 +210,9 @@ class _Step:
                 yield f"argument({name})", f"the input `{name}` is no tensor and no size"
 
     def roles(self) -> Roles:
-        """Return the role of each argument of the step in a replay: fixed address, copied, or
-        number."""
+        """Return the role of each argument of the step in a replay: a tensor with a fixed address,
+        a tensor that is copied before the replay, or a Python number.
+        """
         written = self.written
         held = [p for p in self.tensors if p in written or self._stays(p)]
         counts, is_counted = self._counts()
@@ -225,9 +227,9 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return how to compute the Python numbers that a step returns, and the arguments from
-        which only these numbers are computed. If such an argument has a new value, the step need
-        not be recorded again, because no tensor depends on the value.
+        """Return the formulas of the Python numbers that a step returns, and the arguments that the
+        step uses only in these formulas. If such an argument has a new value, the step need not be
+        recorded again, because no tensor depends on the value.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}

@@ -1,9 +1,9 @@
 """Record a compiled decoding step as a CUDA graph, and replay it in later calls.
 
 Arguments that are new in each call (ids, masks, positions) are copied into static buffers. Weights
-and caches are read and written at their addresses. So a recording is valid only for calls whose
-addresses, sizes and Python numbers are the same, and each call looks up its recording by these
-three. The results of a replay are cloned, so that the next replay does not overwrite them.
+and caches are read and written at their addresses. So a recording is valid only for calls with the
+same addresses, sizes and Python numbers, and each call looks up its recording by these three
+properties. The results of a replay are cloned, so that the next replay does not overwrite them.
 
     a call with these addresses      the result
     the first of all                 the compiled step runs
@@ -50,9 +50,10 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """How to compute the numbers that a step returns from the step's number arguments.
+    """The formulas that compute the Python numbers that a step returns from the Python numbers that
+    it takes.
 
-    A replayed CUDA graph computes only tensors, so these numbers are computed in Python.
+    A replayed CUDA graph computes only tensors, so Python computes the numbers after each replay.
     """
 
     given: tuple[int, ...]  # places of the arguments
@@ -296,8 +297,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Outputs:
-    """The results that a call returns: inputs are the caller's objects, other tensors are
-    clones."""
+    """The results that a call returns: a result that is also an argument is the caller's object,
+    every other tensor is a clone.
+    """
 
     def __init__(self, found: Any, inputs: Sequence[Any]) -> None:
         if type(found) not in (tuple, list):

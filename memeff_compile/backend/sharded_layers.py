@@ -34,8 +34,9 @@ _in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def notice(inputs: Iterable[object]) -> list[Tensor]:
-    """Return the gathered weights among the inputs of a graph, and record which modules have
-    them."""
+    """Return the weights among the inputs of a graph that FSDP2 has gathered, and record the
+    modules to which they belong.
+    """
     weights = [each for each in inputs if isinstance(each, Tensor) and compat.fsdp_group(each)]
     for weight in weights:
         _in_graphs.update(compat.fsdp_group(weight))
@@ -131,7 +132,8 @@ def _stays_gathered(head: nn.Module) -> None:
 
 
 def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """Compile layers one by one, in place, if a graph of the whole model cannot contain them.
+    """Compile layers one by one, in place, if Dynamo would leave them out of the graph of the whole
+    model.
 
     Args:
         model: the model to compile.

@@ -173,8 +173,10 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let the parts of the library that define tensor classes (such as KV caches) add guards
-        for graph inputs that cannot require a gradient."""
+        """Let the parts of the library that define tensor classes (such as those of KV caches) add
+        Dynamo guards for those inputs of the graph that are such tensors and cannot require a
+        gradient.
+        """
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
         for hooks in system.hooks():

@@ -128,8 +128,9 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the name and options of the backend inside the callback that Dynamo calls for a
-    compiled function."""
+    """Return the name and options of the backend, given the callback (which contains the backend)
+    that Dynamo calls for a compiled function.
+    """
     from torch._dynamo.eval_frame import OptimizeContext
 
     backend: Any = held.callback if isinstance(held, OptimizeContext) else None

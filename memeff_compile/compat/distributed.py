@@ -121,7 +121,7 @@ def is_fsdp2_module(module: torch.nn.Module) -> bool:
 
 
 def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
-    """Return the modules that FSDP2 gathers together with ``weight``, or ()."""
+    """Return the modules whose parameters FSDP2 gathers together with ``weight``, or ()."""
     _, group = _fsdp2_owner(weight)
     return () if group is None else tuple(group.modules)
 
@@ -197,8 +197,9 @@ def fsdp_frees_after_forward(weight: Any) -> bool:
 
 
 def awaits_backward(module: torch.nn.Module) -> bool:
-    """Return whether an FSDP2 module has run its forward pass, and its backward pass is still
-    running or has not started."""
+    """Return whether an FSDP2 module has run its forward pass but has not yet finished its backward
+    pass.
+    """
     if torch._C._current_graph_task_id() != -1:
         return True
     groups = (g for state in _fsdp2_states() if module in state._modules for g in _groups_of(state))
@@ -206,8 +207,9 @@ def awaits_backward(module: torch.nn.Module) -> bool:
 
 
 def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
-    """Keep an FSDP2 module's groups gathered after its forward pass, or restore the user's
-    setting."""
+    """Keep the parameters of an FSDP2 module gathered after its forward pass, or restore the user's
+    setting.
+    """
     for state in _fsdp2_states():
         if module not in state._modules:
             continue

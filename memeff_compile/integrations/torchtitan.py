@@ -1,7 +1,8 @@
 """Compute torchtitan's loss for the whole sequence with this package's op; torchtitan itself
 computes it in chunks of the sequence.
 
-Importing this module also lets torchtitan compile blocks with FlexAttention with this backend.
+Importing this module also lets torchtitan use this backend for transformer blocks that call
+FlexAttention.
 
 Usage:
 
@@ -62,7 +63,9 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scaled loss, and no metrics, from the decoder's hidden states."""
+        """Compute the scaled loss from the decoder's hidden states; return the loss and an empty
+        set of metrics.
+        """
         if not self._is_prepared:
             self._prepare(pred, labels)
         if self._left is not None or loss_inputs:
@@ -120,11 +123,11 @@ def fused_loss(cfg: Any) -> Any:
 
 
 def _accept_flex_attention() -> None:
-    """Make torchtitan compile blocks with FlexAttention with the backend `memeff`.
+    """Let torchtitan use the backend `memeff` for transformer blocks that call FlexAttention.
 
     For such blocks torchtitan raises an error for every backend except Inductor and `aot_eager`,
-    because others may run FlexAttention op by op. The backend `memeff` passes FlexAttention on to
-    Inductor.
+    because other backends may run FlexAttention op by op. The backend `memeff` passes FlexAttention
+    on to Inductor.
     """
     refuse = getattr(compile_blocks, "_maybe_regional_inductor_backend", None)  # since 0.3
 

@@ -124,7 +124,7 @@ def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[...,
     """Wrap a compiled callable so that it receives deferred logits as plain tensors, with
     gradients.
 
-    ``places`` are the positions of the arguments that another compiled callable returned as
+    ``places`` are the positions of these arguments; another compiled callable returned them as
     deferred logits.
     """
 

@@ -1,12 +1,12 @@
-"""Compute results of deferred logits per row (token) with the fused loss op, for losses outside of
-the graph.
+"""Compute per-row (per-token) results of deferred logits with the fused loss op, for losses outside
+of the graph.
 
 `Head` is some rows of logits in factored form: hidden states, and the output projection that turns
 them into logits. For each of these rows, the op returns the log-sum-exp of the logits, the target's
 logit and the sum of the logits, without building the logits. `FusedRows` is the gradient of such
-rows of logits. It also has a compact form, with a few numbers per row instead of one number per
-class. The backward pass of the deferred logits passes `FusedRows` to the op, which computes the
-gradients of the hidden states and the output projection.
+rows of logits. This gradient also has a compact form, with a few numbers per row instead of one
+number per class. The backward pass of the deferred logits passes `FusedRows` to the op, which
+computes the gradients of the hidden states and the output projection.
 
 Apart from the passes, only this module calls the op, and always in its exact mode: the lossy modes
 of memeff.linear_cross_entropy apply only inside the graph.
@@ -231,8 +231,8 @@ class Ready:
     is_last: bool  # no later backward pass reads them
 
     def take(self, factor: float, needed: Sequence[bool]) -> list[Tensor] | None:
-        """Return the gradients that the loss stored in its forward pass, multiplied by the gradient
-        of the loss and by `factor`.
+        """Return the gradients that the loss computed and stored in its forward pass, multiplied by
+        the incoming gradient of the loss and by `factor`.
 
         Return None if an earlier call has already taken these gradients.
         """
@@ -288,8 +288,9 @@ class FusedRows:
 
     @property
     def recomputed(self) -> FusedRows:
-        """Return this gradient without the gradients that the loss already computed in its forward
-        pass, so that it must be computed again."""
+        """Return this gradient without the results that the loss already computed in its forward
+        pass, so that the backward pass computes them again.
+        """
         if self.ready is None:
             return self
         _, lse, *_ = self.head.statistics(with_lse=True, with_logit_sum=False)
@@ -379,8 +380,9 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply the gradient by the probabilities; it must be the gradient of a sum over the
-        classes."""
+        """Multiply the gradient by the probabilities; the gradient must be that of a sum over the
+        classes.
+        """
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:

@@ -38,8 +38,8 @@ class Part(Protocol):
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view from which this view was created, and a function that computes this
-        view's values from the values of that view.
+        """Return the view from which this view was created (its base), and a function that computes
+        this view's values from the base's values.
 
         Return None if this view consists of whole rows, that is, of all classes of some tokens.
         """
@@ -62,8 +62,8 @@ class Statistics(NamedTuple):
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
         """Return the statistics of the rows of `view`, or None if they were not computed.
 
-        They were computed if `view` has the same rows as the view for which the statistics are
-        recorded, or is one index of dimension 0 of the recorded view.
+        The statistics are recorded for one view. They apply if `view` has the same rows as the
+        recorded view, or is one index of the recorded view's dimension 0.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:
@@ -143,7 +143,9 @@ class Memory:
         return None if self._statistics is None else self._statistics.of(view)
 
     def keep_statistics(self, view: Part, lse: Tensor, logit_sum: Tensor | None) -> None:
-        """Record the statistics that a loss computed for the rows of `view`."""
+        """Record the statistics (log-sum-exp and sum of each row) that a loss computed for the rows
+        of `view`.
+        """
         self._statistics = Statistics(view.place, lse, logit_sum)
 
     def snapshot(

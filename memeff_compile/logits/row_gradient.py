@@ -47,7 +47,7 @@ class RowStep(NamedTuple):
 class Piece(NamedTuple):
     """The gradient of some rows, and the selection steps that led from all rows to these rows.
 
-    The last step is stored first.
+    The list of steps starts with the last one.
     """
 
     rows: Tensor | FusedRows
@@ -101,7 +101,7 @@ class RowGradient(LazyTensor):
     @staticmethod
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
-        """Return a RowGradient that contains the given rows.
+        """Return a RowGradient that contains the given rows of a gradient.
 
         If `rows` has an autograd graph (as in a second derivative), return `rows` unchanged.
         """
@@ -166,7 +166,7 @@ class RowGradient(LazyTensor):
         return self._dense
 
     def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
-        """Return the gradient of a tensor, given the gradient of the rows that `step` selected.
+        """Return the gradient of the tensor from which `step` selected rows.
 
         This object is the gradient of the selected rows. `shape` is the tensor's shape without the
         last dimension.
@@ -320,8 +320,9 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Add up gradients in compact form that cover the same rows, so that one call of the op
-    computes their sum."""
+    """Add up those gradients in compact form (`FusedRows`) that cover the same rows, so that one
+    call of the op handles their sum.
+    """
     result: list[Piece] = []
     for piece in pieces:
         for place, other in enumerate(result):

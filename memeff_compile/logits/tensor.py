@@ -178,8 +178,9 @@ class DeferredLogits(LazyTensor):
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
-        """Return the reason why the values may differ from those that hidden states and output
-        projection would give now, or None."""
+        """Return the reason why the values may differ from logits computed now from the hidden
+        states and the output projection, or None.
+        """
         memory = self.memory
         if memory.is_open:
             return "the logits were written to, or may have been"
@@ -601,7 +602,8 @@ def _data(func: Any, view: DeferredLogits) -> Tensor:
     deferred logits.
 
     As in eager PyTorch, `.data` is not a view for autograd: if code writes a value that requires a
-    gradient to `.data`, then only `.data`, not the logits, requires a gradient.
+    gradient to `logits.data`, then only the tensor `logits.data` requires a gradient, and `logits`
+    does not.
     """
     data: DeferredLogits = func(view)
     # Without a node first: that of a view which a write made stale would raise.
@@ -626,8 +628,8 @@ def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the values of a copy immediately, if the copy has no gradient.
 
     A copy without a gradient, for example on the CPU, is usually read later, when the output
-    projection may have changed. A copy with a gradient may be used in a loss, so its values are not
-    computed yet.
+    projection may have changed. A copy with a gradient may be used in a loss that needs no logits,
+    so its values are not computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -44,7 +44,7 @@ class Changes(VerbReport, int):
         """Return a summary, then the new state of each module or weight, or the reason why it did
         not change.
 
-        Layers of which the report says the same share one line; `details` has one line per layer.
+        Layers with the same text in the report share one line; `details` has one line per layer.
         """
         return self._text(fold_names(self._said()))
 

@@ -134,7 +134,9 @@ class CompressKVCache(cached.CachedPass):
 
 
 def _keepers(info: GraphInfo) -> list[op_folder.Keeper]:
-    """Return the low-bit caches of which this graph reads all layers that stay exact."""
+    """Return those low-bit caches whose exact layers (the layers that store all tokens exactly) are
+    all read in this graph.
+    """
     if info.parent is not None:
         return []
     return op_folder.keepers_of(map(compat.example_input, info.placeholders))

@@ -197,7 +197,9 @@ def _dtype(site: Coded) -> torch.dtype:
 
 
 def _whole(node: Node) -> Node:
-    """Return the graph input if ``node`` is this rank's shard of it, otherwise the node itself."""
+    """If ``node`` is this rank's shard of a graph input, return that input, otherwise return the
+    node itself.
+    """
     if node.target != "to_local" or node.kwargs or len(node.args) != 1:
         return node
     (whole,) = node.args

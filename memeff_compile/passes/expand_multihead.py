@@ -64,8 +64,9 @@ class Multihead:
 
     @property
     def builds_weights(self) -> bool:
-        """Return whether the call builds attention scores and weights, which is PyTorch's slower
-        implementation."""
+        """Return whether the call runs the slower one of PyTorch's implementations, which builds
+        attention scores and weights.
+        """
         return bool(self.given["need_weights"])
 
     @property
@@ -276,8 +277,9 @@ def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
 
 
 class _Expansion:
-    """Inserts the nodes that replace a call. They compute in the dtype of the call, also under
-    autocast."""
+    """Inserts the nodes that replace a call. The new nodes compute in the dtype of the original
+    call, also under autocast.
+    """
 
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
         self.info, self.editor, self.match = info, editor, match

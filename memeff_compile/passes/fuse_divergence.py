@@ -268,8 +268,9 @@ def _check_sides(info: GraphInfo, match: Divergence | Classes) -> Decline | None
 def _check_readers(
     info: GraphInfo, match: Divergence | Classes, covered: set[Node]
 ) -> Decline | None:
-    """Return a Decline if a node needs the logits that is neither in `covered`, nor another loss,
-    nor the graph's output."""
+    """Return a Decline if the logits are read by a node that is neither in `covered`, nor another
+    loss, nor the graph's output.
+    """
     reader = HeadReader(info)
     tails = TailReader(info, reader)
     for node in (*match.covered, *(each for side in match.sides for each in side.nodes)):
@@ -321,8 +322,9 @@ def _row_tensors(match: Divergence | Classes) -> list[Node]:
 
 
 def _is_of_a_loss(tails: TailReader, user: Node) -> bool:
-    """Return whether a node that reads logits is a loss with class indices, or is the softmax in a
-    loss with class indices."""
+    """Return whether a node that reads logits is a loss that takes class indices as targets, or the
+    softmax in such a loss.
+    """
     if any(isinstance(answer, Tail) for answer in tails.tails(user)):
         return True
     is_log = isinstance(tails.softmax.log_probs(user), Soft)

@@ -5,8 +5,8 @@ up with their gradients.
 
 In the backward pass of a gated MLP, Inductor recomputes the product and the gradients of gate and
 up in one kernel. This kernel reads three tensors of size (tokens, intermediate size) and writes
-three, so six exist at once: this is the memory peak of a checkpointed step. The op's kernel needs
-only three such tensors.
+three, so six such tensors exist at once: at this time, a training step with checkpoints uses the
+most memory. The op's kernel writes to the memory of its inputs, so only three such tensors exist.
 
 The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
 recomputed for the backward pass and have no other reader, so the op may overwrite them. Outside of
@@ -61,8 +61,9 @@ class FuseGatedLinear(GraphPass):
         return super().enabled(info) and info.called_by is not None and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
-        """Yield every linear of a gated product whose gate and up are computed in the checkpoint
-        body."""
+        """Yield every linear whose input is a gated product, if gate and up are computed in the
+        checkpoint body.
+        """
         for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
             if match is not None and _gains(info, match):
@@ -88,7 +89,7 @@ class FuseGatedLinear(GraphPass):
 
 
 def _read(node: Node) -> Gated | None:
-    """Return ``node`` as a linear of a gated product, or None if it is not one."""
+    """Return ``node`` as a linear whose input is a gated product, or None for any other node."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     product, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))

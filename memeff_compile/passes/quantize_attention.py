@@ -213,7 +213,7 @@ def _asked_of_op(call: Node) -> Asked | Decline:
 
 
 def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
-    """Return the rewrite of a call, or the reason why it is not rewritten."""
+    """Return the rewrite of an attention call, or the reason why the pass does not rewrite it."""
     found, node = place.asked, place.node
     if isinstance(found, Decline):
         return replace(found, node=node)

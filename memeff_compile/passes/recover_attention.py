@@ -6,12 +6,13 @@ enable_gqa, for which PyTorch uses faster kernels.
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-The pass does not match mask nodes one by one: it reads them as a formula over batch, query and key
-index (mask_reader, mask_algebra, mask_forms). A call is changed only if it is proved, for all sizes
-for which the graph is compiled, that the new arguments show every query the same keys as the mask.
-PyTorch's call has no arguments for padding, packed sequences, windows and softcaps. For such masks
-the pass uses memeff::attention, if that op has a kernel for the device (told_to_op); the op can
-also read any other mask at run time. All other attention calls are reported and not changed.
+The pass does not match the nodes of a mask against patterns: it turns them into a formula over
+batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed only if it is
+proved, for all sizes for which the graph is compiled, that the new arguments show every query the
+same keys as the mask. PyTorch's call has no arguments for padding, packed sequences, windows and
+softcaps. For such masks the pass uses memeff::attention, if that op has a kernel for the device
+(told_to_op); the op can also read any other mask at run time. All other attention calls are
+reported and not changed.
 """
 
 from __future__ import annotations
@@ -154,8 +155,9 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
 def _as_call(
     info: GraphInfo, site: Site, causal: bool, limit: Any, said: list[str]
 ) -> Plan | Decline | None:
-    """Return the plan for a PyTorch call without a mask, or the reason why none is possible; return
-    None if the new call would equal the old one."""
+    """Return the plan for a call of PyTorch's attention without a mask, or the reason why no such
+    call is possible; return None if the new call would equal the old one.
+    """
     slow = why_not_fused(info, site) if site.between else ""
     if slow:
         return Decline("no_fused_kernel", slow, node=site.node)
@@ -179,7 +181,7 @@ def _as_call(
 
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
-    """Return the plan for a call of memeff::attention, or the reason why none is possible."""
+    """Return the plan for a call of memeff::attention, or the reason why this is not possible."""
     reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(info, site, form, reason)
@@ -213,7 +215,8 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return is_causal, the number of keys to keep (None keeps all), and text for the report.
+    """Return the arguments with which PyTorch's call can express a mask: is_causal, and the number
+    of keys to keep (None keeps all); also return text for the report.
 
     Return None if PyTorch's call cannot express the mask.
     """
@@ -308,7 +311,7 @@ def _index_of(node: Node) -> Node | None:
 
 
 def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
-    """Return the record that says why the attention call is unchanged."""
+    """Return the report's record that says why the pass left an attention call unchanged."""
     chosen = _chosen_by(info, form)
     if chosen is not None:
         by = f"`{chosen}`" if chosen else "a tensor of positions"

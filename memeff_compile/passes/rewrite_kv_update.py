@@ -180,7 +180,9 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether ``node`` uses one of ``storages``, or is a copy of a node that does."""
+    """Return whether the memory of ``node`` is one of ``storages``, or ``node`` is a copy of a node
+    for which this holds.
+    """
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
         if not compat.is_fake(value):
@@ -249,8 +251,9 @@ _COMPARED = {  # the side of the keys, the side of the positions, whether equal 
 
 
 def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
-    """If a mask is ``arange(N) <= positions[..., None]``, possibly broadcast, return the visible
-    keys that it describes; otherwise return None."""
+    """If a mask is ``arange(N) <= positions[..., None]``, possibly broadcast, return the keys that
+    this mask makes visible; otherwise return None.
+    """
     chain: list[Node] = []
     node: Node = back_over(mask, _TRANSPARENT, chain)
     if (call := call_of(node, *_COMPARED)) is None:
@@ -408,8 +411,9 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return both writes and the op's operands, if a single op can do both writes at the position
-    of the later one."""
+    """Return the writes of new keys and of new values, and the op's operands, if a single op at the
+    position of the later write can do both.
+    """
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:

@@ -13,8 +13,8 @@ The codes equal those that the model's own operations compute. The op sums the p
 exactly, whereas a dense linear rounds both operands first. In training, the op saves the codes for
 the backward pass (two bits per weight and eight per input element) instead of two full tensors; the
 backward pass decodes them to the values that the model itself would multiply. Linears with the same
-input share the codes of that input. If no gradient is needed, the pass inserts one op instead of
-the three.
+input share the codes of that input. If no gradient is needed, the pass inserts a single op instead
+of these three.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ from .ternary.products import Product, read_product
 
 @dataclass(frozen=True)
 class Site:
-    """A linear whose two operands were recognized, or the reason why one of them was not."""
+    """A linear whose two operands were recognized as quantised, or the reason why one of them was
+    not.
+    """
 
     linear: Node
     bias: Node | None

@@ -28,7 +28,9 @@ libraries."""
 
 @dataclass(frozen=True)
 class CacheMode:
-    """The size of a KV cache with a number of bits, and the context and batch that fit with it."""
+    """For one number of bits: the size of the KV cache, and the longest context and largest batch
+    that fit into memory.
+    """
 
     bits: int  # bits of a code; 16 stores keys and values unchanged
     # bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes are taken as
@@ -144,8 +146,8 @@ def weight_bytes(model: nn.Module, codec: str) -> int:
     """Return the bytes of a model's parameters if the weights of its linear layers are compressed
     by a codec.
 
-    If its input has many tokens, a compressed linear layer decodes its whole weight, so the result
-    includes the largest decoded weight.
+    For an input with many tokens, a compressed linear layer decodes its whole weight, so the
+    returned number includes the largest decoded weight.
     """
     every = sum(parameter.nbytes for parameter in model.parameters())
     if codec not in BITS_PER_WEIGHT:

@@ -110,7 +110,9 @@ class Target(NamedTuple):
 
     @property
     def library(self) -> int:
-        """Return the bytes that the GPU's matrix library allocates at its first call and keeps."""
+        """Return the bytes that the GPU's matrix library allocates at its first call and never
+        frees.
+        """
         return 0 if self.device == "cpu" else LIBRARY_THREADS * self.gpu.library_workspace
 
     @property

@@ -53,7 +53,7 @@ class Stack:
 
 
 def stacks_of(model: object) -> list[Stack]:
-    """Return the outermost lists of blocks in a model, and which blocks of each to capture."""
+    """Return the outermost lists of blocks in a model, and which blocks of each list to capture."""
     if not isinstance(model, nn.Module):
         return []
     found: list[Stack] = []
@@ -109,7 +109,9 @@ def config_of(module: object) -> Any:
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the configs of a model's modules and the configs nested in them, each one once."""
+    """Yield the configs of a model's modules and the configs nested in these configs, each config
+    once.
+    """
     seen: set[int] = set()
     queue = [config_of(module) for module in model.modules()]
     while queue:

@@ -1,5 +1,5 @@
-"""List settings with which a model trains on one GPU and the memory that each needs, predicted
-without a GPU and without the model's weights.
+"""List settings with which a model trains on one GPU, and the memory that each setting needs; the
+prediction needs neither a GPU nor the model's weights.
 
     memeff fit examples/configs/llama3.1-8b.json --gpu rtx4090 --length 2048
 
@@ -73,10 +73,8 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield a setting once per codec of compressed weights.
-
-    In `write`, the abbreviations of the lines of user code, `{}` stands for the first letter of the
-    codec.
+    """Yield a setting once per codec of compressed weights. `write` contains abbreviations of the
+    lines of user code; in it, `{}` stands for the first letter of the codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}

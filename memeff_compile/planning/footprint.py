@@ -273,8 +273,7 @@ class _Replay:
             del held[key]
 
     def _give_up(self, line: Timeline, paths: Sequence[str]) -> None:
-        """Arrange that the gradients of a block's parameters are freed after the block's backward
-        pass."""
+        """Count the gradients of a block's parameters as freed after the block's backward pass."""
         ends: list[int] = []  # of each kernel, the last one in a row that runs in the same block
         here: list[tuple[Block | None, bool]] = []
         block: Block | None = None
@@ -298,8 +297,10 @@ class _Replay:
                 line.last_read[buffer] = ends[last[buffer]]
 
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
-        """Yield the tensors that exist at a moment in the whole model; for a moment in a middle
-        block, yield those for the first and the last block that it represents."""
+        """Yield the tensors that exist at a moment in the whole model; for a moment in a captured
+        middle block, yield the tensors for the first and for the last of the blocks that this block
+        represents.
+        """
         phase, block, is_outside = place
         if block is None:
             where = "outside the blocks" if self.stacks else "the whole model"
@@ -381,8 +382,9 @@ class _Replay:
         return ("other gradients" if block is None else "block gradients"), block
 
     def _gradients(self, line: Timeline, number: int) -> dict[Node, _Part]:
-        """Return the buffers of the backward graph that contain a gradient of a parameter, or from
-        which one is made by rounding, adding or writing in place."""
+        """Return the buffers of the backward graph that contain a parameter's gradient, or from
+        which such a gradient is made by rounding, adding or writing in place.
+        """
         found: dict[Node, _Part] = {}
         paths = self.captured.calls[number].parameters
         for output, path in zip(line.outputs(), paths, strict=False):
@@ -478,8 +480,9 @@ def _placeholders(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _may_hold_a_part(node: Node) -> bool:
-    """Return whether a gradient is made from another gradient by rounding, adding or writing in
-    place."""
+    """Return whether an op makes a gradient from another gradient, by rounding, adding or writing
+    in place.
+    """
     if op_name(node) in ("add", "convert_element_type", "_to_copy"):
         return True
     maker = node.args[0] if node.args else None

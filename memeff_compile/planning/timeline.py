@@ -289,8 +289,9 @@ class Timeline:
                     total = taken(total, live.pop(buffer).values)
 
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield two nodes for each buffer that a kernel writes: the one that computes it, and the
-        one that stands for the buffer in this timeline."""
+        """Yield two nodes for each buffer that a kernel writes: the node that computes the buffer's
+        values, and the node that stands for the buffer in this timeline.
+        """
         for node in kernel.nodes:
             if node in self.fused.inside:
                 continue
@@ -329,8 +330,9 @@ class _Fusion:
         return node
 
     def _ancestors_behind_a_library_call(self) -> dict[Node, int]:
-        """Return, for each node, the set (as bits of an integer) of earlier nodes on which it
-        depends through a library call."""
+        """Return, for each node, the set (as bits of an integer) of earlier nodes on which the node
+        depends through a library call.
+        """
         line = self._line
         every: dict[Node, int] = {}
         behind: dict[Node, int] = {}
@@ -410,8 +412,9 @@ class _Fusion:
 
 
 def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
-    """If an addition is the only use of a matrix product, move the product to the position directly
-    before the addition."""
+    """If an addition is the only node that reads a matrix product, move the product directly before
+    the addition.
+    """
     for node in list(nodes):
         if op_name(node) != "add" or not tensors_in(node.meta.get("val")):
             continue
@@ -427,8 +430,8 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 
 
 def _product_behind(operand: object) -> list[Node]:
-    """Return the mm that computes ``operand``, and the transposes between the two, which cancel
-    out.
+    """Return the mm that computes ``operand``, and the transposes between mm and ``operand``, which
+    cancel one another.
 
     Return an empty list if there is no such mm.
     """

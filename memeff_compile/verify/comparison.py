@@ -43,11 +43,13 @@ _GRADIENT_ROWS = 64  # rows of deferred logits that get a cotangent
 
 
 class NotRunError(Exception):
-    """The comparison is not possible; the message gives the reason."""
+    """The error for a comparison that is not possible; the message gives the reason."""
 
 
 class PostponedError(Exception):
-    """This call cannot be compared, but a later call may be."""
+    """The error for a call with which the graphs cannot be compared, although a later call may
+    allow the comparison.
+    """
 
 
 @dataclass
@@ -209,8 +211,9 @@ class Comparison:
     def _compare_group(
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
-        """Run both graphs, in the model's dtypes and in float64, and compare one group of outputs;
-        return the names of all groups."""
+        """Run both graphs, in the model's dtypes and in float64, and compare one group of their
+        outputs; return the names of all groups of outputs.
+        """
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)
         try:
@@ -362,8 +365,8 @@ class Comparison:
         with_integers: bool = False,
     ) -> list[Gap]:
         """Measure how far the results of the rewritten graph (`ours`) are from those of the
-        original graph (`plain`). If there is a result in float64 (`truth`), compare the errors of
-        both with respect to it.
+        original graph (`plain`). If there is a result in float64 (`truth`), measure the errors of
+        `ours` and `plain` with respect to `truth`.
         """
         names = self.original.names
         goal, own = (plain, None) if truth is None else (truth, plain)

@@ -39,7 +39,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtens
 
 
 class CannotWidenError(Exception):
-    """An operation returns a narrower dtype than that of its operands."""
+    """The error for an operation that returns a narrower dtype than that of its operands."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
 
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
-    """Copy a graph and its nested graphs, with wider dtypes in the graphs' casts."""
+    """Copy a graph and its nested graphs; in the copies, casts have wider dtypes."""
     graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):

@@ -1,10 +1,10 @@
 """Measure how a lossy KV cache changes a model's predictions, on the user's inputs.
 
-The model runs twice on each input: once with an exact cache, and once with a `KVCache` that holds
-all tokens but the last few. In each run, the model predicts each of these last tokens from the
-input's tokens before it; no tokens are generated. The report compares the probabilities of the next
-token in the two runs. The similarity of adjacent layers shows whether merging these layers can
-work.
+The model runs twice on each input: once with an exact cache, and once with the `KVCache` to be
+measured, which holds all tokens but the last few. In each run, the model predicts each of these
+last tokens from the input's tokens before it; no tokens are generated. The report compares the
+probabilities of the next token in the two runs. The similarity of adjacent layers shows whether
+merging these layers can work.
 
 The method `plot` of a report draws the report's data as figure 1a of MiniCache (arXiv 2405.14366).
 """
@@ -58,9 +58,9 @@ class FidelityReport(VerbReport):
         logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
             exact cache, in nats; `kl_worst`, the largest one; `agreement`, the share of positions
             at which the most likely token is the same; and the mean losses of the input's tokens,
-            `loss_exact` with an exact cache and `loss` with the measured one.
-        memory: the `bytes` of the measured cache, the bytes that keys and values take in the
-            model's dtype (`before`), and the `ratio` of these two numbers.
+            `loss_exact` with an exact cache and `loss` with the measured cache. memory: the `bytes`
+            of the measured cache, the bytes that keys and values take in the model's dtype
+            (`before`), and the `ratio` of these two numbers.
         merged: `KVCache.merged` for the last input.
         codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other caches,
             for comparison. Four do not merge layers: one has as many bits as the measured cache,
@@ -70,8 +70,8 @@ class FidelityReport(VerbReport):
         maps: for each pair of adjacent layers, the maps that align the upper layer with the lower
             one, fitted to all inputs: the rotations of keys and of values, (heads, 2, depth,
             depth), and, for each head of the upper layer, the matching head of the lower layer. A
-            cache that is created with this report uses these maps from its first token on. The JSON
-            does not contain the maps.
+            cache that is created with `MiniCache(fidelity=report)` uses these maps from its first
+            token on. The JSON does not contain the maps.
     """
 
     settings: dict[str, Any]
@@ -119,8 +119,9 @@ class FidelityReport(VerbReport):
         return start, start + 2 * count
 
     def _other_layers(self) -> str:
-        """Return advice to merge other layers, if each pair was measured alone and other pairs cost
-        less than the merged ones."""
+        """Return advice to merge other layers, if each pair of layers was measured alone, and
+        merging other pairs costs less accuracy than merging the measured cache's pairs.
+        """
         merged = [tuple(line["layers"]) for line in self.merged]
         found = self.cheapest(len(merged))
         if found is None or found == (merged[0][0], merged[-1][1] + 1):
@@ -314,15 +315,16 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 class _Other(NamedTuple):
-    """Another cache with which a merging cache is compared."""
+    """The settings of another cache, with which a cache that merges layers is compared."""
 
     bits: int
     value_bits: int | None = None
     values_merged: bool = False
 
     def merge(self) -> MiniCache | None:
-        """Return the `merge` setting of this cache: it merges the values of all layers, or is
-        None."""
+        """Return the `merge` setting of this cache: a setting that merges the values of all layers,
+        or None.
+        """
         return (
             MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
         )
@@ -340,7 +342,9 @@ def _others(bits: int) -> list[_Other]:
 
 
 def _without(codes: Mapping[str, Any]) -> str:
-    """Return as text the settings of another cache, with which the measured cache is compared."""
+    """Return as text the settings of a cache that does not merge layers, with which the measured
+    cache is compared.
+    """
     kl, ratio = codes["kl"], codes["ratio"]
     of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""
     merged = "with values alone merged" if codes.get("values_merged") else "without merging"
@@ -383,7 +387,9 @@ class _Gathered:
         self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
-        """Record how similar the keys, and the values, of adjacent layers are."""
+        """Record how similar the keys of adjacent layers are to one another, and how similar the
+        values are.
+        """
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())
@@ -408,7 +414,9 @@ class _Gathered:
                 self._add(found, kind, at)
 
     def answers(self, exact: _Run, found: _Run, ids: Tensor) -> None:
-        """Record how far the predictions are from those with an exact cache."""
+        """Record how far the predictions with the measured cache are from those with an exact
+        cache.
+        """
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl")
         self._add(wanted.argmax(-1) == got.argmax(-1), "same")

@@ -178,11 +178,11 @@ class KVCache(Cache):
             layer.reset()
 
     def begin_with_a_step(self) -> None:
-        """Let a prompt of one token run as a decoding step, so that no separate graph is compiled
-        for it.
+        """Let a prompt of one token run as a decoding step, so that Dynamo compiles no separate
+        graph for such a prompt.
 
-        Caches that cannot be compiled are not changed, because their attention has no mask that
-        hides empty positions.
+        This method does not change caches that compiled code cannot use, because attention over
+        such a cache has no mask that hides empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
@@ -308,7 +308,7 @@ def _kept_exact(layers: list[Untyped], bits: int) -> str:
 
 
 def _listed(numbers: list[int]) -> str:
-    """Return as text how many layers there are, and the numbers of the first few."""
+    """Return as text how many layers a list contains, and the numbers of its first few layers."""
     shown = [*map(str, numbers[:_MOST_NAMED]), *(["..."] if len(numbers) > _MOST_NAMED else [])]
     return f"{len(numbers)} layer{'s' * (len(numbers) > 1)} ({', '.join(shown)})"
 
@@ -325,7 +325,9 @@ def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
 
 
 def _keeps(layer: Untyped, remove: int) -> str | None:
-    """Return the reason why a layer cannot remove its last tokens, or None if it can."""
+    """Return the reason why a layer cannot remove its last tokens, or None if the layer can remove
+    them.
+    """
     if isinstance(layer, InPlace):
         return layer.keeps(remove)
     if getattr(layer, "is_croppable", False) and hasattr(layer, "crop"):
@@ -543,7 +545,9 @@ class _Hook:
 
     def undo(self) -> None:  # undoes only this call
         """Undo this call of `use_kv_cache_`: the model then creates the same caches as before the
-        call. If an earlier call was undone in the meantime, that one stays undone."""
+        call. If an earlier call of `use_kv_cache_` was undone in the meantime, the earlier call
+        stays undone.
+        """
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)
@@ -608,11 +612,11 @@ def use_kv_cache_(
 ) -> Undo:
     """Make every later ``model.generate(...)`` use a `KVCache`, also inside pipelines.
 
-    A call that passes its own cache, or ``use_cache=False``, is not affected. Cache lengths are
-    rounded up to a few sizes, and a cache that generate() does not return is reused in later calls.
-    On a GPU, generate() itself compiles the decoding step, with this backend unless you choose
-    another one. The most recent `use_kv_cache_` applies until you undo it. Copies of the model
-    inherit the setting.
+    A `generate` call to which you pass a cache, or ``use_cache=False``, is not affected. Cache
+    lengths are rounded up to a few sizes, and a cache that generate() does not return is reused in
+    later calls. On a GPU, generate() itself compiles the decoding step, with this backend unless
+    you choose another one. The most recent `use_kv_cache_` applies until you undo it. Copies of the
+    model inherit the setting.
 
     Args:
         model: a transformers model that generates; it may have PEFT adapters or be compiled.

@@ -2,9 +2,9 @@
 direction of their keys (and one of their values) and a separate length for each layer.
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
-exist. So when one token is appended, the lower layer writes it to its exact tokens, and later the
-upper layer's append merges the groups of tokens that are now complete. When several tokens are
-appended at once, the lower layer keeps them aside until the upper layer's tokens arrive.
+exist. So when one token is appended, the lower layer only adds the token to its exact tokens; the
+later append in the upper layer merges each group of tokens that is complete. When several tokens
+are appended at once, the lower layer keeps them aside until the upper layer's tokens arrive.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class Pair:
         return {name: float(getattr(held, of).float().mean()) for name, of in _KEPT.items()}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens; `starts`, (B, H), is each sequence's first position."""
+        """Remove all tokens; `starts`, (B, H), contains the position of each sequence's first
+        token.
+        """
         self.parked = None
         held: Any = self
         held.places.fill_(-1)

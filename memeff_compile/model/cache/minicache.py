@@ -75,9 +75,9 @@ class MiniCache:
         t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``:
             0 gives the lower layer's direction, 1 the upper layer's; by default 0.7 if keys and
             values of aligned layers are merged, otherwise 0.5.
-        gamma: tokens whose distance between the two layers is within this share of the largest
-            distance stay unmerged; a larger share keeps more tokens unmerged, and 1 keeps all that
-            fit.
+        gamma: a token stays unmerged if its distance between the two layers differs from the
+            largest distance by at most this share of the range of distances; a larger share keeps
+            more tokens unmerged, and 1 keeps all that fit.
         retained: the memory for unmerged tokens, as a share of `max_cache_len`. Tokens that differ
             most between the layers are kept first.
         reading: which tokens stay unmerged: with ``distinct`` those that differ most between the
@@ -143,8 +143,9 @@ class MiniCache:
             )
 
     def position(self) -> float:
-        """Return `t`, or its default, which depends on whether aligned keys and values are
-        merged."""
+        """Return `t`, or the default of `t`, which depends on whether aligned keys and values are
+        merged.
+        """
         is_even = self.align == "none" or self.values_only
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 

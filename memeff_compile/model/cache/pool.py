@@ -45,7 +45,7 @@ class _Kept:
 
     @property
     def is_free(self) -> bool:
-        """Return whether the cache that `take` returned is no longer in use."""
+        """Return whether no other code still uses the cache that `take` returned."""
         return self.handed_out() is None
 
 

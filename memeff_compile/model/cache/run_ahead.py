@@ -55,8 +55,8 @@ def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def may_be_late(loop: Mapping[str, Any]) -> bool:
-    """Return whether the user cannot observe one extra step, judged by the local variables of
-    generate().
+    """Return whether one extra decoding step has no effect that the user can observe, judged by the
+    local variables of generate().
 
     If generation ends only at a given length, there is no extra step. Otherwise, an extra step
     could have effects that the user sees: it may draw one more random number, and it calls logits

@@ -77,8 +77,9 @@ class _Notes(nn.Module):
 
 
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
-    """Return the description of a module as a gated MLP, or None if it is none; `roles` gives the
-    role of each child: "gate or up", or "down"."""
+    """Return the description of a module as a gated MLP, or None if the module is not a gated MLP;
+    `roles` gives the role of each child: "gate or up", or "down".
+    """
     kind = type(module).__name__
     into = [name for name, role in roles.items() if role == "gate or up"]
     (down, *others) = [name for name, role in roles.items() if role == "down"]
@@ -195,7 +196,9 @@ def require_gated(mlps: list[GatedMLP]) -> None:
 
 
 def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
-    """Return the activation functions of the MLPs that are not the squared ReLU, by their path."""
+    """Return those activation functions of the MLPs that are not the squared ReLU, each under its
+    path.
+    """
     return {
         mlp.place: type(mlp.activation if mlp.name else mlp.module).__name__
         for mlp in mlps
@@ -204,11 +207,12 @@ def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
 
 
 def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Put the squared ReLU into each MLP, and write its name into the model's config.
+    """Put the squared ReLU into each MLP, and write the squared ReLU's name into the model's
+    config.
 
     Returns:
         The new activation function of each MLP, by path, and the configs that will not name the
-        squared ReLU after loading.
+        squared ReLU after the model was saved and loaded.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}

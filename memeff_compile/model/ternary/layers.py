@@ -49,8 +49,8 @@ class SquaredReLU(nn.Module):
 
     Attributes:
         was: the activation function that this one replaced and that `undo` restores, or None.
-        names: the entries of `config` that named the replaced activation function, and their
-            values.
+        names: the entries of the model's config that named the replaced activation function, and
+        their values.
     """
 
     def __init__(

@@ -165,7 +165,7 @@ def plan_of(
     skip: Iterable[str] = (),
     activation: str | None = None,
 ) -> Plan:
-    """Return the changes that `ternarize_` would make, or raise the same errors."""
+    """Return the changes that `ternarize_` would make, or raise the errors that it would raise."""
     require_recipe(recipe)
     require_activation(activation)
     require_module(model, "ternarize_")

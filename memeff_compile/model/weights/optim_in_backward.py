@@ -3,17 +3,17 @@ LOMO).
 
 Only one gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
 encoded again in one step, so no second copy of it exists. The update is computed by the optimizer
-that the factory returns; the results are bit for bit those of dense weights. For plain SGD on a
-GPU, one kernel decodes and updates the weight, and writes the new weight to the gradient's memory,
-if no other tensor uses this memory.
+that the factory returns; the results are bit for bit the same as if the weights were dense. For
+plain SGD on a GPU, one kernel decodes and updates the weight, and writes the new weight to the
+gradient's memory, if no other tensor uses this memory.
 
 A parameter that FSDP2 shards is updated after FSDP2 has reduced its gradient, on the CUDA stream of
 the reduction. FSDP2 reduces each gradient once per backward pass, because autograd first adds up
 the gradient of the gathered weight.
 
 Between updates, the CPU does not wait for the GPU. The codes of a weight's new value are written to
-the memory of the old codes, and the CPU checks later whether they fitted. If they did not fit, the
-GPU has already copied the new value to a spill buffer in CPU memory.
+the memory of the old codes, and the CPU checks later whether they fitted. If the new codes did not
+fit, the GPU has already copied the new value to a spill buffer in CPU memory.
 """
 
 from __future__ import annotations
@@ -134,8 +134,9 @@ class _Queue:
                 self._expected = {id(each) for each in coded}
 
     def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
-        """If a weight's gradient was announced, add the weight to those that one kernel launch will
-        update together."""
+        """If `announce` announced a weight's gradient, add the weight to those that one kernel
+        launch will update together.
+        """
         if id(weight) not in self._expected:
             return False
         with self.lock:
@@ -169,7 +170,8 @@ class _Queue:
 
     def add(self, value: Unsettled, count: int) -> None:
         """Add a weight's new value to the queue; before the backward pass ends, `settle` checks
-        whether the codes of this value fitted into the memory of the old codes."""
+        whether the codes of this value fitted into the memory of the weight's old codes.
+        """
         if value.is_settled:
             return
         self._waiting.append((value, self._head))
@@ -179,7 +181,8 @@ class _Queue:
 
     def settle(self) -> None:
         """Wait until the CPU knows, for each new value in the queue, whether its codes fitted into
-        the memory of the old codes; encode the values whose codes did not fit again."""
+        the memory of the old codes; if the codes of a value did not fit, encode the value again.
+        """
         with self.lock:
             self._encode()
             while self._waiting:
@@ -227,7 +230,9 @@ class _Update:
             self.held.data = self.held.data.new_empty(0)
 
     def _hold_itself(self) -> None:
-        """If the user has made the weight dense by a cast, let the optimizer update it directly."""
+        """If the user has made the weight dense by a cast, let the optimizer update the dense
+        weight directly.
+        """
         state = self.optimizer.state
         if self.held in state:
             state[self.parameter] = state.pop(self.held)
@@ -454,8 +459,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """If a list in the codes of some weight has grown beyond its memory, move the lists of all
-        weights to larger shared allocations."""
+        """Move the variable-length lists in the codes of all weights to larger shared allocations,
+        if such a list of some weight has outgrown its memory.
+        """
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
         if anew > self._times_anew:
@@ -543,7 +549,8 @@ def optim_in_backward(
             is not supported.
         factory: an optimizer class, or a function that creates the optimizer of one parameter.
         accumulate: the number of gradients per update, counted per parameter: if a backward pass
-            computes no gradient for a parameter, its update comes later. If `accumulate` is more
+        computes no gradient for a parameter, the parameter's update comes correspondingly later. If
+        `accumulate` is more
             than one, dense gradients are kept until the update, so this function does not save
             their memory.
         max_norm: the largest allowed norm of each parameter's gradient; a gradient with a larger

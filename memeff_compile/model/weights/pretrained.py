@@ -111,9 +111,8 @@ class MemeffConfig(QuantizationConfigMixin):
         return read(config_dict, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry for config.json.
-
-        The entry of a saved model contains only the keys that loading needs.
+        """Return the entry for config.json. For a saved model, the entry contains only the keys
+        that loading needs.
         """
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():
@@ -177,7 +176,7 @@ class MemeffQuantizer(HfQuantizer):
         return bits / 8 if coded else float(param.element_size())
 
     def param_needs_quantization(self, model: Theirs, param_name: str, **_: object) -> bool:
-        """Return whether a weight is encoded as soon as it is read."""
+        """Return whether to encode a weight as soon as transformers has read it."""
         return param_name in self.chosen
 
     def get_quantize_ops(self) -> Encode:

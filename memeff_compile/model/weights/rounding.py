@@ -36,8 +36,9 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield, for each run of the model, how many linear layers are measured in this run; `widths`
-    are the layers' input widths."""
+    """Yield, for each run of the model, the number of linear layers whose inputs this run measures;
+    `widths` are the layers' input widths.
+    """
     count = held = 0
     for width in widths:
         if count and held + 4 * width * width > GRAM_BYTES:
@@ -96,8 +97,8 @@ def kept(x: Tensor, mantissa: int) -> Tensor:
 
 @torch.no_grad()
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
-    """Round a weight (V, D) to numbers that a lossy codec keeps, such that products with the given
-    inputs lose little precision.
+    """Round a weight (V, D) to numbers that a lossy codec keeps, such that the weight's products
+    with the given inputs lose little precision.
 
     A lossy codec divides the numbers of each block by the block's largest number. This number is
     not changed, and it remains the largest. Return None if all inputs are zero, or if an input or

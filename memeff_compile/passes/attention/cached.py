@@ -48,7 +48,7 @@ def advice(*, is_one_row: bool) -> dict[str, Any]:
     """Return Inductor settings for the graph: autotuning is on if the left operand of each matrix
     product has only one row.
 
-    For such products, the time to read the weight is decisive. The GPU vendor's libraries read
+    Such products spend most of their time on reading the weight. The GPU vendor's libraries read
     weights at three quarters of the memory bandwidth; kernels that Inductor generates and autotunes
     are faster.
     """
@@ -56,8 +56,8 @@ def advice(*, is_one_row: bool) -> dict[str, Any]:
 
 
 def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) -> Decline | None:
-    """Return the reason why the cache ops do not support an attention call over a KV cache, or
-    None.
+    """Return the reason why this package's cache ops do not support an attention call over a KV
+    cache, or None.
 
     ``without_causal`` is the remedy that the message names for a call with `is_causal=True`.
     """

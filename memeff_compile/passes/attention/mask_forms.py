@@ -70,8 +70,10 @@ class Form:
 
     @property
     def is_sayable(self) -> bool:
-        """Return whether the op's arguments can express the mask: bounds of positions, at most one
-        table of visible keys, and at most one comparison of ids."""
+        """Return whether the arguments of memeff::attention can express the mask, that is, whether
+        it consists only of bounds of positions, at most one table of visible keys (one flag per
+        key), and at most one comparison of ids.
+        """
         return (
             not (self.positions or self.shifted or self.rest)
             and len(self.ids) + bool(self.queries) <= 1
@@ -139,7 +141,9 @@ def _with_part(form: Form, part: Formula, rank: int) -> Form:
 
 
 def _is_length(part: Formula) -> bool:
-    """Return whether a condition bounds an index by a number read from a tensor."""
+    """Return whether a condition is an upper or lower bound for an index, given by a number read
+    from a tensor.
+    """
     if not isinstance(part, AtLeastZero):
         return False
     terms = part.sum.terms
@@ -224,8 +228,8 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether each query is proved to see at least one of two keys: the key at the query's
-    own index, or the last key that the bounds of the form allow.
+    """Return whether it can be proved that each query sees at least one of two keys: the key at the
+    query's own index, or the last key that the bounds of the form allow.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
@@ -291,8 +295,9 @@ def _pairs(total: Linear) -> list[tuple[Read, Read]]:
 
 
 def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
-    """In a comparison, replace the difference of two positions by ``by``, even if the difference is
-    multiplied by a number."""
+    """In a comparison, replace the difference of two positions by the formula ``by``, even if the
+    difference is multiplied by a number.
+    """
     if not isinstance(part, (AtLeastZero, IsZero)) or len(difference.terms) != 2:
         return part
     (term, sign), _ = difference.terms.items()

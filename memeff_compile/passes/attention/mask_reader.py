@@ -26,7 +26,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
-    """The error that no rule can read a node."""
+    """The error for a node that no rule can read."""
 
 
 def _require(holds: bool) -> None:
@@ -42,13 +42,14 @@ class Value:
     scalar: Scalar
 
     def scalar_at(self, index: Sequence[Linear]) -> Scalar:
-        """Return the scalar at an index that is given as sums."""
+        """Return the element (a scalar formula) at an index, which is given as one sum per axis."""
         result: Scalar = algebra.substituted(self.scalar, dict(enumerate(index)))
         return result
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
-        """Return a tensor whose elements are the elements of this tensor at `index`; by default it
-        has the shape of this tensor."""
+        """Return a tensor whose elements are the elements of this tensor at `index`; by default,
+        the new tensor has the shape of this one.
+        """
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
 
@@ -70,8 +71,9 @@ class MaskReader:
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return the value of a node as a formula; values for which there is no rule are unknowns
-        in it."""
+        """Return the value of a node as a formula; in the formula, values for which there is no
+        rule are unknowns.
+        """
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
@@ -159,8 +161,9 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return the value of ``node`` when ``reader`` reads it; the two times matter if the graph
-        writes to the memory of ``node``."""
+        """Return the value that ``node`` has when the node ``reader`` reads it; this value may
+        differ from the first one if the graph writes to the memory of ``node``.
+        """
         if not self.info.may_be_written(node):
             return self._values[node]
         return leaf(node, self.info.value(node), moment=1 + self.info.positions[reader])
@@ -187,8 +190,9 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether the reader should apply a rule to a node. It should not for most nodes of a
-    model, on which an input of the mask may depend."""
+    """Return whether the reader should apply a rule to a node. A mask may depend on an input that
+    most nodes of the model compute; the reader should apply no rules to such nodes.
+    """
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
 
@@ -363,8 +367,9 @@ def _expand(given: _Operands) -> Value:
 
 
 def _repeat(given: _Operands) -> Value:
-    """Read `repeat` along axes of size one. Repetition of a longer axis is not supported, because
-    its index would wrap around."""
+    """Describe the result of `repeat` along axes of size one. Repetition of a longer axis is not
+    supported, because its index would wrap around.
+    """
     value, repeats = given.value(), list(given.plain("repeats"))
     sizes = [1] * (len(repeats) - len(value.shape)) + list(value.shape)
     _require(all(_is_one(a) or _is_one(b) for a, b in zip(sizes, repeats, strict=True)))
@@ -380,7 +385,7 @@ def _unsqueeze(given: _Operands) -> Value:
 
 
 def _reshape(given: _Operands) -> Value:
-    """Read a view that only inserts or removes axes of size one."""
+    """Describe the result of a view that only inserts or removes axes of size one."""
     value, shape = given.value(), given.shape
     old = [p for p, size in enumerate(value.shape) if not _is_one(size)]
     new = [p for p, size in enumerate(shape) if not _is_one(size)]

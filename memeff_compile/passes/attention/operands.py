@@ -143,7 +143,9 @@ def placed(
 def _placed(
     info: GraphInfo, given: Given, base: Node | None, sizes: dict[str, Any]
 ) -> tuple[Operand, bool]:
-    """Return one operand, and whether it has separate batch and head axes."""
+    """Return one operand as an argument of an attention call, and whether the operand has separate
+    batch and head axes.
+    """
     node, axes, wanted = given
     if FOLDED not in axes:
         return _arranged(Operand(node), axes, sizes, wanted), False
@@ -187,7 +189,8 @@ def _result_steps(result: str, *, is_split: bool) -> tuple[Step, ...]:
 
 
 def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
-    """Follow transposes back until the axes are in the requested order.
+    """Go back from an operand through its transposes, to the node whose axes are in the requested
+    order.
 
     Return the node, its axes, and the transposes. If no earlier node has that order, return the
     operand unchanged.

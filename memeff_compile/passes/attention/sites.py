@@ -126,9 +126,8 @@ def dropout_active(node: Node | None, hint: str = "") -> Decline:
 
 @dataclass
 class _Walk:
-    """A walk from a softmax to a matrix product, node by node.
-
-    It records the steps, and at which positions the axes of the scores are.
+    """A walk through the graph from a softmax to a matrix product, node by node. The object records
+    the nodes, and the current positions of the axes of the scores.
     """
 
     info: GraphInfo
@@ -190,7 +189,7 @@ class _Scores:
 
 
 class _Masking(NamedTuple):
-    """The way in which a chain masks its scores."""
+    """How a chain (attention written as matrix products and a softmax) masks its scores."""
 
     mask: Node | None = None
     takes_away: bool = False
@@ -259,8 +258,9 @@ _ANY_PRODUCT = ("matmul", "einsum")
 def _site(
     info: GraphInfo, softmax: Node, sizes: dict[str, Any], scores: _Scores, weights: _Weights
 ) -> Site | Decline:
-    """Return the attention that a chain computes, or the reason why the chain cannot be
-    rewritten."""
+    """Return the attention that a chain of nodes computes, or the reason why the chain cannot be
+    rewritten.
+    """
     given, walks = (scores.query, scores.key, weights.value), (scores.walk, weights.walk)
     kind = kind_among(each.node for each in given)
     if kind:
@@ -298,8 +298,9 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether all sequences have the same mask, so that it can be broadcast if the batch
-    axis is split."""
+    """Return whether all sequences have the same mask, so that the mask can be broadcast if the
+    batch axis is split.
+    """
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
 
@@ -485,7 +486,9 @@ class _Read:
     factors: _Factors = field(default_factory=lambda: _Factors())
 
     def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
-        """Read one step of the chain; return the reason why it cannot be read, or None."""
+        """Add one node of the chain to the known facts; return the reason why this node is not
+        supported, or None.
+        """
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
             return self._scaled(walk, node, given["other"], is_division=op is aten.div)
@@ -520,7 +523,7 @@ class _Read:
         return None
 
     def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
-        """Read the matrix product of queries and keys."""
+        """Add the facts of the matrix product of queries and keys, the last node of the walk."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -556,7 +559,8 @@ class _Factors:
     """The factors between the product of queries and keys and the mask, in the order in which they
     are found, from the mask back to the product: softcap, tanh, scale.
 
-    Of the signs, only that of the product of all factors is recorded, because tanh is odd.
+    The object does not record the sign of each factor, only the sign of their product, because tanh
+    is odd.
     """
 
     cap: float | None = None
@@ -565,7 +569,7 @@ class _Factors:
     is_negative: bool = False
 
     def add(self, factor: float, *, is_division: bool) -> None:
-        """Record one more multiplication by a number."""
+        """Record that the scores are also multiplied by a number."""
         (self.divided if is_division else self.multiplied).append(abs(float(factor)))
         self.is_negative ^= factor < 0
 

@@ -100,8 +100,9 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return the reason why attention is unchanged if user code itself selects PyTorch's kernels,
-    or ""."""
+    """Return the reason why the pass leaves attention unchanged, if user code itself selects
+    PyTorch's kernels; otherwise return "".
+    """
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
         return None

@@ -130,7 +130,7 @@ class GraphPass(ABC):
     def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
         """Edit the graph for one match.
 
-        If another node would see a different result, the editor raises EditRefused.
+        If an edit would change a value that another node sees, the editor raises EditRefused.
         """
 
     def dead(self, match: Any) -> Sequence[Node]:
@@ -151,16 +151,17 @@ class GraphPass(ABC):
         return False
 
     def parts(self, match: Any) -> Sequence[Any]:
-        """Return the smaller matches that ``match`` combines; if it cannot be rewritten as a whole,
-        they are rewritten one by one."""
+        """Return the smaller matches that ``match`` combines; if ``match`` cannot be rewritten as a
+        whole, the smaller matches are rewritten one by one.
+        """
         return ()
 
     def identity(self) -> str:
         """Return a key that identifies the pass, including its version, in on-disk caches.
 
-        The key contains the source code of the pass's classes and its attributes. Override this
-        method if a rewrite also depends on something else, such as a global variable. If a pass has
-        no source file, its key is valid only in this process.
+        The key contains the source code of the pass's classes, and the pass's attributes. Override
+        this method if a rewrite also depends on something else, such as a global variable. If a
+        pass has no source file, its key is valid only in this process.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:

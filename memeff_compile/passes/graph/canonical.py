@@ -5,10 +5,10 @@ Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32
 returns the pre-dispatch ATen calls with arguments bound by schema name and defaults filled in, so a
 pass handles only one form.
 
-Reading never changes the graph. A node can be read in two ways. A table of names and schemas reads
-a node in microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests
-compare the table with this trace. If neither the table nor a trace can read a node, the result is
-None, and the pass declines the match.
+Reading never changes the graph. A node can be read in two ways. With a table of names and schemas,
+:func:`read` reads a node in microseconds. :func:`trace` runs the node on fake operands under
+``make_fx``; the tests compare the table with this trace. If neither the table nor a trace can read
+a node, the result is None, and the pass declines the match.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def named(words: str) -> frozenset[Any]:
 
 
 class _Previous:
-    """If a node is read as several ATen calls, the placeholder with which a call refers to the
-    result of the call before it."""
+    """A placeholder for a node that is read as several ATen calls: each call refers with it to the
+    result of the call before.
+    """
 
     def __repr__(self) -> str:
         return "PREVIOUS"
@@ -78,7 +79,7 @@ def read(node: Node) -> Reading | None:
 
 
 def read_one(node: Any) -> Call | None:
-    """Return ``node`` as exactly one ATen call, or None if it is not a node or not one call."""
+    """Return ``node`` as a single ATen call; None if it is no node or stands for several calls."""
     reading = read(node) if isinstance(node, Node) else None
     return reading[0] if reading is not None and len(reading) == 1 else None
 
@@ -131,7 +132,7 @@ def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = N
 
 
 class _CannotBind(Exception):
-    """The error that arguments do not fit a schema."""
+    """The error for arguments that do not fit a schema."""
 
 
 def _require(holds: Any) -> None:
@@ -522,8 +523,9 @@ _CUTS = named(
 
 
 def _axes_taken(item: Any) -> int:
-    """Return the number of a tensor's axes that one index selects from; a boolean mask selects from
-    as many axes as it has."""
+    """Return from how many axes of a tensor one index selects; a boolean mask selects from as many
+    axes as the mask has.
+    """
     value = compat.example_value(item) if _is_tensor(item) else None
     return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
 

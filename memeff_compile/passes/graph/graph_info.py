@@ -140,8 +140,9 @@ class GraphInfo:
         return held | said
 
     def says(self, size: int | torch.SymInt) -> bool:
-        """Return whether a size is a number, or can be computed from the sizes of the graph's
-        inputs."""
+        """Return whether a size is a plain number, or a symbolic number that can be computed from
+        the sizes of the graph's inputs.
+        """
         return isinstance(size, int) or self._says(compat.size_formula(size))
 
     def _says(self, formula: Any) -> bool:
@@ -299,8 +300,8 @@ class GraphInfo:
     def may_share_memory(self, a: Node, b: Node) -> bool:
         """Return whether the memory of two nodes may overlap.
 
-        The memory may overlap if both nodes have the same fake storage, or if both are inputs of
-        unknown memory. Inputs of different dtypes are assumed not to overlap, because a KV cache
+        The memory may overlap if both nodes have the same fake storage, or if both are inputs whose
+        memory is unknown. Inputs of different dtypes are assumed not to overlap, because a KV cache
         and a mask, for example, are separate tensors. With ``inner="eager"``, however, inputs of
         different dtypes count as possibly overlapping, because eager PyTorch supports overlapping
         inputs, whereas AOTAutograd assumes that different storages never overlap.
@@ -415,7 +416,8 @@ _SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 def written_by(node: Node) -> tuple[Node, ...]:
     """Return the tensors to which ``node`` may write in place; for a node without side effects,
-    return none."""
+    return an empty result.
+    """
     if node.op == "call_module":
         return tuple(node.all_input_nodes)
     if node.op == "call_method":
@@ -497,8 +499,9 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
-    """Return the operands to which a nested graph may write: all of its operands if it contains an
-    in-place write, otherwise none."""
+    """Return the operands to which a nested graph may write: all operands of the nested graph if it
+    contains an in-place write, otherwise an empty result.
+    """
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]

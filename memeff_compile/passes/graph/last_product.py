@@ -4,10 +4,10 @@ compute this product again.
 A checkpoint around a block runs the block again in the backward pass, up to the last tensor that
 autograd saves. In eager PyTorch, the last product of a block saves its operands before it runs, so
 the checkpoint stops there and does not compute the product again. A compiled block saves its
-tensors after all of its operations, so it computes the last product a second time although no code
-reads the result. So the graph of such a block is split before its last product. The nodes from
-there on (the product and additions) run op by op; the product calls the same matrix library as in
-compiled code.
+tensors after all of its operations, so the backward pass computes the last product a second time
+although no code reads the result. So the graph of such a block is split before its last product.
+The nodes from this product on (the product and additions) run op by op; the product calls the same
+matrix library as in compiled code.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ form.
 
 Each axis of a tensor has a letter, as in einsum. The product sums over the letter that both
 operands have and the result does not have. If an operand lacks a letter of the result, or has size
-one on that axis, the operand is broadcast along that axis.
+one on the letter's axis, the operand is broadcast along this axis.
 """
 
 from __future__ import annotations

@@ -132,8 +132,9 @@ def _operations(info: GraphInfo) -> int:
 
 
 def _operations_of(node: Node, *, needs_grad: bool) -> int:
-    """Return the floating-point operations of one linear: a matrix multiplied by an operand of its
-    input width."""
+    """Return the number of floating-point operations of a node that is a linear layer: a product of
+    a matrix and an input as wide as the matrix.
+    """
     result = _floating(node)
     if result is None or result.dim() < 2:
         return 0
@@ -177,8 +178,8 @@ def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hasha
 
     Sizes of two layers correspond if their names are equal without the layer number. If layers are
     equal apart from such sizes, and the sizes have equal values in the current call, the sizes
-    become one size, and guards make Dynamo compile the graph again if they differ in a later call.
-    Return whether at least two sizes became one.
+    become one size, and guards make Dynamo compile the graph again if the sizes differ in a later
+    call. Return whether at least two sizes became one.
     """
     sizes = size_inputs(info.gm)
     if len(sizes) < LEAST:

@@ -37,7 +37,9 @@ def is_chunked(tail: Tail) -> bool:
 
 
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
-    """Return PyTorch's op as an output projection and its loss, which are the same node here."""
+    """Describe PyTorch's op as an output projection and a loss, two objects that both refer to the
+    op's node.
+    """
     call = read_one(node)
     if call is None:
         said = f"`{node_name(node)}` is called with arguments this pass does not read"

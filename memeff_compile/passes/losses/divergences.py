@@ -108,9 +108,9 @@ class Divergence:
 class Group:
     """All divergences of one student's logits, in their order, which are rewritten together.
 
-    If the pass cannot rewrite one of them, the graph must build the logits anyway. So the pass
-    checks all of them before it rewrites the first one, and declines all for the same reason
-    (`refusal`).
+    If the pass cannot rewrite one divergence of the group, the graph must build the logits anyway.
+    So the pass checks all divergences of the group before it rewrites the first one, and if it
+    declines one, it declines all for the same reason (`refusal`).
     """
 
     members: list[Divergence]
@@ -165,8 +165,9 @@ class DivergenceReader:
         yield match
 
     def _add_totals(self, match: Divergence, reduction: str) -> None:
-        """Include in a divergence later sums over the same two logits tensors that are reduced in
-        the same way and added to it."""
+        """Extend a divergence by later sums over the same two logits tensors, if these sums are
+        reduced in the same way and added to the divergence.
+        """
         node, factor, steps = match.node, 1.0, list[Node]()
         while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
             (user,) = node.users
@@ -199,7 +200,9 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Recognize a sum or mean with a given reduction, multiplied by numbers."""
+        """Recognize a divergence's sum or mean (as the given reduction requires), which may be
+        multiplied by numbers.
+        """
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
             return None
         call, reduced = read_one(node), self._reduced(node)
@@ -676,7 +679,9 @@ _ASSERTIONS = ("_assert_scalar", "_check", "sym_constrain_range_for_size", "_che
 
 
 def _multiplier(call: Any, node: Any) -> float | None:
-    """Return the number by which a node multiplies `node`, or None if it does something else."""
+    """Return the number by which a user of `node` multiplies `node`, or None if the user does
+    something else.
+    """
     a = call.args
     if call.op is aten.neg.default:
         return -1.0
@@ -821,8 +826,9 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the coefficients of the six sums that the op knows, or None if there are other
-    terms, such as those of a third softmax."""
+    """Return the coefficients of the six sums that the op can compute, or None if the polynomial
+    has other terms, such as those of a third softmax.
+    """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}
     for atoms, each in terms.items():

@@ -132,8 +132,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     tail (a loss or another result of the logits).
 
     Such nodes compute targets, such as shifted labels that the graph computes after a z-loss, and
-    are integer views and copies of inputs, so computing them again takes almost no time. If it
-    could give other values, return None.
+    are integer views and copies of inputs, so computing them again takes almost no time. If
+    computing these nodes again could give other values, return None.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -263,7 +263,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 
 def gathered(group: Sequence[Tail]) -> list[str]:
-    """Return the names of the values (one per row) that an op call gathers from all ranks."""
+    """Return the names of those per-row values that an op call gathers from all ranks."""
     extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
@@ -271,7 +271,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how many times the ranks gather numbers (one per row) during an op call."""
+    """Return how many times the ranks exchange per-row numbers during an op call."""
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
@@ -355,8 +355,9 @@ class GroupEmitter:
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _call(self, *operands: Node | None, **settings: Any) -> Node:
-        """Insert the op, or the variant for an output projection whose classes are split over
-        ranks."""
+        """Insert a call of the op or, if the output projection's classes are split over ranks, of
+        the op's variant for this case.
+        """
         e, split = self.editor, self.split
         if split is None:
             whole, adapted = op_folder.linear_cross_entropy, op_folder.linear_cross_entropy_adapted
@@ -372,8 +373,8 @@ class GroupEmitter:
         return shards.here(self.editor, self.head, node, summed)
 
     def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
-        """Return the inputs of the projection's low-rank products, and the matrices that multiply
-        these inputs.
+        """Return the inputs of the projection's low-rank products (such as LoRA's), and the
+        matrices that multiply these inputs.
 
         Several low-rank products are combined into one, whose rank is the sum of their ranks. The
         scales of these products are applied to the small low-rank inputs, not to V numbers per row.
@@ -426,8 +427,9 @@ class GroupEmitter:
         return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 
     def _columns(self, vector: Node) -> Node:
-        """Return the elements of a vector over all classes that belong to the classes of this
-        rank."""
+        """Take a vector with one element per class, and return the elements for the classes of this
+        rank.
+        """
         if self.split is None:
             return vector
         shard = self.split.shard
@@ -533,8 +535,8 @@ class GroupEmitter:
         return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
-        """Reshape ``node`` to `shape`; if sizes are unknown, reshape it to the shape of the node
-        that ``like`` returns.
+        """Reshape ``node`` to `shape`; if the sizes in `shape` are unknown, reshape ``node`` to the
+        shape of the node that ``like`` returns.
         """
         if same_shape(shape, self.info.value(node).shape):
             return node

@@ -8,8 +8,8 @@ An output projection may be a sum of products: one with the full weight, and low
 as those of LoRA adapters.
 
 Row moves (reorderings and selections of rows) give the same result whether they are applied before
-or after the product. So the rewrite applies them to the hidden states. Pointwise steps become the
-arguments ``scale``, ``softcap`` and ``bias`` of the op.
+or after the product. So the rewrite applies row moves to the hidden states. Pointwise steps become
+the arguments ``scale``, ``softcap`` and ``bias`` of the op.
 """
 
 from __future__ import annotations
@@ -193,8 +193,9 @@ class Chain:
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """Return the other tensors that the steps read: row indices and vectors over the
-        vocabulary."""
+        """Return the tensors that the steps read in addition to the logits: row indices and vectors
+        over the vocabulary.
+        """
         readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
         flat = (a for value in readings for a in (value if isinstance(value, list) else [value]))
         vectors = [s.value for s in self.steps if s.kind == "bias"]
@@ -204,8 +205,7 @@ class Chain:
 
 
 def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the classes that remain after some steps, as indices of the classes before the
-    steps."""
+    """Return the classes that remain after some steps, numbered as before these steps."""
     first = None
     for start, stop in (step.classes for step in steps if step.classes is not None):
         first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
@@ -264,8 +264,9 @@ class HeadReader:
         return self.has_shape_of_head(head) and self.input_in_weight(head) is None
 
     def has_shape_of_head(self, head: Head) -> bool:
-        """Return whether a linear layer has the shape of an output projection rather than of an
-        inner layer."""
+        """Return whether a linear layer has the shape of an output projection, not that of an inner
+        layer.
+        """
         weight, hidden = self.info.tensor(head.weight), self.info.tensor(head.hidden)
         if weight is None or hidden is None:
             return False
@@ -457,7 +458,7 @@ class HeadReader:
         return None
 
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
-        """Return the (V, D) weight whose plain transpose is the (D, V) operand."""
+        """Return the (V, D) weight of which the given (D, V) operand is a plain transpose."""
         call = read_one(node)
         swaps = call is not None and (call.op is aten.t.default or _permutation(call, 2) == [1, 0])
         return (call.args["self"], False) if call is not None and swaps else (node, True)
@@ -691,7 +692,7 @@ class HeadReader:
         return Step(node, "factor", Factor(factor, is_divisor, rows=()))
 
     def _depends_on(self, node: Node, source: Node) -> bool:
-        """Return whether one tensor is computed from another tensor."""
+        """Return whether the graph computes one tensor from another tensor."""
         first, seen, queue = self.info.positions[source], {node}, [node]
         while queue:
             current = queue.pop()

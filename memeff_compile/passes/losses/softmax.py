@@ -4,8 +4,8 @@
     logits -> softmax | exp(log-probabilities)              -> {view, slice, cast, detach}*
     logits -> logsumexp | log(sum(exp(x))), where x may be the logits minus their maximum
 
-Reordering or selecting rows before a softmax gives the same result as doing so after it, so such
-row moves after the softmax count as steps that are applied to the logits.
+Reordering or selecting rows gives the same result before and after a softmax, so such row moves
+after the softmax count as steps that are applied to the logits.
 """
 
 from __future__ import annotations
@@ -64,15 +64,17 @@ class Peak:
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether adding ``other`` cancels the subtraction of this maximum, in the values
-        and in the gradients."""
+        """Return whether the addition of the maximum ``other`` cancels the subtraction of this
+        maximum, in the values and in the gradients.
+        """
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
 
 @dataclass(frozen=True)
 class Total:
-    """A log-sum-exp of logits over the classes; if the maximum was subtracted from the logits, it
-    is missing in the sum."""
+    """A log-sum-exp of logits over the classes; if the graph subtracted the maximum from the logits
+    first, this log-sum-exp is smaller by the maximum.
+    """
 
     chain: Chain
     peak: Peak | None
@@ -113,8 +115,9 @@ class SoftmaxReader:
         *,
         signed: bool = False,
     ) -> Soft | Decline | None:
-        """Follow nodes that only move, cast or detach rows back to a softmax, which ``start``
-        recognizes."""
+        """Go back from a node through nodes that only move, cast or detach rows, to a softmax,
+        which the function ``start`` recognizes.
+        """
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:
             found = start(node)

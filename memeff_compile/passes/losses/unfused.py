@@ -1,8 +1,9 @@
 """Report each output projection of a training graph whose loss was not fused.
 
-An output projection is distinguished from a wide layer inside a model by the use of its result. The
-result of an inner layer is an operand of another matrix product. The result of an output projection
-is reduced to at most one number per row, as in a loss, or is an output of the graph.
+This module tells an output projection from a wide layer inside a model by how the graph uses the
+layer's result. The result of an inner layer is an operand of another matrix product. The result of
+an output projection is reduced to at most one number per row, as in a loss, or is an output of the
+graph.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _PRODUCTS = frozenset(_NAMES.split())
 def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
-    """Yield a Decline for each trained output projection with at least 8,192 classes about which
-    the report says nothing else.
+    """Yield a Decline for each trained output projection with at least 8,192 classes that the
+    report does not mention otherwise.
 
     ``judged`` contains the projections and nodes for which a pass has already reported a change or
     a decline.

@@ -68,7 +68,7 @@ class _Chain:
 
 
 class _Misfit(Exception):
-    """The error that quantising nodes cannot be read."""
+    """The error for quantising nodes of an unsupported form."""
 
     def __init__(self, code: str, sentence: str, hint: str = "") -> None:
         super().__init__(sentence)
@@ -136,8 +136,8 @@ def _read(node: Node) -> Quantized:
 
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
-    """Recognize the scale of a whole weight; return the weight from which it is computed, and
-    whether the scale is in codes per unit or in units per code.
+    """Recognize the scale of a whole weight; return the weight from which the graph computes the
+    scale, and whether the scale is in codes per unit or in units per code.
     """
     chain = _Chain()
     try:
@@ -269,7 +269,8 @@ def _fake_quantized(
     """Recognize `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
     A mask that keeps the half of a token's elements with the largest magnitudes may be applied
-    before or after the quantisation; if `wanted` is the masked x, only after it.
+    before or after the quantisation; if `wanted` is the masked x, the mask must come after the
+    quantisation.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -416,7 +417,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
 
 
 def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
-    """Recognize `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
+    """Recognize `t.clamp(min=eps)` or `t + eps`; return eps, whether eps is added, and t."""
     call = _call_of(node, "clamp", "clamp_min", "add")
     if call is None:
         said = "its scale is not a bounded maximum or mean of absolute values"
@@ -432,8 +433,9 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
-    """Recognize a max or mean; return whether it is a mean, whether it is over all elements, and
-    its operand."""
+    """Recognize a max or mean; return whether the node is a mean, whether it is over all elements,
+    and its operand.
+    """
     reduced = behind_item(node)
     chain.take(node)
     call = _call_of(reduced, "max", "amax", "mean")
