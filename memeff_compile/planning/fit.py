@@ -73,8 +73,10 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield a setting once per codec of compressed weights. `write` contains abbreviations of the
-    lines of user code; in it, `{}` stands for the first letter of the codec.
+    """Yield a setting once per codec of compressed weights.
+
+    `write` contains abbreviations of the lines of user code; in `write`, `{}` stands for the first
+    letter of the codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}

@@ -1,6 +1,6 @@
 """The rule of `memeff.verify`: how the difference of two runs is measured, and how large it may be.
 
-There are two comparisons. Each comparison measures the difference of two tensors by the Frobenius
+There are two comparisons. Each of the two measures the difference of two tensors by the Frobenius
 norm:
 
 * The first comparison runs both graphs in float64. In float64, rounding affects only the sixteenth

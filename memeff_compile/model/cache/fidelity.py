@@ -58,9 +58,9 @@ class FidelityReport(VerbReport):
         logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
             exact cache, in nats; `kl_worst`, the largest one; `agreement`, the share of positions
             at which the most likely token is the same; and the mean losses of the input's tokens,
-            `loss_exact` with an exact cache and `loss` with the measured cache. memory: the `bytes`
-            of the measured cache, the bytes that keys and values take in the model's dtype
-            (`before`), and the `ratio` of these two numbers.
+            `loss_exact` with an exact cache and `loss` with the measured cache.
+        memory: the `bytes` of the measured cache, the bytes that keys and values take in the
+            model's dtype (`before`), and the `ratio` of these two numbers.
         merged: `KVCache.merged` for the last input.
         codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other caches,
             for comparison. Four do not merge layers: one has as many bits as the measured cache,

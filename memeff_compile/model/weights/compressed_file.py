@@ -97,9 +97,11 @@ def load_compressed_(
     model: nn.Module, path: str | PathLike[str], *, device: object = None
 ) -> Changes:
     """Load a file that `save_compressed` wrote into a model of the same architecture, without a
-    dense copy. Buffers that a state dict omits, such as rotary angles, keep the values that they
-    have in `model`; a warning names the buffers whose values differ from the saved model's. Buffers
-    on the meta device get their values from the file, or from the module's initialisation.
+    dense copy.
+
+    Buffers that a state dict omits, such as rotary angles, keep the values that they have in
+    `model`; a warning names the buffers whose values differ from the saved model's. Buffers on the
+    meta device get their values from the file, or from the module's initialisation.
 
     Args:
         model: a dense or compressed model, which may be on the meta device.
@@ -138,7 +140,7 @@ def load_compressed_(
 
 
 def loaded_changes(coded: Mapping[str, CodedWeight], model: nn.Module, path: object) -> Changes:
-    """Return a report, in the form of `load_compressed_`'s, of the weights that were read from a
+    """Return a report, like that of `load_compressed_`, on the weights that were read from a
     folder.
     """
     table = {n: {"codec": weight.codec, "shape": list(weight.shape)} for n, weight in coded.items()}

@@ -111,8 +111,9 @@ class MemeffConfig(QuantizationConfigMixin):
         return read(config_dict, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry for config.json. For a saved model, the entry contains only the keys
-        that loading needs.
+        """Return the entry for config.json.
+
+        For a saved model, the entry contains only the keys that loading needs.
         """
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():

@@ -126,8 +126,9 @@ def dropout_active(node: Node | None, hint: str = "") -> Decline:
 
 @dataclass
 class _Walk:
-    """A walk through the graph from a softmax to a matrix product, node by node. The object records
-    the nodes, and the current positions of the axes of the scores.
+    """A walk through the graph from a softmax to a matrix product, node by node.
+
+    The object records the nodes, and the current positions of the axes of the scores.
     """
 
     info: GraphInfo

@@ -37,8 +37,8 @@ def named(words: str) -> frozenset[Any]:
 
 
 class _Previous:
-    """A placeholder for a node that is read as several ATen calls: each call refers with it to the
-    result of the call before.
+    """A placeholder for a node that is read as several ATen calls: in the
+    arguments of one call, it stands for the result of the call before.
     """
 
     def __repr__(self) -> str:

@@ -34,9 +34,10 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Recognize the norm and the gate that precede `node`; the only users of `node` are `users`. If
-    a node of the norm or gate has other users, the graph must compute it anyway, so it is not
-    included.
+    """Recognize the norm and the gate that precede `node`; the only users of `node` are `users`.
+
+    If a node of the norm or gate has other users, the graph must compute this node anyway, so the
+    node is not included.
     """
     found = Entering(node)
     norm = _norm(node)
