@@ -71,8 +71,9 @@ class ExplainError(MemeffError, ValueError):
 
 
 class CalibrationError(MemeffError, ValueError):
-    """A calibration was called without inputs, for a model without a layer that it can score, or
-    with an unknown level."""
+    """A calibration was called without inputs, for a model without any layer that the calibration
+    can score, or with an unknown level.
+    """
 
 
 def first_line(error: BaseException) -> str:

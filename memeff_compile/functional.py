@@ -231,8 +231,9 @@ def _total(
     *,
     is_split: bool,
 ) -> Tensor:
-    """Return the mean or sum of the loss, computed by the op that computes the gradients already in
-    its forward pass."""
+    """Return the mean or sum of the loss; call the op that also computes the gradients in its
+    forward pass.
+    """
     hidden, *_, target = operands
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     _, norm = _kept_and_norm(target, class_weight, how["ignore_index"], dtype)

@@ -1,4 +1,4 @@
-"""All options of the backend: one frozen dataclass stores, validates and documents them.
+"""All options of the backend; one frozen dataclass stores, validates and documents these options.
 
 `torch.compile(model, backend="memeff", options={...})` takes two kinds of keys. Keys that start
 with `memeff.` are the fields of `Options`; every other key is an Inductor config key and is passed
@@ -633,8 +633,9 @@ class Options:
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
-        """Return the low-bit levels that the calibration table has for an attention module: one for
-        all calls, or one per call; () if the table does not contain the module.
+        """Return the low-bit levels that the calibration table has for an attention module: one
+        level for all calls of the module, or one level per call; () if the table does not contain
+        the module.
 
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")

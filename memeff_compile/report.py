@@ -3,7 +3,7 @@ that are not allocated.
 
 The backend records one `GraphReport` per compiled graph; `last_report()` returns all records since
 the last reset, as text (`print`) or JSON. Byte counts are sympy formulas over the sizes of the
-user's model, so a reader can check them and insert other sizes.
+user's model, so a reader can check the formulas and insert other sizes.
 """
 
 from __future__ import annotations
@@ -180,8 +180,9 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Return one text for `times` equal records. If their sentence is already in ``quoted``,
-        the text shows only the locations."""
+        """Return one text for `times` equal records. If the sentence of these records is already in
+        ``quoted``, the text shows only the locations.
+        """
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
@@ -255,7 +256,9 @@ def _is_unfused(record: Record) -> bool:
 
 
 def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
-    """Merge equal records, which usually come from several layers; return each with its count."""
+    """Merge equal records, which usually come from several layers; return each record with its
+    count.
+    """
     found: list[tuple[Record, int]] = []
     for record in records:
         for place, (earlier, times) in enumerate(found):
@@ -451,8 +454,9 @@ class GraphReport:
         return f"{heading}\n{text}" if text else heading
 
     def as_it_is(self) -> GraphReport:
-        """Return a copy of this report as it is now; later calls of the graph change the counts
-        only in the original."""
+        """Return a copy of this report with the present counts; later calls of the graph change the
+        counts only in the original.
+        """
         logits = None if self.logits is None else self.logits.copy()
         replays = None if self.replays is None else replace(self.replays)
         return replace(self, logits=logits, replays=replays)
@@ -538,7 +542,7 @@ class Report(VerbReport):
         graph by graph.
 
         Equal records of several layers are merged, and so are graphs in which no pass found a
-        match; `to_json` lists each one.
+        match; `to_json` lists each record and each graph.
 
         Example:
             >>> print(memeff_compile.last_report().details())  # doctest: +SKIP

@@ -80,8 +80,9 @@ class Call(NamedTuple):
 
 
 def start_workers() -> None:
-    """Start Inductor's compiler processes early if this process uses a GPU, because they take
-    seconds to start."""
+    """Start Inductor's compiler processes early if this process uses a GPU, because such processes
+    take seconds to start.
+    """
     if torch.cuda.is_initialized():
         try:
             compat.start_compile_workers()

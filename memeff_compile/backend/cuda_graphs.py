@@ -50,7 +50,9 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision whether one graph is recorded as a CUDA graph, with the reason if it is not."""
+    """The decision whether one graph is recorded as a CUDA graph, with the reason if the graph is
+    not recorded.
+    """
 
     record: Record | None = None  # the line of the report, or None
     roles: Roles | None = None  # the roles of the arguments, if the graph is recorded
@@ -95,7 +97,8 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 def _guarded(step: _Step) -> Choice:
     """If the user turned on Inductor's CUDA graphs, tell Inductor which inputs keep their address
-    and which outputs are used after the next call. Inductor cannot see these facts."""
+    and which outputs code uses even after the graph's next call. Inductor cannot see these facts.
+    """
     made = step.made_inside()
     if made is not None:
         why = f"`{made.name}` is made here, written to and returned, as a cache is that is "
@@ -109,7 +112,7 @@ def _guarded(step: _Step) -> Choice:
 
 
 class _Step:
-    """A graph that may be a decoding step, and its properties."""
+    """A graph that may be a decoding step, and the properties that decide whether it is one."""
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info

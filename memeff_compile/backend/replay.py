@@ -79,8 +79,9 @@ class _Unfit(Exception):
 
 
 class Recorder:
-    """A compiled step that replays its CUDA graph when addresses, sizes and numbers are the same as
-    before."""
+    """A compiled decoding step that replays its CUDA graph if addresses, sizes and Python numbers
+    are the same as in an earlier call.
+    """
 
     def __init__(self, step: Step, roles: Roles, use: Replays, engine: CudaEngine) -> None:
         self._step, self._roles, self._use, self._engine = step, roles, use, engine
@@ -263,7 +264,7 @@ class _Buffers:
         return inputs
 
     def require_unchanged(self, args: Sequence[Any]) -> None:
-        """Raise an error if a step wrote to an input that it should only read."""
+        """Raise an error if a step wrote to an input that the step should only read."""
         for place, buffer in self.tensors.items():
             if not torch.equal(buffer, args[place]):
                 raise _Unfit("it writes to an input that is a new tensor in each call")
@@ -414,8 +415,8 @@ class _Pool:
     """The memory pool shared by all recordings for one stream, and the stream on which they are
     recorded.
 
-    PyTorch's allocator deletes a pool with the pool's last recording, and refuses its handle
-    afterwards.
+    PyTorch's allocator deletes a pool together with the pool's last recording, and refuses the
+    pool's handle afterwards.
     """
 
     def __init__(self) -> None:

@@ -1,16 +1,16 @@
 """Compile layers and output projections that FSDP2 shards if Dynamo leaves them out of every graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
-hooks, as in transformers before 5.23, Dynamo skips the layer: if the model is compiled as a whole,
-its layers then run without compilation (a PyTorch limitation). So this module compiles each layer
-by itself, which gives each layer a graph inside its checkpoint.
+hooks, as in transformers before 5.23, Dynamo skips the layer: if you compile the model as a whole,
+such layers run without compilation (a PyTorch limitation). So this module compiles each layer by
+itself, which gives each layer a graph inside its checkpoint.
 
 Dynamo also leaves out an output projection with hooks around it, because it skips the code of
 PyTorch's linear layer. This module compiles the projection's `forward`, between the hooks. The
-logits are then deferred, so that a loss after them is computed from hidden states and weight. FSDP2
-gathers the weight before the output projection runs. Loss and backward pass need the weight right
-after the projection, so in training this module keeps FSDP2 from freeing the weight in between,
-even if `reshard_after_forward` is set.
+logits are then deferred, so that a loss after the projection is computed from hidden states and
+weight, without the logits. FSDP2 gathers the weight before the output projection runs. Loss and
+backward pass need the weight right after the projection, so in training this module keeps FSDP2
+from freeing the weight in between, even if `reshard_after_forward` is set.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def compile_apart(options: Options) -> list[Record]:
     """Compile, in place, the modules that Dynamo leaves out of the graphs of the model being
     captured.
 
-    Returns: A note on the layers and one on the projections that this call compiled.
+    Returns: A note on the layers that this call compiled, and a note on the output projections that
+        it compiled.
     """
     model = compat.compiled_module()
     if model is None:
@@ -98,10 +99,11 @@ def compile_apart(options: Options) -> list[Record]:
 
 
 def compile_heads(model: nn.Module, options: Options) -> int:
-    """Compile output projections that have FSDP2's hooks around them, in place; return how many.
+    """Compile, in place, output projections that have FSDP2's hooks around them; return how many
+    were compiled.
 
     The logits of these projections are deferred even with `memeff.logits=none`, because the loss in
-    a later graph needs them.
+    a later graph needs the logits.
     """
     found = [each for each in model.modules() if _is_head_apart(each)]
     given = {"backend": "memeff", "options": replace(options, logits="deferred").to_dict()}

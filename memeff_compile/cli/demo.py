@@ -38,7 +38,7 @@ else:
 
 
 def say(text: str) -> None:
-    """Print a line and flush it, because the next step takes a while."""
+    """Print a line and flush the output, because the demo's next step takes a while."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -78,7 +78,8 @@ def may_be_under_policy(target: object) -> bool:
     chooses the results to save.
 
     Some higher-order operations do not allow a checkpoint with a policy inside them. Nested
-    checkpoints and autograd functions do allow it, because tracing enters them.
+    checkpoints and autograd functions allow such a checkpoint inside them, because tracing enters
+    them.
     """
     if not isinstance(target, HigherOrderOperator):
         return True

@@ -35,9 +35,10 @@ def offset_of_part(tensor: Any) -> tuple[int, ...]:
 
 
 def gathering_ops() -> tuple[Any, Any]:
-    """Return two ops: one gathers a tensor from all ranks of a named group, the other waits for it.
+    """Return two ops: one starts to gather a tensor from all ranks of a named group, the other
+    waits until the gathering ends.
 
-    DTensor calls these two ops, and AOTAutograd and Inductor know them.
+    DTensor also calls these two ops, and AOTAutograd and Inductor can compile them.
     """
     ops = torch.ops._c10d_functional
     return ops.all_gather_into_tensor.default, ops.wait_tensor.default
@@ -88,7 +89,7 @@ def is_fsdp_shard(weight: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class FsdpShard:
-    """A parameter that FSDP2 shards, and the settings with which FSDP2 treats it."""
+    """A parameter that FSDP2 shards, and FSDP2's settings for this parameter."""
 
     _param: Any
 

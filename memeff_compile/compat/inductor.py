@@ -133,8 +133,9 @@ def is_to_be_saved() -> bool:
 
 
 def has_artifact(compiled: Compiled) -> bool:
-    """Return whether AOTAutograd created a callable; such a callable has an artifact that can be
-    saved."""
+    """Return whether AOTAutograd created the given callable, because such a callable has an
+    artifact that can be saved.
+    """
     return getattr(compiled, "serialize", None) is not None
 
 

@@ -88,8 +88,9 @@ def symbols_of(value: Any) -> set[str]:
 
 
 def size_hint(size: Any) -> int:
-    """Return an example number for a size, without adding a guard: a symbol's hint, or 0 if it has
-    no hint."""
+    """Return an example number for a size, without adding a guard: for a symbol, its hint, or 0 if
+    the symbol has no hint.
+    """
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)

@@ -1,5 +1,5 @@
 """Compute torchtitan's loss for the whole sequence with this package's op; torchtitan itself
-computes it in chunks of the sequence.
+computes the loss in chunks of the sequence.
 
 Importing this module also lets torchtitan use this backend for transformer blocks that call
 FlexAttention.
@@ -42,8 +42,8 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
     logits.
 
     torchtitan still computes the loss in chunks if tensor parallelism splits the projection, if the
-    projection has hooks, or if it is not a plain linear layer. In that case, the log gives the
-    reason.
+    projection has hooks, or if the projection is not a plain linear layer. In that case, the log
+    gives the reason.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -79,7 +79,8 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
     """Combine all casts, multiplications and divisions among the steps into one factor; return None
-    if there is any other step."""
+    if there is a step of another kind.
+    """
     factor = 1.0
     for name, value in steps:
         if name not in ("to", "mul", "div"):
@@ -160,7 +161,7 @@ class Head:
         return found[:4]
 
     def makes_gradients_in_forward(self) -> bool:
-        """Return whether to compute the gradients of a scalar loss in its forward pass."""
+        """Return whether a scalar loss should compute its gradients already in its forward pass."""
         hidden, dtype = self.hidden, self.recipe.compute_dtype
         asked = hidden.device, dtype, hidden.shape[-1]
         return op_folder.makes_gradients_in_forward(*asked, workspace=self.settings.workspace)
@@ -308,7 +309,9 @@ class FusedRows:
         return replace(self, outer=self.outer * factor)
 
     def reshaped(self, rows: Sequence[int]) -> FusedRows:
-        """Return the gradient with its rows in another shape."""
+        """Return the gradient, with the dimensions of its rows (all dimensions but the last)
+        reshaped.
+        """
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
         held = {name: getattr(self, name) for name in _OF_ROWS}

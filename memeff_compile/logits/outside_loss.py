@@ -354,7 +354,7 @@ class _Kept(NamedTuple):
 
     def values(self, made_of: Sequence[Any], reader: str) -> Tensor:
         """Return the values of the logits at the time of the forward pass, with an autograd graph
-        if one is needed.
+        if gradients are needed.
         """
         if torch.is_grad_enabled():
             return self.plain(made_of)
@@ -485,8 +485,9 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype that PyTorch's function returns under the current autocast, found by running
-    it on one row."""
+    """Return the dtype that PyTorch's function returns under the current autocast, which is found
+    by running the function on one row.
+    """
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key = (name, view.dtype, view.device, autocast)

@@ -71,8 +71,9 @@ class Piece(NamedTuple):
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with all rows: the rows that this gradient covers are taken from
-        `tensor`, the other rows are zero."""
+        """Return a tensor with all rows: the rows that this gradient covers contain `tensor`, the
+        other rows are zero.
+        """
         for step in self.steps:
             tensor = step.scatter(tensor)
         return tensor

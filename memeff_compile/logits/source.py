@@ -37,7 +37,7 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """Set the name of the op that reads values in this context, for the report.
+    """In this context, record computations of logits in the report under the given name of an op.
 
     If contexts are nested, the report shows the name that the outermost context set.
     """
@@ -193,7 +193,8 @@ def _is_matrix(added: Tensor) -> bool:
 
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
-    """Return a tensor's version counter and address; if they change, so may have the values.
+    """Return a tensor's version counter and address; if one of them changes, the tensor's values
+    may have changed.
 
     Inference tensors have no version counter, so only their address is returned.
     """

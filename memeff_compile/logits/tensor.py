@@ -17,7 +17,7 @@ The design, from the outermost object to the innermost:
   some tokens), such as a diagonal, are `DeferredLogits` too, so that every write is detected.
   `_ABOVE_AUTOGRAD` lists the functions that must be handled before autograd records them.
 * `Memory` represents the memory that eager PyTorch would allocate. The logits and all their views
-  share one `Memory`; each copy or cast of the logits has another one.
+share one `Memory`; each copy or cast of the logits has a `Memory` for itself.
 * `LogitsSource` contains the hidden states and the output projection, and detects whether they have
 changed.
 * `outside_loss` computes losses of deferred logits without building the logits.
@@ -347,8 +347,8 @@ def _windows(call: _Call) -> Any:
     """Run a view operation whose result does not consist of whole rows (all classes of some
     tokens), such as a slice of classes or a diagonal.
 
-    When the result is read, its values are a view of the values of the argument. Return None for
-    other view operations, such as a view with another dtype.
+    When code reads the result, the result's values are computed as a view of the argument's values.
+    Return None for other view operations, such as a view with another dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -450,7 +450,8 @@ def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
     """Return a new deferred tensor whose values are `function` applied to the values of `view`;
-    `recipe` computes them from hidden states."""
+    `recipe` computes the same new values from hidden states.
+    """
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
     order = view.order

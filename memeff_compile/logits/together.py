@@ -45,8 +45,9 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """Return a sentence about a tensor that has changed on at least one rank, or None; all
-        ranks must call this function."""
+        """If a tensor has changed on at least one rank, return, on all ranks, a sentence about this
+        tensor, otherwise None; all ranks must call this function.
+        """
         if not _asking:
             raise ShardedLogitsError(
                 "These logits were left out of the forward pass, and their head is split over "

@@ -87,7 +87,7 @@ def require_module(model: object, verb: str) -> None:
 
 
 def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
-    """Store a function's report about a model as the latest report, and return it."""
+    """Store a function's report about a model as the model's latest report; return the report."""
     reports = _kept.setdefault(compat.without_compile(model), {})
     reports.pop(verb, None)
     reports[verb] = report

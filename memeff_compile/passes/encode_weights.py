@@ -63,7 +63,7 @@ class Several:
 
 
 class EncodeWeights(GraphPass):
-    """The pass that makes linear layers read compressed weights.
+    """The pass that makes linear layers compute with compressed weights directly.
 
     The report merges records of equal layers, so each record's sentence says how many bytes are
     saved per layer.

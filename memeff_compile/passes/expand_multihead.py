@@ -8,11 +8,11 @@ scaled_dot_product_attention.
 
 PyTorch has two implementations of this function. With ``need_weights=True``, the default, the first
 one builds the attention scores and weights, even if no node reads them. Otherwise, the second one
-calls scaled_dot_product_attention; if an attention mask and a padding mask are given, it builds a
-separate mask per head. If no node reads the attention weights, this pass inserts nodes like those
-of the second implementation, but with one mask for all heads, so that the pass
-``recover_attention`` can read the mask. If the rewrite would save neither memory nor time, the pass
-does not change the node.
+calls scaled_dot_product_attention; if an attention mask and a padding mask are given, this
+implementation builds a separate mask per head. If no node reads the attention weights, this pass
+inserts nodes like those of the second implementation, but with one mask for all heads, so that the
+pass ``recover_attention`` can read the mask. If the rewrite would save neither memory nor time, the
+pass does not change the node.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ class ExpandMultihead(GraphPass):
         return Done(match.node, sentence, sites=1)
 
     def dead(self, match: Multihead) -> Sequence[Node]:
-        """Return the call, the nodes that unpack its results, and the nodes that only the call
-        used."""
+        """Return the original call, the nodes that unpack the call's results, and the nodes that
+        only the call used.
+        """
         masks = [node for mask in match.masks for node in mask.made_by]
         operands = {match.given[name] for name in ("query", "key", "value")}
         turned = [node for node in operands if _turned_from(node) is not None]
@@ -177,7 +178,9 @@ def _turned_from(node: Node) -> Node | None:
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
     """Return phrases that describe what is gained by the second implementation, which calls
-    scaled_dot_product_attention; if the original call uses it already, return no phrases."""
+    scaled_dot_product_attention; if the original call uses the second implementation already,
+    return no phrases.
+    """
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
     is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"
@@ -250,8 +253,9 @@ def _unserved(match: Multihead) -> Decline | None:
 
 
 def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Return a Decline if the graph wrote to a mask after it was created, or if a mask requires a
-    gradient."""
+    """Return a Decline if the graph wrote to a mask after creating the mask, or if a mask requires
+    a gradient.
+    """
     for mask in match.masks:
         if mask.made_by and mask.taken is not None:
             write = info.written_between([mask.node, mask.taken], mask.node, match.node)
@@ -355,8 +359,8 @@ class _Expansion:
         """Return the 3D tensor that the first linear layer gets, and the index of its batch axis, 0
         or 1.
 
-        With ``batch_first``, the module swaps these two axes of its inputs. This pass projects the
-        tensor before the swap, so it needs no copy.
+        With ``batch_first``, the module swaps these two axes of its inputs. This pass applies the
+        first linear layer before the swap, so the swap needs no copy.
         """
         node = self.info.current(source)
         if not self.is_batched:

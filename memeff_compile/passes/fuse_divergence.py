@@ -19,9 +19,9 @@ log-probabilities of k classes per row (`losses/classes.py`), because a teacher 
 its k most likely classes. The rest of such a loss stays in the graph and uses these k numbers.
 
 The pass declines if the teacher requires a gradient, if other nodes read the logits, if the logits
-have a softcap or a vector over the vocabulary is added to them, if a node writes to them in place
-before the divergence, or if an operand is a tensor subclass. docs/passes/fuse-divergence.md lists
-the codes of all reasons.
+have a softcap or a vector over the vocabulary is added to the logits, if a node writes to the
+logits in place before the divergence, or if an operand is a tensor subclass.
+docs/passes/fuse-divergence.md lists the codes of all reasons.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ class FuseDivergence(GraphPass):
         return [*heads, match.node]
 
     def rewrite(self, info: GraphInfo, match: Divergence | Classes, editor: Editor) -> Done:
-        """Insert the op before the match, and convert its result to the form of the original
-        result."""
+        """Insert the op before the match, and convert the op's result to the form of the original
+        result.
+        """
         for side in match.sides:
             for step in () if side.chain is None else side.chain.steps:
                 compat.hold_constant(step.symbol)
@@ -191,7 +192,8 @@ def _refusal(
     info: GraphInfo, match: Divergence | Classes, covered: Sequence[Node]
 ) -> Decline | None:
     """Return the reason why a match is not rewritten, or None. The nodes in `covered` are rewritten
-    together with the match, so they may read the logits."""
+    together with the match, so these nodes may read the logits.
+    """
     return (
         _check_sides(info, match)
         or _check_readers(info, match, set(covered))

@@ -11,8 +11,9 @@ backward pass gets the gradient of x and the output projection's gradient of C, 
 gradient of x to the rows of the gradient of C, in place. This saves an fp32 buffer as large as the
 table (V x D), to which Inductor would scatter the gradient of x.
 
-Several lookups in one table (encoder and decoder) form a chain: each takes the table that the
-previous lookup returned. If other nodes use the table, autograd adds their gradients as usual.
+Several lookups in one table (encoder and decoder) form a chain: each lookup takes the table that
+the previous lookup returned. If other nodes use the table, autograd adds the gradients of these
+uses as usual.
 
 If a large 16-bit table has no fused output projection in the same graph, its lookup becomes
 memeff::embedding, whose backward pass writes the 16-bit gradient without the fp32 buffer. The
@@ -205,8 +206,9 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
-        """Return whether the table is split over ranks, so that its gradients may be sent between
-        ranks."""
+        """Return whether the table is split over ranks, so that the rewritten graph may send the
+        table's gradients between ranks.
+        """
         return compat.is_dtensor(info.value(match.weight))
 
     def dead(self, match: Table) -> Sequence[Node]:
@@ -366,7 +368,7 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 def _reads_sums(user: Node) -> bool:
     """Return whether a node that reads looked-up rows, of which each rank has a partial sum, first
-    adds them up over ranks.
+    adds up these partial sums over ranks.
 
     If the node does so, every rank gets the complete rows.
     """

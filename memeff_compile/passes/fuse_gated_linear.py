@@ -9,9 +9,9 @@ three, so six such tensors exist at once: at this time, a training step with che
 most memory. The op's kernel writes to the memory of its inputs, so only three such tensors exist.
 
 The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
-recomputed for the backward pass and have no other reader, so the op may overwrite them. Outside of
-checkpoints, the backward pass reads saved tensors, which the op would have to copy first, so the
-pass does not rewrite such linear layers. The report does not mention such layers.
+recomputed for the backward pass and have no other reader, so the op may overwrite gate and up.
+Outside of checkpoints, the backward pass reads saved tensors, which the op would have to copy
+first, so the pass does not rewrite such linear layers. The report does not mention such layers.
 """
 
 from __future__ import annotations

@@ -291,8 +291,9 @@ class FuseLinearCrossEntropy(GraphPass):
         return [*match.covered, *match.aside, *match.head.casts]
 
     def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
-        """Return whether the new op communicates between ranks, so that all ranks must insert
-        it."""
+        """Return whether the new op communicates between ranks, so that all ranks must insert this
+        op.
+        """
         return compat.is_dtensor(info.value(match.head.node))
 
 

@@ -115,8 +115,8 @@ class RecoverAttention(GraphPass):
         return Done(match.sites[0].node, match.plans[0].sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
-        """Return the old calls, and the nodes that only computed their masks and repeated their
-        keys.
+        """Return the old calls, and the nodes whose only purpose was to compute the masks and to
+        repeat the keys and values of these calls.
         """
         found: set[Node] = set()
         for site, plan in zip(match.sites, match.plans, strict=True):
@@ -256,7 +256,8 @@ def _shown(info: GraphInfo, site: Site) -> str:
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
     """Return the conditions under which a query of an attention call sees a key, and the call's
-    mask, if it has one."""
+    mask, if there is one.
+    """
     if site.mask is None:
         return Form(causal=0 if site.causal else None), None
     shape = (*site.query.value.shape[:-1], site.key.value.shape[-2])

@@ -14,8 +14,8 @@ stay on the device, and the mask is removed. Any other boolean mask, such as the
 builds outside of the graph, is passed to the op, and ``last`` is computed from the mask once per
 forward pass.
 
-The pass deletes only nodes that it replaces. It does not call Graph.eliminate_dead_code, which
-would also delete the writes to the cache, because no node uses their results.
+The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
+because that would also delete the writes to the cache, whose results no node uses.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class Cache:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that queries may attend to: those up to ``bound`` - ``minus``, or those that a mask
-    shows."""
+    """The keys that queries may attend to: the keys up to ``bound`` - ``minus``, or the keys that a
+    mask shows.
+    """
 
     mask: Node | None
     bound: Node | None = None
@@ -173,8 +174,9 @@ def _is_cache_write(node: Node) -> bool:
 
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
-    """Return the storages of ``nodes`` that also exist outside of the graph, such as those of
-    caches."""
+    """Return those storages of ``nodes`` that also exist outside of the graph, such as the storages
+    of caches.
+    """
     held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
     return frozenset(map(compat.storage_key, filter(compat.is_fake, map(info.tensor, held))))
 
@@ -215,7 +217,7 @@ def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | Non
 
 
 def _copies(info: GraphInfo, match: Site) -> bool:
-    """Return whether keys and values are copied for the query heads that share them."""
+    """Return whether the graph copies keys and values for each query head that uses them."""
     if len(match.caches) < 2 or not all(cache.chain for cache in match.caches):
         return False
     pairs = [(info.tensor(c.chain[0]), info.tensor(c.node)) for c in match.caches]
@@ -227,7 +229,8 @@ def _copies(info: GraphInfo, match: Site) -> bool:
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
     """Return the keys that the mask of an attention call lets queries attend to.
 
-    Return None if there is no mask, if the mask is not boolean, or if it differs between heads.
+    Return None if there is no mask, if the mask is not boolean, or if the mask differs between
+    heads.
     """
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)

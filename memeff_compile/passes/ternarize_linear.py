@@ -12,9 +12,9 @@ which multiplies packed codes with integer sums.
 The codes equal those that the model's own operations compute. The op sums the products of codes
 exactly, whereas a dense linear rounds both operands first. In training, the op saves the codes for
 the backward pass (two bits per weight and eight per input element) instead of two full tensors; the
-backward pass decodes them to the values that the model itself would multiply. Linears with the same
-input share the codes of that input. If no gradient is needed, the pass inserts a single op instead
-of these three.
+backward pass decodes the codes to the values that the model itself would multiply. Linears with the
+same input share the codes of that input. If no gradient is needed, the pass inserts a single op
+instead of these three.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Site:
 
 @dataclass
 class Group:
-    """Linears with the same input, which the model quantises in the same way for all of them."""
+    """Linear layers with the same input, which the model quantises in the same way for all these
+    layers.
+    """
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)

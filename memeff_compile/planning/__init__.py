@@ -1,4 +1,4 @@
-"""Predict the memory of a training step from its graphs, without running it.
+"""Predict the memory of a training step from the step's graphs, without running the step.
 
 `capture` traces a model on fake tensors as the backend would, with and without the passes;
 `timeline` predicts which buffers of a captured graph exist at each time; `footprint` computes from

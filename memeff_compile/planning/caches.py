@@ -261,8 +261,9 @@ def _depth_of(text: Any, query_heads: int) -> int:
 
 
 def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the numbers of bits that `KVCache` supports for a model, and a remark if it does not
-    support low bits."""
+    """Return the numbers of bits that `KVCache` supports for a model, and a remark if `KVCache`
+    does not support low bits for this model.
+    """
     notes = []
     coded = tuple(bits for bits in MODES if bits != 16)
     if (shape.layers or shape.pairs) and shape.depth not in (16, 32, 64, 128, 256):
@@ -347,7 +348,8 @@ def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes that a pair of merged layers needs for each older token, and the bytes that
-    it needs in all for a cache of `tokens` tokens."""
+    the pair needs in total for a cache of `tokens` tokens.
+    """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)
         exact = 2 * shape.row * (layout.window + layout.kept)

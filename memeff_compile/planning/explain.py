@@ -56,7 +56,8 @@ def explain(
     """Report how the backend would rewrite a call of ``model``, and the memory that a step needs.
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
-    included; it is copied, not changed. If gradients are enabled, the plan is for training.
+    included; the function copies the model and does not change it. If gradients are enabled, the
+    plan is for training.
 
     Args:
         model: a module, or any function of tensors.

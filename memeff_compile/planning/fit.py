@@ -110,8 +110,9 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table that `fit` returns: one setting, and whether a training step with it fits
-    into memory."""
+    """A row of the table that `fit` returns: one setting, and whether a training step with this
+    setting fits into memory.
+    """
 
     kind: Kind
     peak: int | None  # bytes at the requested batch and length, or None: see `why`

@@ -161,7 +161,8 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 def _outside(found: Owned) -> Parts:
     """Return the bytes of tensors outside of blocks at a moment of the step, by kind of tensor.
 
-    The memory of a captured block is counted once for each block that it represents.
+    The memory of a captured block is counted once for each block that the captured block
+    represents.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
@@ -347,7 +348,7 @@ class _Replay:
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
         """Return the nodes whose results depend on a parameter or on random numbers.
 
-        All other results (such as masks) are equal in all blocks, so they exist only once.
+        All other results (such as masks) are equal in all blocks, so such results exist only once.
         """
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}

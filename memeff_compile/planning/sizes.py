@@ -53,8 +53,8 @@ class Told:
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
         """Return a batch size and a length that differ from all constants of the model. The length
-        is about three quarters of the call's length: another length reveals sizes that grow in
-        steps, and a shorter one is within the model's position tables.
+        is about three quarters of the call's length: a length other than the call's reveals sizes
+        that grow in steps, and a shorter length is within the model's position tables.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))

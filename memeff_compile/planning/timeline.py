@@ -8,7 +8,7 @@ uses a simplified form of Inductor's rules:
   matrix product reads them, they are outputs of the graph, or several readers would recompute a
   long chain;
 - kernels that read the same large buffer over the same elements are one kernel, if no matrix
-  product comes between them, so all their results exist at once;
+  product comes between them, so all results of this kernel exist at once;
 - kernels run in graph order, each as early as its first node allows; a buffer is freed after its
   last reader; a kernel may overwrite a buffer that only this kernel reads;
 - `a @ b + c` is one library call, at the position of the addition.
@@ -85,7 +85,7 @@ def writes_to_an_input(node: Node) -> bool:
 
 
 def called_op(node: Node) -> object:
-    """Return the op that a node calls, even if PyTorch wrapped it because it writes in place."""
+    """Return the op that a node calls, even if PyTorch wrapped the op because it writes in place."""
     return node.args[0] if writes_to_an_input(node) else node.target
 
 

@@ -67,15 +67,17 @@ class Verdict:
 
     @property
     def mismatches(self) -> list[Gap]:
-        """Return the gaps (differences between tensors) that are larger than allowed: first those
-        of the comparison in float64, then those in the model's dtypes, each with the largest
-        first."""
+        """Return the gaps (differences between tensors) that are larger than allowed: first the
+        gaps of the comparison in float64, then the gaps in the model's dtypes, both sorted with the
+        largest first.
+        """
         return [*_too_far(self.exact), *_too_far(self.as_run)]
 
     @property
     def is_of_the_compiler(self) -> bool:
-        """Return whether the rewritten graph agrees with the original one if it runs without the
-        inner compiler."""
+        """Return whether the rewritten graph agrees with the original graph if the rewritten graph
+        runs without the inner compiler.
+        """
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:
@@ -139,8 +141,9 @@ class _Trial:
 
 @dataclass
 class Comparison:
-    """Runner of two graphs on the arguments of one call; it measures how much their results
-    differ."""
+    """Runner of two graphs on the arguments of one call; the object measures how much the graphs'
+    results differ.
+    """
 
     compiled: Compiled
     original: KeptGraph

@@ -150,7 +150,7 @@ def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
 
 
 class _OpByOp(Interpreter):
-    """Runs one graph op by op; graphs nested in it are run by an `_OpByOp` of their own."""
+    """Runs one graph op by op; a separate `_OpByOp` runs each graph nested in this graph."""
 
     def __init__(self, module: GraphModule, *, wide: bool) -> None:
         super().__init__(module)
@@ -175,7 +175,9 @@ class _OpByOp(Interpreter):
         return pytree.tree_map_only(Tensor, widen, result)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call; if the call is a checkpoint, run its body as a checkpoint as well."""
+        """Run a call; if the call is a checkpoint, run the checkpoint's body under a checkpoint as
+        well.
+        """
         name = target.name() if isinstance(target, HigherOrderOperator) else ""
         if name == "tag_activation_checkpoint":
             body, *given = args

@@ -6,7 +6,7 @@ norm:
 * The first comparison runs both graphs in float64. In float64, rounding affects only the sixteenth
   digit, so a difference above `EXACT` shows that the two graphs do not compute the same formula.
 * The second comparison runs both graphs in the model's arithmetic, and compares each result with
-  that of the original graph in float64 (the truth). The error of the rewritten graph may be `OWN`
+  the original graph's result in float64 (the truth). The error of the rewritten graph may be `OWN`
   times the error of the original graph, plus a constant for the coarsest dtype in the graph
   (`SLACK`). If the graph cannot run in float64, the two graphs are compared with each other, and
   the difference may only be this constant.
@@ -112,7 +112,7 @@ def gradient_gaps(
     """Compare the gradients of one backward pass, one per input, in the same way as `value_gap`.
 
     A difference is divided by the norm of the gradient, or, if the gradient is far smaller than the
-    others, by a thousandth of their typical norm. A missing gradient counts as zero.
+    others, by a thousandth of the typical norm of the gradients. A missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []

@@ -96,7 +96,8 @@ class Calibration(VerbReport, dict[str, Any]):
 
     def _scores(self) -> tuple[_Scores, list[str]]:
         """Return the score of each attention module at each level in each of its calls, and the
-        levels that were tried."""
+        levels for which scores exist.
+        """
         scores = self["scores"]
         return scores, list(next(iter(scores.values())))
 
@@ -142,8 +143,8 @@ def calibrate_attention(
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
             `share`.
         share: An alternative to `min_score`: the share of all calls that gets the second of two
-            levels, as in SageAttention2. The second level is chosen for the calls with the worst
-            scores at the first level.
+            levels, as in SageAttention2. The calls with the worst scores at the first level get the
+            second level.
         levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
             reaches the score, `exact` is chosen. With `share`, there must be two levels, by default
             `4b` and `8b`; the second may be `exact`.

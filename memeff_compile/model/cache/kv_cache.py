@@ -140,8 +140,9 @@ class KVCache(Cache):
         *args: Untyped,
         **how: Untyped,
     ) -> tuple[Tensor, Tensor]:
-        """Append new keys and values to a layer, and return the keys and values that attention
-        reads."""
+        """Append new keys and values to a layer; return the keys and values over which attention
+        runs.
+        """
         if layer_idx >= len(self.layers):
             refuse(
                 f"layer {layer_idx} of a model was given to a cache of {len(self.layers)} layers, "
@@ -151,7 +152,7 @@ class KVCache(Cache):
 
     def merged(self) -> list[dict[str, Any]]:
         """Return one dictionary per pair of merged layers (layers that share directions of their
-        older tokens). To read the numbers, the CPU waits for the device.
+        older tokens). The CPU waits for the device, because the numbers are stored there.
 
         A dictionary contains the numbers of the pair's `layers`; the number of `merged` tokens;
         `kept`, the mean number of tokens per sequence and head that stayed unmerged, not counting
@@ -434,8 +435,9 @@ def _check(
 
 
 def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
-    """Return the cache among the arguments of a model call, and the argument name under which it
-    was passed."""
+    """Return the cache among the arguments of a model call, and the name of the argument that
+    contains it.
+    """
     cache = kwargs.get(CACHE_NAME)
     return kwargs.get(OLDER_CACHE_NAME) if cache is None else cache
 
@@ -585,7 +587,9 @@ class _Hook:
 
 
 def own_caches_again(model: torch.nn.Module) -> Undone:
-    """Make every transformers model inside a model create its original caches again, for `undo`."""
+    """Make the `generate` of every transformers model inside a model create transformers' caches
+    again, for `undo`.
+    """
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         hook = vars(module).get(_HOOK)

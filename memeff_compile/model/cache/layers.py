@@ -1,7 +1,7 @@
 """The exact layers and the low-bit layers of a `KVCache`, and their common base class.
 
-This module needs transformers; if it is missing, importing this module raises an error that names
-it.
+This module needs transformers; without transformers, importing this module raises an error that
+names the missing package.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def remaining(tokens_to_remove: int) -> int:
-    """Return how many tokens must still be removed, given the argument of `crop`."""
+    """Return how many tokens `crop` must remove, given the argument of `crop`."""
     if tokens_to_remove > 0:
         raise ValueError(
             f"crop was given {tokens_to_remove}; a negative number is needed: how many tokens to "
@@ -183,7 +183,7 @@ class InPlace(CacheLayerMixin):
         layer can remove them."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; as in transformers, a negative argument is minus their number."""
+        """Remove the last tokens; as in transformers, a negative argument -n removes n tokens."""
         remove = remaining(tokens_to_remove)
         why = self.keeps(remove)
         if why is not None:
@@ -223,7 +223,9 @@ class AsTheyCome(InPlace, StaticLayer):
     values: Any
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the tensors for keys and values, with the shape and dtype of the given ones."""
+        """Allocate the tensors for keys and values, with the shape and dtype of the given keys and
+        values.
+        """
         super().lazy_initialization(key_states, value_states)
         if self.values.dtype != value_states.dtype:  # transformers before 5.24: that of the keys
             self.values = self.values.to(value_states.dtype)
@@ -460,8 +462,9 @@ class CodedLayer(InPlace):
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the tensors for keys and values with the shape and dtype of the given ones;
-        raise an error if keys or values of this shape and dtype cannot be encoded."""
+        """Allocate the tensors for keys and values with the shape and dtype of the given keys and
+        values; raise an error if keys or values of this shape and dtype cannot be encoded.
+        """
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:
             refuse(

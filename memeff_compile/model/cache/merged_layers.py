@@ -22,8 +22,9 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that the two layers of a pair share, and the tokens of the lower layer that wait
-    until those of the upper layer arrive."""
+    """The state that the two layers of a pair share, and those tokens of the lower layer that wait
+    until the upper layer gets the same tokens.
+    """
 
     def __init__(
         self,
@@ -46,7 +47,9 @@ class Pair:
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the shared tensors, once they are allocated, and the maps that align the layers."""
+        """Yield the shared tensors, once they are allocated, and the tensors (maps) that align the
+        two layers.
+        """
         if self.shape is not None:
             for name in (*op_folder.SHARED, *(op_folder.MAPS if self.is_aligned else ())):
                 yield (self, name), getattr(self, name)

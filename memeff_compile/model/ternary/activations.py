@@ -128,8 +128,9 @@ class _StandIn:
         )
 
     def squares(self) -> bool | None:
-        """Return whether the down projection's input is relu(gate) ** 2 * up, or None if that is
-        not known."""
+        """Return whether the down projection's input is relu(gate) ** 2 * up, or None if this
+        cannot be found out.
+        """
         first, second = self._draw(2)
         first, second = first - 1.5, second - 1.5
         plain = {n: child for n, child in self.module.named_children() if _may_activate(child)}
@@ -242,8 +243,8 @@ def unsquare(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Restore every activation that `square` replaced, for `undo`.
 
     Returns:
-        The restored activation function of each MLP, by path, and, for those that were not
-        restored, the reasons.
+        The restored activation function of each MLP, by path, and the reason for each activation
+        function that was not restored.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}

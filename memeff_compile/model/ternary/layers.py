@@ -64,8 +64,9 @@ class SquaredReLU(nn.Module):
 
     @property
     def was(self) -> nn.Module | None:
-        """Return the activation function that the squared ReLU replaced; it is not registered as a
-        child, because it must not be part of the model."""
+        """Return the activation function that the squared ReLU replaced; the replaced function is
+        not registered as a child module, because it must not be part of the model.
+        """
         return self._was[0]
 
     def forward(self, input: Tensor) -> Tensor:

@@ -166,7 +166,8 @@ class TernaryStages:
 
 def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
     """Yield the schedulers that have base learning rates: the given scheduler, the scheduler that
-    it wraps, or the schedulers of a sequence."""
+    the given one wraps, or the schedulers of a sequence.
+    """
     if hasattr(scheduler, "base_lrs"):
         yield scheduler
     for inner in (getattr(scheduler, "scheduler", None), *getattr(scheduler, "_schedulers", ())):

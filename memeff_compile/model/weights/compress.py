@@ -387,7 +387,8 @@ def compression_report(model: nn.Module) -> CompressionReport | None:
 def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
     """Compress a model before it is compiled; warn the user if no weight was compressed.
 
-    Raise OptionError if the argument is a function, because its weights are not known.
+    Raise OptionError if the argument is a function, because the weights that a function uses are
+    not known.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -614,7 +615,9 @@ def _is_cut_once(weight: Tensor) -> bool:
 
 
 def _layer(module: nn.Module, attribute: str) -> str:
-    """Return the name in `LAYERS` of a module's class, or "" for any other class."""
+    """Return the name that `LAYERS` gives to a module's class, or "" if the class is not in
+    `LAYERS`.
+    """
     kind = type(module)
     if attribute != "weight":
         return ""
@@ -730,7 +733,7 @@ def _put_shard(place: _Place, local: Tensor) -> bool:
 
 
 def _keep_attributes(old: Tensor, new: Tensor) -> None:
-    """Copy the attributes that other code has set on a parameter to the one that replaces it."""
+    """Copy the attributes that other code has set on a parameter to the parameter's replacement."""
     for name, attribute in vars(old).items():
         if name not in vars(new) and name not in OWN_ATTRIBUTES:
             setattr(new, name, attribute)

@@ -76,8 +76,8 @@ class _Queue:
     whether their codes fitted into the memory of the old codes.
 
     If the codes of a value do not fit, the GPU copies the value to a ring of spill buffers in CPU
-    memory, and the value is encoded again from there. The CPU can run ahead of the GPU by as many
-    weights as fit into these spill buffers.
+    memory, and the value is later encoded again from this copy. The CPU can run ahead of the GPU by
+    as many weights as fit into these spill buffers.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -95,8 +95,9 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a region of `count` elements in the ring of spill buffers, after waiting until one
-        is free."""
+        """Return a region of `count` elements in the ring of spill buffers, after waiting until
+        such a region is free.
+        """
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
                 self._settle_oldest()
@@ -155,8 +156,9 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Update and encode all collected weights in one launch; if memory runs out, they remain
-        collected."""
+        """Update and encode all collected weights in one launch; if memory runs out, the weights
+        remain collected.
+        """
         with self.lock:
             together = self._together
             if together is not None:
@@ -305,7 +307,7 @@ _BEYOND = ("momentum", "nesterov", "maximize", "differentiable", "fused")
 
 
 def plain_step(optimizer: Optimizer) -> Step | None:
-    """Return the step function for plain SGD, or None for any other optimizer."""
+    """Return a function that does a step of plain SGD; None if the optimizer is not plain SGD."""
     if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
         return None
     (group,) = optimizer.param_groups
@@ -346,9 +348,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
     """The optimizers of a model whose weights are updated during the backward pass.
 
     Code that expects an optimizer, such as a scheduler or a training loop, can use this object. A
-    scheduler sets learning rates through its `param_groups`, of which there is one per parameter.
-    `state_dict` saves the states of all these optimizers. `step` only checks that the weights were
-    updated.
+    scheduler sets learning rates through this object's `param_groups`, of which there is one per
+    parameter. `state_dict` saves the states of all these optimizers. `step` only checks that the
+    weights were updated.
     """
 
     def __init__(

@@ -149,7 +149,8 @@ class MemeffQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which transformers will load dense tensors; raise CodedWeightError if
-        it is not the dtype of the coded weights."""
+        the coded weights have another dtype.
+        """
         given, saved = str(dtype).removeprefix("torch."), self.quantization_config.dtype
         if self.pre_quantized and saved is not None and given != saved:
             raise CodedWeightError(

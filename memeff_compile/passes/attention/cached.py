@@ -45,8 +45,8 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 
 
 def advice(*, is_one_row: bool) -> dict[str, Any]:
-    """Return Inductor settings for the graph: autotuning is on if the left operand of each matrix
-    product has only one row.
+    """Return Inductor settings for the graph: they turn autotuning on if the left operand of each
+    matrix product has only one row.
 
     Such products spend most of their time on reading the weight. The GPU vendor's libraries read
     weights at three quarters of the memory bandwidth; kernels that Inductor generates and autotunes

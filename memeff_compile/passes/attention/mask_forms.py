@@ -2,9 +2,9 @@
 tensors.
 
 :func:`form_of` sorts the conditions into bounds on the key's position relative to the query's,
-tables of visible keys, comparisons of sequence ids, and others. A condition counts as a bound or a
-comparison only if this is proved for all sizes, including symbolic ones; otherwise it is in the
-form's ``rest``.
+tables of visible keys, comparisons of sequence ids, and other conditions. A condition counts as a
+bound or a comparison only if this is proved for all sizes, including symbolic ones; otherwise the
+condition is put into the form's ``rest``.
 """
 
 from __future__ import annotations
@@ -256,8 +256,9 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
     """Replace comparisons of positions by comparisons of indices, for queries and keys whose ids
     are equal.
 
-    ``positions`` maps a read of an id to the position at the same index; from one index to the next
-    with an equal id, the position increases by one. The last two axes are query and key.
+    ``positions`` maps a read of an id to the position at the same index; from one index to the
+    next, the position increases by one if the two ids are equal. The last two axes are query and
+    key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
     """

@@ -3,7 +3,8 @@ interpretation).
 
 The module :mod:`canonical` first turns each node into ATen ops. If there is no rule for a node, the
 formula contains the node's value as an unknown, which is always correct. If the graph writes to a
-tensor, the tensor is an unknown too, and is never replaced by the formula that computed it first.
+tensor, the tensor is an unknown too, and is never replaced by the formula of the node that created
+the tensor.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class Mask:
 
 
 class MaskReader:
-    """Reads the nodes of one graph as formulas; nested graphs have their own readers. Each node is
-    read once."""
+    """Turns the nodes of one graph into formulas; each nested graph has a separate reader. Each
+    node is read once.
+    """
 
     def __init__(self, info: GraphInfo, parent: MaskReader | None = None) -> None:
         self.info, self.parent = info, parent
@@ -93,7 +95,9 @@ class MaskReader:
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
         """For each tensor of sequence ids that a formula reads, return the tensor of positions from
-        which the graph computed the ids: an id increases by one wherever the position does not."""
+        which the graph computed the ids: an id increases by one where the position does not
+        increase by one.
+        """
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
             positions = self._counted_breaks(read_of_ids.node)
@@ -170,7 +174,9 @@ class MaskReader:
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and all earlier nodes that were not read yet, operands first."""
+    """Return ``node`` and all nodes on which it depends that were not read yet; each node comes
+    after its operands.
+    """
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False)]
@@ -449,7 +455,7 @@ def _select(given: _Operands) -> Value:
 
 
 def _index(given: _Operands) -> Value:
-    """Read indexing by index tensors, along the leading axes or along one axis."""
+    """Describe the result of indexing by tensors, along the leading axes or along one axis."""
     value = given.value()
     chosen = given.given("indices")
     places = [p for p, index in enumerate(chosen) if index is not None]
@@ -649,8 +655,9 @@ def _where(given: _Operands) -> Value:
 
 
 def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
-    """Read an op that selects between two values, given the names of its arguments: the condition,
-    and the values for true and false."""
+    """Describe the result of an op that selects between two values, given the names of the op's
+    arguments: the condition, and the values for true and false.
+    """
     condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])
     where = as_condition(broadcast(condition, shape))
@@ -677,8 +684,9 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
 
 
 def _cumsum(given: _Operands) -> Value:
-    """Read a cumulative sum whose input has the same value at every index, such as a tensor of
-    ones."""
+    """Describe the result of a cumulative sum whose input has the same value at every index, such
+    as a tensor of ones.
+    """
     value = given.value()
     place = given.axis("dim", len(value.shape))
     scalar = value.scalar
@@ -689,8 +697,9 @@ def _cumsum(given: _Operands) -> Value:
 
 
 def _diff(given: _Operands) -> Value:
-    """Read `diff` with a prepended value, if the differences of neighbouring elements are the same
-    at every index."""
+    """Describe the result of `diff` with a prepended value, if the differences of neighbouring
+    elements are the same at every index.
+    """
     value = given.value()
     place = given.axis("dim", len(value.shape))
     _require(given.plain("n") == 1 and not given.has("append"))

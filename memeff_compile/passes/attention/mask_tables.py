@@ -180,8 +180,9 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor itself if its axes are already those of the table, in the same order;
-        otherwise return None."""
+        """Return the tensor that a formula reads, if its axes are already the axes of the table, in
+        the same order; otherwise return None.
+        """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))

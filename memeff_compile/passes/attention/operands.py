@@ -32,7 +32,7 @@ Step = tuple[OpOverload, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Operand:
-    """A node, and the views that are applied to it before it becomes an argument of a call."""
+    """A node, and the views that turn the node's tensor into an argument of a call."""
 
     node: Node
     steps: tuple[Step, ...] = ()
@@ -237,7 +237,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 
 
 def folds(wide: torch.Tensor | None, narrow: torch.Tensor | None) -> bool:
-    """Return whether the second tensor is the first tensor with its first two axes joined."""
+    """Return whether joining the first two axes of the first tensor gives the second tensor."""
     if wide is None or narrow is None or (wide.dim(), narrow.dim()) != (4, 3):
         return False
     batch, heads, *rest = wide.shape

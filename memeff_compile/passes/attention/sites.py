@@ -33,7 +33,9 @@ MAX_STEPS = 10
 
 @dataclass
 class Site:
-    """One attention in the graph: its inputs, mask and scale, and the nodes that compute it."""
+    """One attention in the graph: its inputs, mask and scale, and the nodes that compute the
+    attention.
+    """
 
     node: Node  # the node that has the result
     query: Operand
@@ -140,7 +142,8 @@ class _Walk:
 
     def moves(self, step: Node, call: Call | None, *, is_backward: bool) -> bool:
         """Record how a view moves the axes of the scores; return False if the node does anything
-        else to them."""
+        else to the scores.
+        """
         if call is None or call.op.overloadpacket not in _VIEWS:
             return False
         order = permutation(step, len(self.axes))
@@ -458,7 +461,8 @@ def _follow_scores(
 
 
 def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
-    """Return the in-place writes to the scores before ``reader`` reads them, the last write first.
+    """Return the in-place writes to the scores before the node ``reader`` reads the scores, the
+    last write first.
 
     If another node reads the scores between these writes, return a Decline.
     """
@@ -479,8 +483,9 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The facts about the scores (mask, scale, softcap) that are known while a chain is followed
-    from the softmax back to the product."""
+    """The facts about the scores (mask, scale, softcap) that have been found so far, while a chain
+    is followed from the softmax back to the product.
+    """
 
     casts: list[torch.dtype]
     masking: _Masking = field(default_factory=lambda: _Masking())

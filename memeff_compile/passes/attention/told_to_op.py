@@ -160,8 +160,9 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op does not support an attention call, or is slow for it, or an
-    empty string."""
+    """Return the reason why the op does not support an attention call, or is slow for this call;
+    otherwise return an empty string.
+    """
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
         return "memeff::attention needs four axes, heads of one size, and one batch"

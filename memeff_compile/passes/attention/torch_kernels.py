@@ -1,5 +1,5 @@
 """Facts about PyTorch's attention kernels: which calls they support, which kernel PyTorch chooses,
-and the layout of its result.
+and the layout of the chosen kernel's result.
 
 The passes insert a call of scaled_dot_product_attention only if one of PyTorch's fused kernels
 supports the call. If a later node may depend on the memory layout of the result, the passes copy

@@ -1,5 +1,6 @@
 """The base class of passes, and the objects with which a pass describes a rewrite or the reason why
-it declined one."""
+the pass declined a match.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
 
 @dataclass(frozen=True)
 class Gain:
-    """The bytes of the tensors that a rewrite affects, before and after it, as formulas in
-    sizes."""
+    """The bytes of the tensors that a rewrite affects, before and after the rewrite, as formulas in
+    sizes.
+    """
 
     before: sympy.Expr
     after: sympy.Expr
@@ -69,10 +71,10 @@ NOTED = (
 @dataclass
 class Done:
     """The report's entries for a rewrite, and the changes outside of the graph that the backend
-    must make for it.
+    must make for the rewrite.
 
     Equal rewrites become one record, whose ``sites`` is their count. ``inductor`` contains Inductor
-    settings that suit the graph; the user's own settings override them.
+    settings that suit the graph; the user's settings override these settings.
     """
 
     node: Node
@@ -86,8 +88,8 @@ class Done:
 
 
 class GraphPass(ABC):
-    """The base class of passes: a pass finds matches in a graph, checks each, and rewrites those
-    that pass the check.
+    """The base class of passes: a pass finds matches (groups of nodes to rewrite) in a graph,
+    checks each match, and rewrites the matches that pass the check.
 
     ``find`` and ``check`` do not change the graph. ``rewrite`` edits the graph only through the
     editor; the pipeline verifies the result, and undoes the edits of a match if the editor raises
@@ -134,8 +136,9 @@ class GraphPass(ABC):
         """
 
     def dead(self, match: Any) -> Sequence[Node]:
-        """Return the nodes that the rewrite replaces; the pipeline erases those of them that then
-        have no users."""
+        """Return the nodes that the rewrite replaces; the pipeline erases those of these nodes that
+        then have no users.
+        """
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
@@ -146,7 +149,7 @@ class GraphPass(ABC):
         """Return whether the nodes that the rewrite inserts wait for other ranks.
 
         An error in such a rewrite must end the run, because if one rank skipped the rewrite, the
-        others would wait forever.
+        other ranks would wait forever.
         """
         return False
 

@@ -37,8 +37,8 @@ def named(words: str) -> frozenset[Any]:
 
 
 class _Previous:
-    """A placeholder for a node that is read as several ATen calls: in the
-    arguments of one call, it stands for the result of the call before.
+    """A placeholder for a node that is read as several ATen calls: in the arguments of one call, it
+    stands for the result of the call before.
     """
 
     def __repr__(self) -> str:
@@ -85,7 +85,8 @@ def read_one(node: Any) -> Call | None:
 
 
 def read_write(node: Node) -> Call | None:
-    """Return an in-place write as the call whose result is written to the write's first argument.
+    """Return an in-place write as the out-of-place call whose result the write stores in its first
+    argument.
 
     For example, ``x /= 2`` becomes ``div(x, 2)``, and ``x[mask] = 0.0`` becomes ``masked_fill(x,
     mask, 0.0)``. For a node that is no in-place write, return None.
@@ -123,7 +124,8 @@ def call_of(node: Any, *ops: OpOverload) -> Call | None:
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
     """Starting at ``node``, follow calls of the given ops back to their first operands; return the
-    first node that is no such call, and append the visited nodes to ``way``."""
+    first node that is not a call of these ops, and append the visited nodes to the list ``way``.
+    """
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
             way.append(node)
@@ -173,7 +175,8 @@ def arguments_of(op: Any) -> tuple[Argument, ...]:
 
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Bind ``args`` and ``kwargs`` to the schema of ``op`` and fill in defaults; raise an error if
-    they do not fit."""
+    the arguments do not fit the schema.
+    """
     arguments = arguments_of(op)
     positional = [a.name for a in arguments if not a.is_named]
     _require(len(args) <= len(positional))
@@ -661,7 +664,7 @@ def trace(node: Node) -> Reading | None:
     None.
 
     Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in the table;
-    the tests compare the table with it.
+    the tests compare the table with the trace.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

@@ -36,9 +36,10 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 def starts(info: GraphInfo) -> tuple[Node, ...]:
     """Return the nodes at which a new partition of the graph starts; usually there are none.
 
-    A new partition starts where a block of the model begins, if this partition and the one before
-    it both compute gradients of weights that are updated during the backward pass. Graphs with
-    in-place writes or values of unknown size, and graphs that DDP already split, are not split.
+    A new partition starts where a block of the model begins, if this new partition and the previous
+    partition both compute gradients of weights that are updated during the backward pass. Graphs
+    with in-place writes or values of unknown size, and graphs that DDP already split, are not
+    split.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -162,7 +163,8 @@ def compiled_in_pieces(
     """Compile each partition of the graph; return a function that runs the whole graph.
 
     With `shares`, partitions that have the same structure and inputs share the compiled code of the
-    first one. With `is_last_plain`, the last partition runs without compilation, op by op.
+    first of these partitions. With `is_last_plain`, the last partition runs without compilation, op
+    by op.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))

@@ -137,8 +137,9 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return the node that an earlier rewrite stored under a key; if there is none, build it
-        with ``build`` and store it."""
+        """Return the node that an earlier rewrite stored under a key; if there is no such node,
+        build a node with ``build`` and store it under this key.
+        """
         if key not in self.info.shared:
             self.info.shared[key] = build()
             self._undo.append(partial(self.info.shared.pop, key))

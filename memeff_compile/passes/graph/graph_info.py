@@ -48,7 +48,8 @@ _CHECKPOINTS = ("tag_activation_checkpoint",)
 @dataclass
 class GraphInfo:
     """Answers questions about one graph: the captured graph, or the body of an activation
-    checkpoint inside it. Nested graphs have their own `GraphInfo`."""
+    checkpoint inside it. Each nested graph has a separate `GraphInfo`.
+    """
 
     gm: GraphModule
     options: Options
@@ -96,8 +97,9 @@ class GraphInfo:
         self.candidate = outer
 
     def current(self, node: Node) -> Node:
-        """Return the node that now stands for ``node``: edits may have replaced it since the pass
-        found its matches."""
+        """Return the node that now stands for ``node``: edits may have replaced ``node`` since the
+        pass found its matches.
+        """
         while node in self.replaced:
             node = self.replaced[node]
         return node
@@ -126,7 +128,7 @@ class GraphInfo:
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
         """Return a mapping from the formula of each symbolic size to the graph input that contains
-        it: a node that is the size, or a tensor and its dimension.
+        this size: a node that is the size, or a tensor and its dimension.
         """
         said: dict[Any, Node | tuple[Node, int]] = {}
         held: dict[Any, Node | tuple[Node, int]] = {}
@@ -161,8 +163,8 @@ class GraphInfo:
 
     @property
     def checkpoints_for_nothing(self) -> bool:
-        """Return whether a checkpoint runs with gradients enabled, although no output of its graph
-        requires a gradient.
+        """Return whether a checkpoint runs with gradients enabled, although no output of the
+        checkpoint's graph requires a gradient.
         """
         *_, root = self.outward()
         results = compat.pytree.tree_leaves(root.output.args[0])
@@ -228,7 +230,8 @@ class GraphInfo:
 
     def root_placeholder(self, node: Node) -> Node | None:
         """Follow ``node`` out of the graphs of activation checkpoints to a placeholder of the whole
-        graph, if it comes from one."""
+        graph, if the value of ``node`` comes from a placeholder.
+        """
         if node.op != "placeholder":
             return None
         if self.parent is None:

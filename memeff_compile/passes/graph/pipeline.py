@@ -187,7 +187,7 @@ class _Run:
             return False
 
     def _serve(self, graph_pass: GraphPass, info: GraphInfo, found: Any, editor: Editor) -> None:
-        """Check one match and rewrite it, or record why it is not rewritten."""
+        """Check one match and rewrite it, or record the reason why the match is not rewritten."""
         if isinstance(found, Decline):
             self._decline(graph_pass, info, found, None)
             return
@@ -302,8 +302,8 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the line of user code that made ``node``, and the module path of ``node`` or, if it
-    has none, of one of the nodes ``nearby``.
+    """Return the line of user code that made ``node``, and the module path of ``node`` or, if
+    ``node`` has none, the path of one of the nodes ``nearby``.
 
     For a loss in a wrapped model (such as PEFT's), return the path of the output projection.
     """

@@ -43,7 +43,9 @@ On a GPU the host has to stay ahead: a layer takes it up to 1.7 ms in both direc
 
 @dataclass(frozen=True)
 class Repeated:
-    """The positions at which a graph is split between layers, or the reason why it is not split."""
+    """The positions at which a graph is split between layers, or the reason why the graph is not
+    split.
+    """
 
     starts: tuple[Node, ...] = ()  # the first node of each partition except the first
     layers: int = 0  # partitions that share a compiled function with others
@@ -105,7 +107,8 @@ def _borders(info: GraphInfo) -> list[Node]:
 
 def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
     """Return whether the layers run so fast that calling each layer's function separately may cost
-    more than 1 % of their time."""
+    more than 1 % of the layers' run time.
+    """
     layers = len({block_of(node) for node in borders} - {""})
     values = [value for value in map(info.tensor, info.placeholders) if value is not None]
     on_gpu = next((value.device for value in values if value.is_cuda), None)

@@ -1,8 +1,8 @@
 """Recognize divergences between the softmaxes of two logits tensors, independently of how the code
 writes their sums.
 
-The module reads the numbers that a loss sums over the classes as a polynomial in probabilities and
-log-probabilities of student and teacher, and in logarithms of a mixture of both. So `kl_div`,
+The module describes the numbers that a loss sums over the classes as a polynomial in probabilities
+and log-probabilities of student and teacher, and in logarithms of a mixture of both. So `kl_div`,
 hand-written sums, symmetric and Jensen-Shannon divergences, and cross entropies with a teacher's
 probabilities all become the six factors in `Coefficients`.
 """
@@ -44,7 +44,7 @@ class Side:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the output projection and the steps from it to the softmax."""
+        """Return the output projection, and the steps from the output projection to the softmax."""
         if self.chain is None:
             return ()
         return (*self.chain.head.nodes, *(step.node for step in self.chain.steps))
@@ -130,7 +130,8 @@ class DivergenceReader:
 
     def divergences(self, node: Node) -> Iterable[Divergence | Decline]:
         """Yield the divergence that ``node`` computes by a sum over the classes, or the reason why
-        the sum cannot be read."""
+        the pass cannot read the sum as a divergence.
+        """
         self.visited = []
         found = self._reduced(node)
         if found is None:
@@ -560,7 +561,7 @@ class DivergenceReader:
 
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
         """If ``node`` adds another sum over the same two logits tensors to this divergence, or
-        subtracts one, include the other sum.
+        subtracts such a sum, include this sum in the divergence.
 
         The divergence then contains the nodes of both sums.
         """
@@ -694,7 +695,9 @@ def _multiplier(call: Any, node: Any) -> float | None:
 
 
 def kl_arguments(node: Node) -> dict[str, Any] | None:
-    """Return the arguments of an F.kl_div call by name, or None if they cannot be read."""
+    """Return the arguments of an F.kl_div call by name, or None if the pass cannot read the
+    arguments.
+    """
     names = ("input", "target", "size_average", "reduce", "reduction", "log_target")
     defaults = {"size_average": None, "reduce": None, "reduction": "mean", "log_target": False}
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -65,7 +65,8 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
     """Combine tails (losses and other results of the logits) that use different ranges of the rows,
-    such as chunks, so that one op call over all rows computes their statistics.
+    such as chunks, so that one op call over all rows computes the per-row numbers for all these
+    tails.
 
     The ranges are not combined if together they have less than half of the rows.
     """
@@ -165,7 +166,7 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
     """Return a node that writes to targets or class weights after the op call of ``group`` and
     before the group's last tail (a loss or another result of the logits). The op reads these
-    tensors when it is called, whereas the original graph's losses read them later.
+    tensors when it is called, whereas the losses in the original graph read these tensors later.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)

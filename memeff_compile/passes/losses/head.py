@@ -82,7 +82,7 @@ class Head:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the nodes of the products, and of the sums that add them, in graph order."""
+        """Return the nodes of the products and the nodes that add them up, in graph order."""
         return (*self.summed, self.node)
 
     @property
@@ -183,7 +183,7 @@ class Chain:
 
     @property
     def moved(self) -> bool:
-        """Return whether the class dimension is dimension 1 instead of the last one."""
+        """Return whether the steps moved the class dimension from the end to dimension 1."""
         return any(s.kind == "move" for s in self.steps)
 
     @property
@@ -228,7 +228,8 @@ _MAX_PARTS = 8  # low-rank products added to a head's
 
 
 class HeadReader:
-    """The reader of all chains (output projection and steps) in one graph; it reads each node once.
+    """The reader of all chains (output projection and steps) in one graph; the reader analyses each
+    node once.
 
     With ``tracing``, the reader also reads nodes by tracing them, which takes milliseconds.
     """
@@ -239,8 +240,9 @@ class HeadReader:
         self._products = 0  # products of two tensors alike whose operands are being read
 
     def chain(self, node: Node) -> Chain | Decline:
-        """Return the chain that ends in ``node``, or a Decline with the reason why there is
-        none."""
+        """Return the chain (output projection and steps) that ends in ``node``, or a Decline with
+        the reason why there is no such chain.
+        """
         if node not in self._chains:
             self._chains[node] = self._read_chain(node)
         return self._chains[node]
@@ -949,7 +951,8 @@ def _is_vector(value: torch.Tensor) -> bool:
 
 def _describe(node: Node) -> str:
     """Return the name of a node's operation; if the node is one of several results, return the name
-    of the op that returns them."""
+    of the op that returns these results.
+    """
     return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
 
 

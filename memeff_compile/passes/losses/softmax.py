@@ -47,7 +47,7 @@ class Peak:
     """The maximum of each row's logits, which the graph subtracts from the logits or adds again.
 
     If the maximum is subtracted and later added again, its value does not matter, and the gradients
-    of both uses cancel.
+    of subtraction and addition cancel.
     """
 
     logits: Node
@@ -83,8 +83,9 @@ class Total:
 
 
 class SoftmaxReader:
-    """The reader of softmaxes in one graph; it calls `HeadReader`, which may trace nodes, only
-    where it finds a softmax."""
+    """The reader of softmaxes in one graph; this reader calls `HeadReader`, which may trace nodes,
+    only at nodes where it finds a softmax.
+    """
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
@@ -261,8 +262,8 @@ class SoftmaxReader:
         return self._over(call.args["self"], call.args["dim"], (node,))
 
     def _share(self, node: Node, call: Call) -> Soft | None:
-        """Recognize ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, with or without their
-        maximum subtracted.
+        """Recognize ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, in which the maximum
+        may be subtracted from the logits.
         """
         powers, added = call.args["self"], call_of(call.args["other"], aten.sum.dim_IntList)
         raised = call_of(powers, aten.exp.default)
@@ -328,7 +329,7 @@ def negated(node: Node) -> Node | None:
 def _of_maximum(node: Any) -> tuple[Any, int]:
     """Return the tensor of which ``node`` is the maximum over one dimension, and that dimension.
 
-    The tensor is None if ``node`` is not such a maximum.
+    Return None as the tensor if ``node`` is not such a maximum.
     """
     call = call_of(node, aten.amax.default)
     is_values = True

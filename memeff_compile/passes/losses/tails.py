@@ -178,7 +178,8 @@ class TailReader:
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
         """Yield the losses and other results (tails) that ``node`` computes from logits, or a
-        Decline with the reason why one is not supported."""
+        Decline with the reason why such a result is not supported.
+        """
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
             return
@@ -194,8 +195,8 @@ class TailReader:
             yield Decline("unreadable_loss", said, hint, node)
 
     def chain_of_log_probs(self, node: Node) -> Chain | None:
-        """Return the chain of logits if ``node`` is their log-probabilities or the negative
-        log-probabilities.
+        """If ``node`` is the log-probabilities of logits, or the negative log-probabilities, return
+        the chain (output projection and steps) of these logits.
         """
         soft = self.softmax.signed_log_probs(node)
         return soft.chain if isinstance(soft, Soft) else None
@@ -725,8 +726,9 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 
 
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
-    """Return a Decline for a training graph that returns its logits and contains no loss that reads
-    them."""
+    """Return a Decline for a training graph that returns its logits and contains no loss of these
+    logits.
+    """
     for match in returned_logits(info):
         if is_deferrable(info, match):
             continue

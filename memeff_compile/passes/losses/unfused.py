@@ -118,8 +118,9 @@ def _elements(info: GraphInfo, node: Node) -> int:
 
 
 def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -> Decline | None:
-    """Return a Decline that names the loss which reads the logits, or how the logits leave the
-    graph."""
+    """Return a Decline that names the loss which reads the logits, or says how the logits leave the
+    graph.
+    """
     classes = compat.size_hint(info.value(head.node).shape[-1])
     for node in ends:
         value = info.tensor(node)
@@ -146,8 +147,9 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _given_in_weight(head: Head, classes: int) -> Decline:
-    """Return a Decline for returned logits if their weight is computed from a graph input that is
-    no parameter or buffer."""
+    """Return a Decline for returned logits if the output projection's weight is computed from a
+    graph input that is neither a parameter nor a buffer.
+    """
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
     said += (
         f"deferred: `{node_name(head.weight)}` computes the head's weight from a tensor that is "

@@ -47,7 +47,8 @@ class Quantized:
 @dataclass
 class _Chain:
     """The nodes that quantise a tensor, in the order from the last node to the first, and the nodes
-    that compute the numbers that they use, such as scales."""
+    that compute the numbers with which they quantise, such as scales.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     numbers: list[Node] = field(default_factory=list)

@@ -179,8 +179,8 @@ def read_gate(results: Sequence[Node]) -> list[Node] | None:
 
 
 def _activations(node: Node) -> list[Node]:
-    """Follow a value to its only user, as long as that user is an activation function of only this
-    value.
+    """Go from a value to the value's only user, and on from there, as long as the user is an
+    activation function of only this value.
     """
     found = [node]
     for _ in range(_MOST_ACTIVATIONS):
