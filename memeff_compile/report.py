@@ -666,7 +666,9 @@ class Report(VerbReport):
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read back the output of `to_json`; the symbols of formulas are positive integers."""
+        """Create a report from the output of `to_json`; the symbols in its formulas stand for
+        positive integers.
+        """
         data = json.loads(text)
         return cls(tuple(GraphReport._from_dict(graph) for graph in data["graphs"]))
 
@@ -681,7 +683,9 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 def _parse_formula(text: str) -> sympy.Expr:
-    """Read a byte formula; `sympy.sympify` would evaluate code, and treat N as a function."""
+    """Parse the text of a formula for bytes, without `sympy.sympify`, which would evaluate code in
+    the text and treat N as a function.
+    """
     import sympy
 
     functions = {name: getattr(sympy, name) for name in ("Min", "Max", "ceiling", "floor")}

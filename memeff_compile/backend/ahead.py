@@ -134,8 +134,9 @@ def _compile_kernel(launch: Launch, device: torch.device) -> None:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Return the thread pool that compiles kernels. It leaves some CPU cores to Inductor, because
-    the first step cannot run before Inductor is done."""
+    """Return the thread pool that compiles kernels. The pool leaves some CPU cores to Inductor,
+    because the first step cannot run before Inductor is done.
+    """
     known = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     return ThreadPoolExecutor(max(1, min(MOST_THREADS, processors - 1)), "memeff kernels")

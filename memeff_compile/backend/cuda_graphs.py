@@ -1,5 +1,5 @@
-"""Decide whether a compiled graph is recorded as a CUDA graph; only decoding steps of text
-generation are.
+"""Decide whether a compiled graph is recorded as a CUDA graph; this package records only decoding
+steps of text generation.
 
 A decoding step of few tokens launches several hundred small kernels, and the host launches them
 more slowly than the GPU runs them. A graph counts as a decoding step if it computes without

@@ -171,9 +171,9 @@ def compile(
     """Compile with `backend="memeff"`, and check the options immediately instead of at the first
     call.
 
-    A module is compiled in place and returned, as `module.compile()` does; `undo(model)` reverts
-    it. `torch.compile` reads a backend's options only at the first call, and refuses `mode`
-    together with `options`; this function checks both immediately and accepts both. If an
+    A module is compiled in place and returned, as `module.compile()` does; `undo(model)` undoes the
+    compilation. `torch.compile` reads a backend's options only at the first call, and refuses
+    `mode` together with `options`; this function checks both immediately and accepts both. If an
     activation checkpoint surrounds FSDP2's hooks, so that Dynamo leaves layers out of every graph,
     this function compiles these layers one by one.
 

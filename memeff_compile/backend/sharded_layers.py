@@ -5,7 +5,7 @@ hooks, as in transformers before 5.23, Dynamo skips the layer: if you compile th
 such layers run without compilation (a PyTorch limitation). So this module compiles each layer by
 itself, which gives each layer a graph inside its checkpoint.
 
-Dynamo also leaves out an output projection with hooks around it, because it skips the code of
+Dynamo also leaves out an output projection with hooks around it, because Dynamo skips the code of
 PyTorch's linear layer. This module compiles the projection's `forward`, between the hooks. The
 logits are then deferred, so that a loss after the projection is computed from hidden states and
 weight, without the logits. FSDP2 gathers the weight before the output projection runs. Loss and

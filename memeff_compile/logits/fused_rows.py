@@ -309,9 +309,7 @@ class FusedRows:
         return replace(self, outer=self.outer * factor)
 
     def reshaped(self, rows: Sequence[int]) -> FusedRows:
-        """Return the gradient, with the dimensions of its rows (all dimensions but the last)
-        reshaped.
-        """
+        """Return the gradient with all dimensions but the last reshaped to the sizes `rows`."""
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
         held = {name: getattr(self, name) for name in _OF_ROWS}

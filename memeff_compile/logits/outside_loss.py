@@ -418,7 +418,9 @@ class Declined(Exception):
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return the rows of `view` as the op's arguments, or raise `Declined`."""
+    """Return the rows of `view` as the op's arguments; raise `Declined` if the op does not support
+    them.
+    """
     lost = view.lost_factors()
     if lost is not None:
         raise Declined(lost)

@@ -224,7 +224,9 @@ def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | 
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
-    """Record a change of a gradient's shape; two successive changes become one step."""
+    """Record, in the RowGradient, that the gradient is reshaped; two successive reshapes become one
+    step.
+    """
     before = tuple(grad.shape)
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:
@@ -261,8 +263,9 @@ def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
 def _index_put(
     zeros: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> RowGradient | None:
-    """Record the gradient of advanced indexing, which autograd computes by adding rows to a tensor
-    of zeros."""
+    """Record, in a RowGradient, the gradient of advanced indexing, which autograd computes by
+    adding rows to a tensor of zeros.
+    """
     if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
         return None
     shape = tuple(zeros.shape)
@@ -280,7 +283,9 @@ def _index_put(
 def _index_add(
     zeros: Tensor, dim: int, index: Tensor, values: Tensor, *, alpha: float = 1
 ) -> RowGradient | None:
-    """Record `index_add`, with which autograd computes the gradient of `index_select`."""
+    """Record, in a RowGradient, the call of `index_add` with which autograd computes the gradient
+    of `index_select`.
+    """
     if alpha != 1:
         return None
     return _index_put(zeros, [*[None] * (dim % zeros.dim()), index.reshape(-1)], values, True)
@@ -337,8 +342,9 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
-    """Record that a gradient is multiplied by a number; autograd passes this number as a
-    one-element tensor."""
+    """Record, in the RowGradient, that the gradient is multiplied by a number; autograd passes this
+    number as a one-element tensor.
+    """
     if not isinstance(grad, RowGradient):
         return None
     if isinstance(factor, Tensor):
@@ -363,7 +369,9 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the concatenation with which autograd computes the gradient of `split` and `chunk`."""
+    """Record, in a RowGradient, the concatenation with which autograd computes the gradient of
+    `split` and `chunk`.
+    """
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
         return None
@@ -375,8 +383,9 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the stacking with which autograd computes the gradient of `unbind` and of a loop over
-    a tensor."""
+    """Record, in a RowGradient, the stacking with which autograd computes the gradient of `unbind`
+    and of a loop over a tensor.
+    """
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):

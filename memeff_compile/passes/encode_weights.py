@@ -95,8 +95,9 @@ class EncodeWeights(GraphPass):
         return found
 
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
-        """Return the reason why a linear layer cannot be in one op with the group of linear layers
-        that have the same input, or an empty string."""
+        """Return the reason why a linear layer cannot share one op with the given linear layers
+        (`group`), which have the same input; or an empty string.
+        """
         first = group[0]
         codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
         needed = [_whole(n) for n in (site.x, site.weight, site.bias) if n is not None]

@@ -147,7 +147,9 @@ _PLAIN = (
 
 
 def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
-    """Read a mask argument; nn.MultiheadAttention turns booleans into zero and minus infinity."""
+    """Describe a mask argument; nn.MultiheadAttention turns a boolean mask into numbers: zero and
+    minus infinity.
+    """
     tensor = info.tensor(node)
     if tensor is None:
         return None

@@ -108,8 +108,9 @@ def _read(node: Node) -> Gated | None:
 
 
 def _activation(call: Call) -> str:
-    """Return the op's name of an activation function, or an empty string if the op does not support
-    it."""
+    """Return the name that memeff::gated_linear uses for an activation function, or an empty string
+    if the op does not support this function.
+    """
     if call.op is aten.gelu.default:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(call.args["approximate"], "")
     return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(call.op, "")

@@ -200,8 +200,8 @@ def _unserved(info: GraphInfo) -> Decline | None:
 def _readable(info: GraphInfo) -> Iterator[Product]:
     """Yield the results that a graph, such as a checkpoint's body, could save.
 
-    Nodes for which this raises an error are skipped, because the search of that graph reports the
-    error.
+    If analysing a node raises an error, the node is skipped, because the pass's search in that
+    graph reports the error.
     """
     for node in info.gm.graph.nodes:
         with suppress(Exception):

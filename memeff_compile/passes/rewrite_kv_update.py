@@ -200,8 +200,9 @@ def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
 
 
 def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | None:
-    """Follow nodes that repeat heads back to the cache; return None if other nodes are on the
-    way."""
+    """Go back from keys or values, through nodes that repeat heads, to the cache; return None if
+    there are other nodes on the way.
+    """
     chain: list[Node] = []
     repeat: Any = 1
     for _ in range(cached.MAX_CHAIN):

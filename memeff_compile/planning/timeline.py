@@ -85,7 +85,9 @@ def writes_to_an_input(node: Node) -> bool:
 
 
 def called_op(node: Node) -> object:
-    """Return the op that a node calls, even if PyTorch wrapped the op because it writes in place."""
+    """Return the op that a node calls, even if PyTorch wrapped this op, as it does for in-place
+    ops.
+    """
     return node.args[0] if writes_to_an_input(node) else node.target
 
 

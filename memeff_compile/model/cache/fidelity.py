@@ -315,7 +315,9 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 class _Other(NamedTuple):
-    """The settings of another cache, with which a cache that merges layers is compared."""
+    """The settings of another cache, with which the report compares a measured cache that merges
+    layers.
+    """
 
     bits: int
     value_bits: int | None = None
@@ -342,8 +344,8 @@ def _others(bits: int) -> list[_Other]:
 
 
 def _without(codes: Mapping[str, Any]) -> str:
-    """Return as text the settings of a cache that does not merge layers, with which the measured
-    cache is compared.
+    """Return as text the settings of one of the other caches (an entry of the report's `codes`),
+    with which the measured cache is compared.
     """
     kl, ratio = codes["kl"], codes["ratio"]
     of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""
@@ -473,7 +475,7 @@ class _Gathered:
 
 
 def _spread(whole: Tensor) -> dict[str, Any]:
-    """Return the mean, the 5th percentile and a histogram of cosines."""
+    """Return the mean and the 5th percentile of a tensor of cosines, and a histogram of them."""
     ordered = whole.sort().values
     counts = torch.histc(whole, BINS, -1.0, 1.0)
     return {

@@ -88,11 +88,12 @@ class ValuesLayer(MergedLayer):
         self._make(self, own)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """In the lower layer, write a single token to the exact tokens, or keep several tokens
-        until those of the upper layer arrive.
+        """In the lower layer, add a single new token to the layer's exact tokens, or keep several
+        new tokens aside until the upper layer gets the same tokens.
 
-        In the upper layer, write its tokens and the kept tokens of the lower layer, and for each
-        group of tokens that is complete, encode the keys and merge the values.
+        In the upper layer, write the layer's new tokens and the tokens that the lower layer kept
+        aside; then, for each group of tokens that is complete, encode the keys and merge the
+        values.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

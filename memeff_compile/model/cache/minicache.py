@@ -214,7 +214,8 @@ def _named(pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of adjacent layers between `start` and `end` whose kinds are equal.
+    """Return the pairs of adjacent layers between `start` and `end` that have equal entries (kinds)
+    in `kinds`.
 
     Each layer belongs to at most one pair; a layer of the kind None belongs to no pair.
     """

@@ -210,8 +210,9 @@ def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
 
 
 def permutation(node: Any, rank: int) -> list[int] | None:
-    """Return, for each axis of a transposed tensor, its axis before the transpose; return None for
-    other nodes."""
+    """Return, for each axis of a transposed tensor, the position that the axis had before the
+    transpose; return None if a node is no transpose.
+    """
     call = call_of(node, aten.transpose.int, aten.permute.default)
     if call is None:
         return None

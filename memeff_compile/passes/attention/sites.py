@@ -367,7 +367,9 @@ def _passes_on(node: Node, weights: Node, walk: _Walk) -> bool:
 
 
 def _alike(info: GraphInfo, node: Node) -> list[Node]:
-    """Return the users of a node whose results have the same last two sizes as the node itself."""
+    """Return those users of a node whose results have the same sizes in the last two dimensions as
+    the node's result.
+    """
     return [user for user in node.users if _is_floating(user) and _same_pairs(info, node, user)]
 
 

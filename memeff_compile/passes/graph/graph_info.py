@@ -73,8 +73,9 @@ class GraphInfo:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the graph again after an edit, because an edit changes the positions and regions of
-        nodes."""
+        """Analyse the graph again after an edit, because an edit changes the positions of nodes and
+        their regions (autograd, autocast and inference modes).
+        """
         self.notes.clear()
         for name in self.__dict__.keys() - self.__dataclass_fields__.keys():
             del self.__dict__[name]  # the stored result of a cached_property

@@ -1,5 +1,5 @@
-"""Read batched matrix products (``@``, bmm, baddbmm, and einsum of two tensors) in one canonical
-form.
+"""Describe batched matrix products (``@``, bmm, baddbmm, and einsum of two tensors) in one
+canonical form.
 
     q @ k.transpose(-1, -2)                             left "abyz", right "abzx", result "abyx"
     torch.einsum("bhid,bhjd->bhij", q, k)               left "bhid", right "bhjd", result "bhij"
@@ -53,7 +53,9 @@ _RANKS = (3, 4)
 
 
 def product_of(node: Any) -> Product | None:
-    """Return a node as a product of two tensors with three or four axes, or None."""
+    """If a node is a product of two tensors with three or four axes, return its description,
+    otherwise None.
+    """
     call = read_one(node)
     if call is None:
         return None

@@ -54,7 +54,7 @@ class Repeated:
 
 
 def repeated_layers(info: GraphInfo) -> Repeated:
-    """Find the equal layers of a whole graph, after the passes have run."""
+    """Find the layers of a whole graph that are equal to one another, after the passes have run."""
     options = info.options
     if options.regions == "off" or options.inner == "eager" or info.parent is not None:
         return Repeated()

@@ -76,7 +76,9 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """Check the nodes that read the logits of an output projection which is split over ranks."""
+    """Return a Decline if the op cannot compute, over ranks, one of the losses and other results
+    (tails) of an output projection which is split over ranks.
+    """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""
         folded = fold(tail.chain)

@@ -112,7 +112,9 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Follow a target back over reshapes and copies to a node to which no later node writes."""
+    """Go back from a target through reshapes and copies, as far as no later node writes to the
+    memory; return the node that is reached.
+    """
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
         is_narrower = call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32)
@@ -403,7 +405,7 @@ class GroupEmitter:
         return replay_rows(e, node, steps[done:], size)
 
     def _scaled(self, node: Node) -> Node:
-        """Multiply a node by the factors of the logits that are equal for all rows."""
+        """Multiply a node by those factors of the logits that are one number for all rows."""
         shared = [factor for factor in self.modifiers.factors if factor.rows is None]
         return self._times(node, shared) if shared else node
 

@@ -298,8 +298,9 @@ class SoftmaxReader:
         return value is not None and (dtype is None or dtype.itemsize >= value.dtype.itemsize)
 
     def _same_values(self, node: Node) -> Node | None:
-        """If a node has the same values as x, because it is ``x.clamp(min=finfo.min)`` or
-        broadcasts x to the shape of x, return x."""
+        """If a node is ``x.clamp(min=finfo.min)``, or broadcasts x to the shape of x, it has the
+        same values as x; return x in this case.
+        """
         operand = broadcast_operand(node)
         if operand is not None:
             before, after = self.info.tensor(operand), self.info.tensor(node)

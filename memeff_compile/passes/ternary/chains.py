@@ -112,7 +112,7 @@ def rounds(node: Any) -> bool:
 
 
 def read_quantized(node: Node) -> Quantized | Unread:
-    """Recognize the quantising nodes that end in `node`."""
+    """Return a description of the quantising nodes that end in `node`."""
     try:
         return _read(node)
     except _Misfit as misfit:
@@ -478,7 +478,9 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
 
 
 def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
-    """Follow detaches, and casts that preserve every value, back to the source."""
+    """Go back from a node through detaches, and casts that preserve every value; return the node
+    that is reached.
+    """
     while (call := call_of(node, aten.to.dtype, aten.detach.default)) is not None:
         held, cast = (compat.example_value(each).dtype for each in (call.args["self"], node))
         if cast not in (held, torch.float32) or held == torch.float64 != cast:
@@ -545,7 +547,9 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _without_casts(chain: _Chain, node: Node, dtypes: tuple[torch.dtype, ...] = _FLOATS) -> Node:
-    """Follow casts to the given dtypes, and aliases, back to the source."""
+    """Go back from a node through casts to the given dtypes, and through aliases; return the node
+    that is reached.
+    """
     while (call := call_of(node, aten.to.dtype, aten.alias.default)) is not None:
         if compat.example_value(node).dtype not in dtypes:
             raise _Misfit("chain_form", f"a cast to {compat.example_value(node).dtype} changes it")

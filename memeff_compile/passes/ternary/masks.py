@@ -77,7 +77,9 @@ def _absolute(node: Node, chain: list[Node]) -> Node | None:
 
 
 def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> Node:
-    """Follow casts back to the source; with `to_wider`, only casts that preserve all values."""
+    """Go back from a node through casts, and return the node that is cast; with `to_wider`, go only
+    through casts that preserve all values.
+    """
     while (call := call_of(node, aten.to.dtype)) is not None:
         source: Node = call.args["self"]
         before, after = (compat.example_value(n).dtype for n in (source, node))
