@@ -33,7 +33,7 @@ class OptionError(MemeffError, ValueError):
 
 
 class StrictError(MemeffError, RuntimeError):
-    """A pass named in `memeff.strict` did not apply; the message lists why."""
+    """A pass named in `memeff.strict` did not apply; the message lists the reasons."""
 
 
 class StaleLogitsError(MemeffError, RuntimeError):

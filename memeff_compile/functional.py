@@ -212,8 +212,9 @@ def _of_this_rank(
 def _kept_and_norm(
     target: Tensor, class_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return which rows count in the loss, and the number by which the sum is divided for the
-    mean."""
+    """Return which rows count in the loss, and the number by which the sum of their losses is
+    divided for the mean.
+    """
     kept = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         kept = target != ignore_index

@@ -626,8 +626,9 @@ class Options:
 
     @property
     def filter_level(self) -> float:
-        """Return the threshold of the loss's gradient filter, from the option `eps` or `tau`; 0
-        means the default."""
+        """Return the threshold of the gradient filter in the loss, which the option `eps` or `tau`
+        sets; 0 means the default.
+        """
         eps, tau = self.linear_cross_entropy_eps, self.linear_cross_entropy_tau
         levels = {"block": eps, "published": eps, "mass": tau}
         return levels.get(self.linear_cross_entropy) or 0.0

@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class PassFacts:
-    """The facts about a pass that options and reports need before the pass is imported."""
+    """Those facts about a pass that options and reports need before the pass is imported."""
 
     name: str  # name of its file, also in reports, `memeff.skip` and `memeff.strict`
     option: str  # the option that switches it on and off, without `memeff.`

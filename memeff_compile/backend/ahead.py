@@ -175,7 +175,7 @@ def _call_of(node: Node) -> Call | None:
 
 
 class _UnknownError(Exception):
-    """An argument of an op is neither a plain tensor nor a constant."""
+    """The error for an op whose argument is neither a plain tensor nor a constant."""
 
 
 def _made(value: Any) -> Any:

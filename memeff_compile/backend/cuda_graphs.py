@@ -155,7 +155,9 @@ class _Step:
         return {key for value in targets if value is not None for key in compat.storage_keys(value)}
 
     def made_inside(self) -> Node | None:
-        """Return the node of a tensor that the graph creates, writes to and returns, or None."""
+        """If the graph creates a tensor, writes to it and returns it (as it does with a new cache),
+        return the node of this tensor, otherwise None.
+        """
         given = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
         made = self._written_memory() - given
         found = (node for node, value in self._returned() if compat.storage_keys(value) & made)

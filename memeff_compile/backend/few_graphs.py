@@ -3,7 +3,7 @@
 Dynamo compiles the first batch for its exact sizes. When a size differs for the first time, Dynamo
 makes that size symbolic and compiles again, so each size that varies costs one more graph. With
 this module, batch size and sequence length become symbolic together, when the second shape arrives.
-Only models that are compiled through this module are affected.
+This module affects only models that are compiled through its functions.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Roles:
-    """The role of each argument of a step: a tensor at a static address, a copied tensor, or a
-    number."""
+    """The role of each argument of a step: a tensor at a fixed address, a tensor that is copied
+    before each replay, or a Python number.
+    """
 
     held: tuple[int, ...]  # tensors identified by address: weights, caches, written ones
     copied: tuple[int, ...] = ()  # tensors that are new in each call
@@ -75,7 +76,7 @@ class Roles:
 
 
 class _Unfit(Exception):
-    """The step cannot be recorded as a CUDA graph; the report shows the reason."""
+    """The error for a step that cannot be recorded as a CUDA graph; the report shows the reason."""
 
 
 class Recorder:

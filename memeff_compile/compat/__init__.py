@@ -2,7 +2,7 @@
 
 The folder has one file per component of PyTorch, such as Dynamo and Inductor. Other modules import
 the folder ``compat``, never its files. After a torch release, ``tests/test_compat.py`` checks every
-name and shows which ones no longer work.
+name and shows which names no longer work.
 """
 
 from torch._ops import HigherOrderOperator as HigherOrderOperator

@@ -20,8 +20,9 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def is_compiled_by_itself(module: torch.nn.Module) -> bool:
-    """Return whether the module's own call was compiled or replaced; a compiled parent module does
-    not count."""
+    """Return whether the call of this module was compiled or replaced; a compiled parent module
+    does not count.
+    """
     return module._compiled_call_impl is not None or "forward" in vars(module)
 
 

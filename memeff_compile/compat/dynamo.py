@@ -196,7 +196,9 @@ def compile_id() -> str:
 
 
 def recompile_reason() -> str:
-    """Return Dynamo's reason for compiling this function again, or an empty string."""
+    """Return Dynamo's reason why it compiles the current function again, or an empty string if
+    Dynamo gives none.
+    """
     from torch._dynamo.utils import get_metrics_context
 
     context = get_metrics_context()

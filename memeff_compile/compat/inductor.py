@@ -34,7 +34,7 @@ def recompute_in_backward(node: Node) -> None:
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
-    """Return the Inductor config keys that each compile mode stands for."""
+    """Return, for each mode of torch.compile, the Inductor config keys that the mode sets."""
     from torch._inductor import list_mode_options
 
     return cast("dict[str, dict[str, Any]]", list_mode_options())

@@ -254,8 +254,9 @@ def written_to(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def reads_values(op: Any) -> bool:
-    """Return whether an op returns a number, or a tensor with sizes, that depends on tensor
-    values."""
+    """Return whether an op returns a number that depends on the values of tensors, or a tensor
+    whose sizes depend on them.
+    """
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     return any(tag in op.tags for tag in tags)
 

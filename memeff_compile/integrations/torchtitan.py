@@ -48,8 +48,9 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """The configuration of torchtitan's chunked loss, which still computes the loss of
-        projections that the op does not support."""
+        """The configuration of this loss: that of torchtitan's chunked loss, because the chunked
+        loss is still used for projections that the op does not support.
+        """
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)

@@ -116,8 +116,9 @@ class Memory:
         return view.own
 
     def link(self, view: Part) -> Tensor:
-        """Return the memory of `view` as a tensor; compute the values of the whole memory if
-        necessary."""
+        """Return a tensor that shares the memory of `view`; compute the values of the whole memory
+        first if necessary.
+        """
         if self.value is None:
             value = None if self.origin is None else self.origin()
             value = self.source.compute(self.recipe, self.rows) if value is None else value
@@ -133,8 +134,9 @@ class Memory:
         return self.value.as_strided(*view.place)
 
     def write(self, view: Part) -> Tensor:
-        """Return the memory of `view` as a tensor, for a caller whose later writes cannot be
-        detected."""
+        """Return a tensor that shares the memory of `view`, for a caller whose later writes to it
+        cannot be detected.
+        """
         self.is_open = True
         return self.link(view)
 

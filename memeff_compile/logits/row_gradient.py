@@ -45,7 +45,7 @@ class RowStep(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The gradient of some rows, and the selection steps that led from all rows to these rows.
+    """The gradient of some rows, and the steps (`RowStep`) that select these rows from all rows.
 
     The list of steps starts with the last one.
     """
@@ -292,8 +292,9 @@ def _index_add(
 
 
 def indexed_dims(indices: Sequence[Tensor | None]) -> int:
-    """Return the number of dimensions up to and including the last dimension that has an advanced
-    index."""
+    """Return how many dimensions there are from the first dimension to the last one that has an
+    advanced index.
+    """
     place = covered = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)

@@ -241,7 +241,8 @@ class DeferredLogits(LazyTensor):
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
-    """Return whether a rule that runs an operation without computing the logits applies to `view`.
+    """Return whether an operation's rule, which runs the operation without computing the logits,
+    applies to `view`.
 
     Few rules apply if the vocabulary is not the last dimension.
     """

@@ -233,8 +233,9 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 
 def _unserved(match: Multihead) -> Decline | None:
-    """Return a Decline that names an argument that the inserted nodes would not handle like the
-    original call, or None."""
+    """Return a Decline that names an argument which the inserted nodes would not handle in the same
+    way as the original call, or None.
+    """
     kind, given = kind_among(match.node.all_input_nodes), match.given
     if kind:
         return subclass(kind)

@@ -111,8 +111,9 @@ class FuseDivergence(GraphPass):
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
-        """Return the bytes of the student's and teacher's logits, and the bytes of the blocks of
-        logits that the op computes at a time instead."""
+        """Return the bytes of the student's and teacher's logits, and the bytes of a block of
+        logits, of which the op computes one at a time instead.
+        """
         if isinstance(match, Divergence) and match.group.members[0] is not match:
             return None  # the first divergence of these logits has counted them
         hidden, weight, *_ = _values(info, match.student)
@@ -311,8 +312,9 @@ def _check_readers(
 
 
 def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
-    """Return whether a node comes before the softmax of the student or the teacher, or is a
-    mask."""
+    """Return whether a node belongs to the computation of the student's or the teacher's softmax,
+    or is a mask.
+    """
     before = (node for side in match.sides for node in side.nodes)
     return node in (*before, *_row_tensors(match))
 
@@ -406,7 +408,7 @@ def _engine(info: GraphInfo, match: Divergence | Classes) -> str:
 def _is_total(info: GraphInfo, match: Divergence) -> bool:
     """Return whether the op returns a single number and its gradients.
 
-    The answer is no in an activation checkpoint, where the forward pass runs twice.
+    Return False in an activation checkpoint, where the forward pass runs twice.
     """
     dtype = _head(match.student).compute_dtype
     makes = op_folder.makes_gradients_in_forward(dtype)

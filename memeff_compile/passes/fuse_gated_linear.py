@@ -47,7 +47,8 @@ class Gated:
 
 
 class FuseGatedLinear(GraphPass):
-    """The pass that replaces the last linear layers of gated MLPs inside checkpoints.
+    """The pass that replaces the last linear layer (the down projection) of each gated MLP inside
+    checkpoints.
 
     The backward passes of the blocks run one after another, so the report shows the bytes saved in
     one block, not a sum.

@@ -68,8 +68,9 @@ class Match:
 
 class RecoverAttention(GraphPass):
     """The pass that replaces attention with a dense mask by calls that PyTorch's fast kernels
-    support. Which buffers a rewrite avoids depends on the kernel that PyTorch chooses for the new
-    call."""
+    support. The kernel that PyTorch chooses for the new call determines which buffers a rewrite
+    avoids.
+    """
 
     name = "recover_attention"
 
@@ -283,10 +284,8 @@ def _read_mask(
 
 
 def _chosen_by(info: GraphInfo, form: Form) -> str | None:
-    """Return the name of the indices that select rows of a stored mask, or "" if the indices have
-    no name.
-
-    An example is ``mask[None, None, input_pos]``, which selects rows of a mask. Return None for any
+    """If a mask consists of selected rows of a stored mask, as ``mask[None, None, input_pos]``
+    does, return the name of the indices, or "" if the indices have no name. Return None for any
     other mask.
     """
     nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}
@@ -365,8 +364,9 @@ _COPIES = named("contiguous.default clone.default")
 
 
 def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand, Node] | None:
-    """Return the node whose heads an operand repeats, and the first node of the repetition, or None
-    if no heads are repeated."""
+    """If an operand is another node with repeated heads, return that node and the first node of the
+    repetition, otherwise return None.
+    """
     if operand.unexpanded is not None and site.product is not None:
         return operand.unexpanded, site.product  # the product repeats it by broadcasting
     result, node = operand.value, back_over(operand.node, _COPIES)

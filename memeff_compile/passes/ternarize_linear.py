@@ -81,8 +81,9 @@ class Group:
 
 @dataclass
 class Calls:
-    """Calls of `memeff::ternary_linear` with the same input, which modules with packed weights
-    make."""
+    """Calls of `memeff::ternary_linear` that have the same input; modules with packed weights make
+    such calls.
+    """
 
     nodes: list[Node]  # the calls
     entering: Entering  # the ops before them that can be part of one call

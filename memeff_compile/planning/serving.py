@@ -32,8 +32,9 @@ class ServingRow:
 
     @property
     def numbers(self) -> str:
-        """Return as text whether a model with this setting computes the same results as the dense
-        model."""
+        """Return text that says whether a model with this setting computes the same results as the
+        dense model.
+        """
         return "exact" if self.mode.bits == 16 else "lossy: cache"
 
     @property

@@ -1,8 +1,8 @@
 """Describe sizes of buffers by formulas in batch size and length, and by the values of these
 formulas at a few batch sizes and lengths.
 
-A graph has thousands of buffers, so sums of sizes are sums of values; the formula of a sum is built
-only for moments at which memory can be largest.
+A graph has thousands of buffers, so this module adds up sizes by their values; it builds the
+formula of a sum only for moments at which memory can be largest.
 """
 
 from __future__ import annotations

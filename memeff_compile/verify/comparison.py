@@ -433,7 +433,9 @@ def _by_rows(output: Tensor) -> Tensor:
 def _gradients(
     outputs: Mapping[int, Tensor], leaves: Sequence[Tensor | None], group: str
 ) -> list[Tensor | None] | None:
-    """Return the gradient of each input, for output gradients that are equal in every run."""
+    """Return the gradient of each input, computed from generated output gradients, which are equal
+    in every run.
+    """
     asked = [leaf for leaf in leaves if leaf is not None]
     if not outputs or not asked:
         return None

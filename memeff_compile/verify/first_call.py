@@ -1,5 +1,5 @@
-"""In the first call of every rewritten graph, also run the original graph and compare
-(`memeff.verify`).
+"""In the first call of every rewritten graph, also run the original graph, and compare the results
+of the two graphs (`memeff.verify`).
 
 `comparison` runs both graphs and measures the differences; `tolerance` defines how large the
 differences may be. If a difference is too large, the original graph runs op by op in this call and

@@ -106,8 +106,8 @@ class FidelityReport(VerbReport):
         """Return the `start_layer` and `end_layer` between which merging `count` consecutive pairs
         of layers costs least.
 
-        The cost is the sum, over the pairs, of the error that merging only this pair causes. Return
-        None if the report was made without `each_pair`.
+        The cost is the sum of the pairs' errors, where the error of a pair is that of a cache which
+        merges only this pair. Return None if the report was made without `each_pair`.
         """
         costs = {pair["layers"][0]: pair["kl"] for pair in self.pairs if "kl" in pair}
         starts = [
@@ -332,7 +332,7 @@ class _Other(NamedTuple):
         )
 
     def named(self) -> dict[str, Any]:
-        """Return the settings of this cache that differ from the defaults."""
+        """Return those settings of this cache that differ from the defaults."""
         named = {"bits": self.bits, "value_bits": self.value_bits}
         named["values_merged"] = self.values_merged or None
         return {name: value for name, value in named.items() if value is not None}
@@ -382,7 +382,7 @@ class _Gathered:
         self._add((wanted.exp() * (wanted - got)).sum(-1), "alone", at)
 
     def mergeable(self) -> list[int]:
-        """Return the number of the lower layer in each pair that can merge."""
+        """Return, for each pair of adjacent layers that can merge, the lower layer's number."""
         return [at for at, has_window in self.have_windows.items() if not has_window]
 
     def _add(self, figures: Tensor, *of: object) -> None:

@@ -318,7 +318,9 @@ _MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
-    """Return the tensors of any layer; tensors that several layers share appear once."""
+    """Return the tensors of a layer of any class; of several layers that share tensors, only one
+    returns them.
+    """
     if isinstance(layer, InPlace):
         return list(layer.tensors())
     held = [((layer, name), getattr(layer, name, None)) for name in ("keys", "values")]
@@ -443,7 +445,8 @@ def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call whose first graphs are valid for prompts and caches of any length.
+    """Return a compiled call of a model; already the first graphs that are compiled for it accept
+    prompts and caches of any length.
 
     Layers with a sliding window make room for a new token before the compiled step runs, so one
     compiled step works whether the windows are full or not.

@@ -632,7 +632,7 @@ class Starts:
 
 
 def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Iterator[Any]:  # noqa: ANN401
-    """Yield a layer of the right class for each layer of the model."""
+    """Yield a cache layer of the right class for each layer of the model."""
     types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if isinstance(settings, dict):  # transformers before 5.20 has one for all
         settings = [settings] * len(types)

@@ -48,7 +48,8 @@ class Measured(Protocol):
 
     @property
     def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
-        """Return the maps that align each pair of layers on the report's inputs.
+        """Return the maps (tensors) that align the layers of each pair, as fitted to the report's
+        inputs.
 
         The maps are the rotations of keys and values, (H, 2, D, D), and the lower layer's head for
         each head of the upper layer, (H,).
@@ -155,8 +156,9 @@ class MiniCache:
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many unmerged tokens a cache with a length of `tokens` can contain; with the
-        default settings, 328 for a length of 32768."""
+        """Return how many unmerged tokens fit into a cache with a length of `tokens`; with the
+        default settings, 328 fit into a cache with a length of 32768.
+        """
         return math.ceil(self.retained * tokens)
 
 

@@ -272,7 +272,7 @@ def _holds(ancestor: str, path: str) -> bool:
 
 
 def _names_of(config: Any, activation: nn.Module) -> dict[str, str]:  # noqa: ANN401
-    """Return the entries of a config that name an activation function."""
+    """Return those entries of a config that name an activation function."""
     known = getattr(sys.modules.get("transformers.activations"), "ACT2FN", {})
     found = {key: getattr(config, key, None) for key in CONFIG_KEYS}
     return {

@@ -263,7 +263,7 @@ def dense_again(model: nn.Module) -> Undone:
 
 
 def _bound(path: str, module: TernaryLinear) -> str:
-    """Return the reason why a ternary linear cannot be replaced by another module, or ""."""
+    """Return the reason why another module cannot replace a ternary linear, or ""."""
     if not path:
         return "it is the whole model, which cannot be replaced in place"
     if compat.is_dtensor(module.weight):

@@ -220,11 +220,11 @@ def compress_(
 ) -> CompressionReport:
     """Compress the weights of a model's linear layers in place.
 
-    The function compresses bf16 weights that only `nn.Linear` modules use, unless you name more
-    `layers`. With `mantissa=7`, the default, this compression is lossless. If the input has only a
-    few tokens, the kernel of the matrix product decodes the weight itself, and adds up the products
-    in another order than a dense matrix product does. Call this function before you create an
-    optimizer and before you compile the model.
+    The function compresses those bf16 weights that only `nn.Linear` modules use; with `layers`, you
+    can name more classes. With `mantissa=7`, the default, this compression is lossless. If the
+    input has only a few tokens, the kernel of the matrix product decodes the weight itself, and
+    adds up the products in another order than a dense matrix product does. Call this function
+    before you create an optimizer and before you compile the model.
 
     Args:
         model: any module, possibly wrapped by PEFT, on the device where it will run.

@@ -77,7 +77,7 @@ class _Queue:
 
     If the codes of a value do not fit, the GPU copies the value to a ring of spill buffers in CPU
     memory, and the value is later encoded again from this copy. The CPU can run ahead of the GPU by
-    as many weights as fit into these spill buffers.
+    as many weights as the spill buffers can hold.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -108,8 +108,9 @@ class _Queue:
         return self._ring[start : start + count]
 
     def _free(self, count: int, size: int) -> int | None:
-        """Return the start of a free region of `count` elements; the used region extends from tail
-        to head."""
+        """Return the start of a free region of `count` elements in the ring; the used region of the
+        ring extends from its tail to its head.
+        """
         if not self._waiting:
             return 0
         tail = self._waiting[0][1]

@@ -59,7 +59,7 @@ def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) ->
     """Return the reason why this package's cache ops do not support an attention call over a KV
     cache, or None.
 
-    ``without_causal`` is the remedy that the message names for a call with `is_causal=True`.
+    ``without_causal`` is the remedy that the reason names for a call with `is_causal=True`.
     """
     node, args, value = match.node, match.call.args, info.tensor(match.node)
     if value is None or value.requires_grad:
@@ -86,8 +86,9 @@ def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) ->
 
 
 def held_scale(call: Call) -> float | None:
-    """Return the scale of an attention call as a number, and add guards on the current values of
-    scale and dropout."""
+    """Return the scale of an attention call as a number; add guards, so that Dynamo compiles again
+    if scale or dropout changes.
+    """
     for name in ("dropout_p", "scale"):
         compat.hold_constant(call.args[name])  # symbols where everything is dynamic
     scale = compat.known_number(call.args["scale"])

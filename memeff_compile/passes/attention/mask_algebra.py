@@ -39,7 +39,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Read:
-    """The element of a graph node's tensor at an index, as an unknown in formulas.
+    """The element of a graph node's tensor at an index; formulas contain such an element as an
+    unknown.
 
     Two reads of the same element with different ``moment`` may have different values, because the
     graph writes to the tensor's memory between the two moments.

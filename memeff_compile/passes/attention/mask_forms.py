@@ -154,8 +154,9 @@ def _is_length(part: Formula) -> bool:
 
 
 def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
-    """Return whether a condition bounds the key's index by an element of a tensor, possibly
-    relative to the query's index."""
+    """Return whether a condition is a bound for the key's index, or for the key's distance from the
+    query, and this bound is an element of a tensor.
+    """
     terms = dict(part.sum.terms)
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:
@@ -244,8 +245,9 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
 
 
 def key_table(form: Form, rank: int) -> Formula:
-    """Return the formula that tells which keys of each sequence are visible, or TRUE if no tensor
-    restricts the keys."""
+    """Return the formula that says which keys of each sequence are visible, or TRUE if no tensor
+    restricts the keys.
+    """
     if form.keys is None:
         return algebra.both(*form.tables)
     bound = algebra.at_least_zero(-axis(rank - 1) + (form.keys - 1))

@@ -204,7 +204,7 @@ def _is_worth_reading(node: Node) -> bool:
 
 
 def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
-    """Return the description of a tensor whose elements are unknowns."""
+    """Return a description of a node's tensor in which all elements are unknowns."""
     shape = tuple(tensor.shape)
     found = algebra.Read(node, tuple(_index_of(shape)), moment)
     if tensor.dtype == torch.bool:
@@ -304,7 +304,9 @@ def _size_of(node: Node) -> Any:
 
 
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
-    """Return the scalar of a described tensor after the tensor is broadcast to a larger shape."""
+    """Return the scalar (the formula of an element) of a described tensor that is broadcast to a
+    larger shape.
+    """
     lead = len(shape) - len(value.shape)
     _require(lead >= 0)
     index = []
@@ -567,7 +569,9 @@ def _one_where(condition: Formula) -> Cases:
 
 
 def _whole_number(scalar: Scalar) -> int:
-    """Return a scalar as an integer; the scalar must be a sum that is the same at every index."""
+    """Return the integer that a scalar stands for; the scalar must be a sum with the same value at
+    every index.
+    """
     total = _sum(scalar)
     if not total.is_constant or not isinstance(total.constant, int):
         raise CannotRead

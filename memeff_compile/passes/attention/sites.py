@@ -653,7 +653,9 @@ def _is_number(info: GraphInfo, node: Any) -> bool:
 
 
 def _number(given: Any) -> float | None:
-    """Return a number, or the number that a tensor without axes contains."""
+    """Return an argument as a number; the argument may be a number, or a tensor without axes that
+    contains one.
+    """
     call = call_of(given, aten.full.default)
     if call is not None and not call.args["size"]:
         given = call.args["fill_value"]
@@ -661,14 +663,15 @@ def _number(given: Any) -> float | None:
 
 
 def _is_zero(node: Node) -> bool:
-    """Return whether a tensor contains only zeros, like the usual added operand of baddbmm."""
+    """Return whether a tensor contains only zeros, as the tensor that baddbmm adds usually does."""
     call = read_one(node)
     return call is not None and call.op.overloadpacket in named("zeros new_zeros zeros_like")
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return how the scores are masked; omit the mask's dtype if a later cast turns the number that
-    the mask adds to hidden keys' scores into minus infinity."""
+    """Return the description of how the scores are masked, without the mask's dtype if a later cast
+    turns the number that the mask adds to hidden keys' scores into minus infinity.
+    """
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
     is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)

@@ -120,8 +120,10 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs of ids (of query and key) that must be equal for a query to see a key. A
-    condition on queries alone is written as a comparison with 1."""
+    """Return the pairs of ids (of query and key) that must be equal for a query to see a key. If a
+    condition depends on the query alone, the query's id is the condition (0 or 1) and every key has
+    the id 1.
+    """
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
         found.append((both(*form.queries), Linear(1)))
@@ -257,8 +259,9 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
 
 
 def handed_in(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether the mask is an input of this graph partition that an earlier partition
-    computed."""
+    """Return whether the mask is an input of this graph partition, and an earlier partition
+    computed it.
+    """
     source = _input_behind(info, mask)
     return source is not None and handed_over(source) is not None
 

@@ -33,8 +33,8 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
     On a CPU, PyTorch has one fused kernel; it supports fewer key-value heads than query heads in
     every floating-point dtype, and is then as fast as it is with repeated keys and values. On a
     GPU, the flash and cuDNN kernels support fewer key-value heads in 16 bits, for equal head sizes
-    up to 256 in steps of 8. The memory-efficient kernel does not support this, and the unfused
-    kernel is slow.
+    up to 256 in steps of 8. The memory-efficient kernel does not support fewer key-value heads, and
+    the unfused kernel is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)
@@ -61,7 +61,9 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
-    """Return the reason why no fused kernel can compute a chain, or an empty string."""
+    """Return the reason why no fused kernel of PyTorch can compute the attention of a chain of
+    nodes, or an empty string.
+    """
     sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
     return why_no_kernel(info, info.value(site.node), *sizes)
 

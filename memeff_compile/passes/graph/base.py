@@ -125,7 +125,7 @@ class GraphPass(ABC):
         return [match]
 
     def anchor(self, match: Any) -> Node:
-        """Return the node whose source line represents ``match`` in reports."""
+        """Return the node whose line of user code the reports show for ``match``."""
         return self.places(match)[0]
 
     @abstractmethod

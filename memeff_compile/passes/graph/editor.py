@@ -117,7 +117,8 @@ class Editor:
         return node
 
     def size(self, value: int | torch.SymInt) -> int | Node:
-        """Return a size as an argument of a call: a number, or the node that computes the size.
+        """Return a size in the form in which a call takes it: a number, or the node that computes
+        the size.
 
         If no node computes the size, raise EditRefused.
         """

@@ -88,8 +88,9 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the candidates that a pass should search, except nodes at which an earlier search
-        of the pass raised an error."""
+        """Yield the nodes among the candidates at which no earlier search of the pass raised an
+        error.
+        """
         outer = self.candidate
         for node in candidates:
             if node not in self.left_out:
@@ -352,8 +353,9 @@ class GraphInfo:
 
     @cached_property
     def _inputs_by_storage(self) -> dict[int, bool]:
-        """Return the storage of every input, and whether that input is neither a parameter nor a
-        buffer."""
+        """Return, for every input, its storage, and whether the input is neither a parameter nor a
+        buffer.
+        """
         found: dict[int, bool] = {}
         for placeholder in self.placeholders:
             held = self.tensor(placeholder)

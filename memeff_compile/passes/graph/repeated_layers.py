@@ -287,8 +287,9 @@ remedy."""
 
 
 def said(found: Repeated) -> Record | None:
-    """Return a note for the report: how many layers share how many compiled functions, or why the
-    graph is not split."""
+    """Return a note for the report, which says how many layers share how many compiled functions,
+    or why the graph is not split.
+    """
     if found.why_not:
         why, hint = WHY_NOT[found.why_not]
         return Record("backend", "declined", found.why_not, f"each layer is compiled: {why}", hint)

@@ -462,8 +462,9 @@ class DivergenceReader:
         return self._headless(node)
 
     def side(self, soft: Soft, node: Node) -> Side:
-        """Return the logits of a softmax as student or teacher; for equal softmaxes, return the
-        same object."""
+        """Return the `Side` (student or teacher) with the logits of a softmax; for equal softmaxes,
+        return the same object.
+        """
         chain, trains = soft.chain, self.info.value(node).requires_grad
         rows = tuple(step.effect for step in chain.row_steps)
         points = [(s.kind, s.value) for s in chain.steps if s.kind in ("mul", "div", "tanh")]
@@ -472,8 +473,9 @@ class DivergenceReader:
         return self.sides.setdefault(key, Side(key, chain, None, 1.0, trains, node))
 
     def _headless(self, node: Node) -> Atom | None:
-        """Recognize a softmax of a teacher's logits that no output projection of this graph
-        computes."""
+        """Recognize a softmax of a teacher's logits if these logits come from no output projection
+        of this graph.
+        """
         way: list[Node] = []
         start = back_over(node, _SAME, way)
         call = call_of(start, aten.log_softmax.int, aten.softmax.int)

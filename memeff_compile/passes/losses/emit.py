@@ -176,7 +176,8 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the op for ``group`` is inserted, and the node's region.
+    """Return the node before which the op for ``group`` is inserted, and the node's region
+    (autograd, autocast and inference modes).
 
     Usually this node computes the group's first loss or other result of the logits. If the first
     result is a metric without a gradient and another result needs gradients, the op is inserted
@@ -369,8 +370,9 @@ class GroupEmitter:
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
-        """Return the node of this rank's shard of an operand if the projection is split over ranks,
-        otherwise the operand itself."""
+        """If the projection is split over ranks, return the node of this rank's shard of an
+        operand, otherwise return the operand itself.
+        """
         if self.split is None:
             return node
         return shards.here(self.editor, self.head, node, summed)
@@ -522,7 +524,7 @@ class GroupEmitter:
         return total
 
     def _target_rows(self) -> Node:
-        """Give the targets the leading dimensions of the hidden states."""
+        """Reshape the targets to the leading dimensions of the hidden states."""
         e = self.editor
         rows = partial(e.call, aten.select.int, self.hidden, -1, 0)
         if self.with_target is None or self.with_target.target is None:

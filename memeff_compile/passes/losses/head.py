@@ -862,8 +862,9 @@ def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
-    """Insert the row moves among ``steps`` again, applied to the hidden states (with last dimension
-    D instead of V)."""
+    """Insert copies of the row moves among ``steps`` that apply to the hidden states (with last
+    dimension D instead of V).
+    """
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
     return hidden

@@ -384,8 +384,9 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return steps as calls of view operations; sizes that differ between calls become additional
-    outputs of the graph."""
+    """Describe view steps as calls of view operations; sizes that differ from one call of the graph
+    to the next become additional outputs of the graph.
+    """
 
     def given(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):

@@ -34,8 +34,8 @@ HINT = (
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
     """Return the report's sentence about an output projection that is split over ranks.
 
-    The sentence names the classes of this rank, how many times the ranks gather numbers, and how
-    many numbers.
+    The sentence names the classes of this rank, how many times the ranks exchange per-row numbers,
+    and how many numbers they exchange.
     """
     shard = split.shard
     last = shard.first + shard.columns - 1

@@ -33,8 +33,9 @@ _TRANSPARENT = ("rows", "reshape", "same", "move", "detach", "to")
 class Soft:
     """Probabilities or log-probabilities that the graph computes from logits.
 
-    It contains the logits, with the row moves (reorderings and selections of rows) that the graph
-    applies to the probabilities, and the nodes from the logits to the probabilities.
+    A `Soft` contains the chain of the logits, extended by the row moves (reorderings and selections
+    of rows) that the graph applies to the probabilities, and the nodes from the logits to the
+    probabilities.
     """
 
     chain: Chain

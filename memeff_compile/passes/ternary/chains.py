@@ -564,7 +564,7 @@ def _without_detach(chain: _Chain, node: Node) -> Node:
 
 
 def _is_same(a: Any, b: Node) -> bool:
-    """Return whether two nodes have the same value, ignoring aliases and detaches."""
+    """Return whether two nodes are the same node, apart from aliases and detaches."""
     sides = (aten.detach.default, aten.alias.default)
     return back_over(a, sides) is back_over(b, sides)
 
