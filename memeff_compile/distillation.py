@@ -71,9 +71,9 @@ def linear_divergence(
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
         weight: (V, D), the weight of the student's output projection, in the dtype of hidden.
-        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits of
-            the teacher are not computed, unless they have a softcap. (Under torch.no_grad() logits
-            are not deferred.)
+        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. If the
+            teacher's logits are deferred, this function does not compute them, unless they have a
+            softcap. (Under torch.no_grad() logits are not deferred.)
         teacher_weight: (V, K), the weight of the teacher's output projection, in the dtype of
             teacher; None if teacher holds logits.
         kind: the name of the divergence, as in the table above.

@@ -152,7 +152,7 @@ class Record:
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record with the additional locations of another, otherwise equal record."""
+        """Return this record with the locations of an otherwise equal record added to its own."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 

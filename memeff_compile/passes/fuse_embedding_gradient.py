@@ -276,9 +276,9 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     """Return the nodes after ``last`` through which fused output projections use ``weight``: the
-    op, a cast, or a slice of the classes. Casts of the table to a narrower dtype are not included,
-    because the gradient of the table would then be stored in the wider dtype during the whole
-    backward pass.
+    op, a cast, or a slice of the classes. Casts of the table to a narrower dtype are not included:
+    with them, the gradient would be stored in the table's wider dtype during the whole backward
+    pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]

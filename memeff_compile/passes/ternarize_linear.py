@@ -265,8 +265,9 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
 
 
 def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
-    """Return the number of tokens (in the first call), and the numbers of rows and columns of the
-    weight."""
+    """Return the number of tokens in the call for which the graph is compiled, and the numbers of
+    rows and columns of the weight.
+    """
     weight, _ = site.both
     tokens = math.prod(map(compat.size_hint, info.value(site.linear).shape[:-1]))
     rows, columns = map(compat.size_hint, info.value(weight.source).shape)

@@ -62,8 +62,8 @@ def explain(
     Args:
         model: a module, or any function of tensors.
         *args: arguments of the model; tensors may be on "meta".
-        options: the backend's options, as in `torch.compile(options=...)`. If "memeff.weights" is a
-            codec, plans assume weights compressed by `compress_`.
+        options: the backend's options, as in `torch.compile(options=...)`. If the option
+            "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
         device: the planned device: "cuda" or "cpu".
         gpu: the name of a GPU, such as "rtx4090", for whose kernels and memory the plan is made; by
             default, the kernels of an H100 or H200.

@@ -63,10 +63,10 @@ class FidelityReport(VerbReport):
             model's dtype (`before`), and the `ratio` of these two numbers.
         merged: `KVCache.merged` for the last input.
         codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other caches,
-            for comparison. Four do not merge layers: one has as many bits as the measured cache,
-            one 3 bits, one 2 bits, and one 3 bits for keys and 2 for values (its entry has
-            `value_bits`). The fifth has 3 bits for keys and 2 for values too, and merges the values
-            of all layers (its entry has `values_merged`).
+            for comparison. Four of these caches do not merge layers: one has as many bits as the
+            measured cache, one 3 bits, one 2 bits, and one 3 bits for keys and 2 for values (its
+            entry has `value_bits`). The fifth cache has 3 bits for keys and 2 for values too, and
+            merges the values of all layers (its entry has `values_merged`).
         maps: for each pair of adjacent layers, the maps that align the upper layer with the lower
             one, fitted to all inputs: the rotations of keys and of values, (heads, 2, depth,
             depth), and, for each head of the upper layer, the matching head of the lower layer. A

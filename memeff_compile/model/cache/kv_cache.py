@@ -62,8 +62,8 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         max_cache_len: the largest number of tokens that fit into the cache. On a CPU, appending
-            more tokens raises an error. On a GPU, where the CPU does not wait for the number of
-            tokens, the logits of further tokens are nan.
+            more tokens raises an error. On a GPU, the CPU does not know how many tokens the cache
+            contains; there, the logits of tokens that do not fit are nan.
         bits: 16 (exact), 8, 4, 3 or 2.
         value_bits: the bits of values, if values should have fewer bits than keys; by default the
             same number.
@@ -76,10 +76,10 @@ class KVCache(Cache):
         attention_mask: the mask of prompts that are padded on the left: (batch, tokens) with 0 for
             padding. With this mask, `keep_first` counts from the first token after the padding, and
             scales ignore padding.
-        merge: None, ``"minicache"``, or a `MiniCache` with settings: each two adjacent layers then
-            share one direction for the keys, and one for the values, of each older token. Merging
-            layers loses more accuracy than 3-bit codes. Merging shows a warning unless you pass the
-            result of `fidelity_report` for your model.
+        merge: None, ``"minicache"``, or a `MiniCache` with settings: each pair of adjacent layers
+            then stores, for each older token, one common direction of its two keys and one of its
+            two values. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
+            unless you pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.

@@ -505,7 +505,7 @@ class CodedLayer(InPlace):
         """Return the tensors that align a merged layer with the layer with which it shares
         directions; return an empty tuple for other layers.
 
-        They are the last arguments of the cache ops.
+        These tensors are the last arguments of the cache ops.
         """
         return ()
 

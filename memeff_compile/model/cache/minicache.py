@@ -70,15 +70,16 @@ class MiniCache:
         align: ``heads`` subtracts each layer's mean from its keys and values, pairs the heads of
             the two layers, and rotates the upper layer's vectors towards the lower layer's before
             they are merged; the rotations are fitted to the first tokens that the cache gets.
-            ``none`` merges without these steps, as the paper does.
+            ``none`` merges without these three steps, as the paper does.
         rule: how one direction is computed from two: ``slerp``, a point on the arc between them;
             ``average``, their weighted mean; ``max_norm``, the direction of the longer vector.
         t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``:
             0 gives the lower layer's direction, 1 the upper layer's; by default 0.7 if keys and
             values of aligned layers are merged, otherwise 0.5.
         gamma: a token stays unmerged if its distance between the two layers differs from the
-            largest distance by at most this share of the range of distances; a larger share keeps
-            more tokens unmerged, and 1 keeps all that fit.
+            largest distance (with ``reading="similar"``, from the smallest) by at most this share
+            of the range of distances; a larger share keeps more tokens unmerged, and 1 keeps all
+            that fit.
         retained: the memory for unmerged tokens, as a share of `max_cache_len`. Tokens that differ
             most between the layers are kept first.
         reading: which tokens stay unmerged: with ``distinct`` those that differ most between the

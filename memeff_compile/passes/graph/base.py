@@ -136,8 +136,8 @@ class GraphPass(ABC):
         """
 
     def dead(self, match: Any) -> Sequence[Node]:
-        """Return the nodes that the rewrite replaces; the pipeline erases those of these nodes that
-        then have no users.
+        """Return the nodes that the rewrite replaces; the pipeline then erases each of them that
+        has no users left.
         """
         return self.places(match)
 
