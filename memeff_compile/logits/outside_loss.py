@@ -63,7 +63,7 @@ class _Rows(_Function):
     """The autograd function that computes, for each row of logits z with target t, their
     log-sum-exp lse, the loss nll = lse - z_t, and the sum of z with one weight per class.
 
-    For each row of log-probabilities l, it computes nll = -l_t and the weighted sum of l.
+    For each row of log-probabilities l, the function computes nll = -l_t and the weighted sum of l.
     """
 
     @staticmethod

@@ -6,13 +6,13 @@ scaled_dot_product_attention.
             attended = scaled_dot_product_attention(q, k, v)
             out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
 
-PyTorch has two implementations of this function. With ``need_weights=True``, the default, the first
-one builds the attention scores and weights, even if no node reads them. Otherwise, the second one
-calls scaled_dot_product_attention; if an attention mask and a padding mask are given, this
-implementation builds a separate mask per head. If no node reads the attention weights, this pass
-inserts nodes like those of the second implementation, but with one mask for all heads, so that the
-pass ``recover_attention`` can read the mask. If the rewrite would save neither memory nor time, the
-pass does not change the node.
+PyTorch has two implementations of nn.MultiheadAttention. With ``need_weights=True``, the default,
+the first implementation builds the attention scores and weights, even if no node reads them.
+Otherwise, the second implementation calls scaled_dot_product_attention; if an attention mask and a
+padding mask are given, this implementation builds a separate mask per head. If no node reads the
+attention weights, this pass inserts nodes like those of the second implementation, but with one
+mask for all heads, so that the pass ``recover_attention`` can read the mask. If the rewrite would
+save neither memory nor time, the pass does not change the node.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class FuseDivergence(GraphPass):
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
-        """Return the bytes of the student's and teacher's logits, and the bytes of a block of
-        logits, of which the op computes one at a time instead.
+        """Return the bytes of the student's and teacher's logits, and the bytes of the blocks of
+        logits that the op computes, one block at a time, instead.
         """
         if isinstance(match, Divergence) and match.group.members[0] is not match:
             return None  # the first divergence of these logits has counted them

@@ -122,7 +122,7 @@ class Linear:
 
 
 def axis(place: int) -> Linear:
-    """Return the index along an axis as a sum."""
+    """Return the index along an axis as a sum (`Linear`)."""
     return Linear(0, {Axis(place): 1})
 
 
@@ -281,7 +281,7 @@ Scalar: TypeAlias = "Linear | Formula | Cases | Unknown | Magnitude"
 
 
 def number(value: float) -> Cases:
-    """Return a number that is the same at every index, as a single case."""
+    """Return a number, which is the same at every index, as a `Cases` with a single case."""
     return Cases(((TRUE, float(value)),))
 
 

@@ -505,8 +505,9 @@ def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
 def _comparison(
     of_sums: Callable[[Linear], Formula], of_numbers: Callable[[float, float], bool]
 ) -> Callable[[_Operands], Value]:
-    """Return the rule for a comparison, given the formula of the comparison for ``left -
-    right``."""
+    """Return the rule for a comparison operator, given functions that return the comparison's
+    result for ``left - right`` (sums) and for two numbers.
+    """
 
     def rule(given: _Operands) -> Value:
         shape, left, right = _pair(given)
