@@ -17,7 +17,9 @@ from memeff_compile.errors import MemeffError
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """A help formatter that shows the default of an argument, unless it is None or False."""
+    """A help formatter that shows the default of each argument, unless the default is None or
+    False.
+    """
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         says = action.default not in (None, False, [])

@@ -71,9 +71,9 @@ def linear_divergence(
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
         weight: (V, D), the weight of the student's output projection, in the dtype of hidden.
-        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits of
-            the teacher are not computed, unless they have a softcap. (Under torch.no_grad() logits
-            are not deferred.)
+        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. If the
+            teacher's logits are deferred, this function does not compute them, unless they have a
+            softcap. (Under torch.no_grad() logits are not deferred.)
         teacher_weight: (V, K), the weight of the teacher's output projection, in the dtype of
             teacher; None if teacher holds logits.
         kind: the name of the divergence, as in the table above.
@@ -163,8 +163,9 @@ def _reduced(rows: Tensor, kept: Tensor | None, reduction: str) -> Tensor:
 
 
 def _of_classes(log_p: Tensor, log_q: Tensor, coefficients: Coefficients) -> Tensor:
-    """Return the divergence per row from log-probabilities of some classes, using PyTorch's
-    autograd."""
+    """Return the divergence per row (token), summed over the classes for which log-probabilities
+    are known; the code is plain PyTorch, with PyTorch's autograd.
+    """
     a1, a2, a3, a4, a5, a6, share = coefficients.settled()
     p, q = log_p.exp(), log_q.exp()
     log_m = (share * q + (1 - share) * p).log() if a5 or a6 else None

@@ -33,7 +33,7 @@ class OptionError(MemeffError, ValueError):
 
 
 class StrictError(MemeffError, RuntimeError):
-    """A pass named in `memeff.strict` did not apply; the message lists why."""
+    """A pass named in `memeff.strict` did not apply; the message lists the reasons."""
 
 
 class StaleLogitsError(MemeffError, RuntimeError):
@@ -71,8 +71,9 @@ class ExplainError(MemeffError, ValueError):
 
 
 class CalibrationError(MemeffError, ValueError):
-    """A calibration was called without inputs, for a model without a layer that it can score, or
-    with an unknown level."""
+    """A calibration was called without inputs, for a model without any layer that the calibration
+    can score, or with an unknown level.
+    """
 
 
 def first_line(error: BaseException) -> str:

@@ -212,8 +212,9 @@ def _of_this_rank(
 def _kept_and_norm(
     target: Tensor, class_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return which rows count in the loss, and the number by which the sum is divided for the
-    mean."""
+    """Return which rows count in the loss, and the number by which the sum of their losses is
+    divided for the mean.
+    """
     kept = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         kept = target != ignore_index
@@ -231,8 +232,9 @@ def _total(
     *,
     is_split: bool,
 ) -> Tensor:
-    """Return the mean or sum of the loss, computed by the op that computes the gradients already in
-    its forward pass."""
+    """Return the mean or sum of the loss; call the op that also computes the gradients in its
+    forward pass.
+    """
     hidden, *_, target = operands
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     _, norm = _kept_and_norm(target, class_weight, how["ignore_index"], dtype)

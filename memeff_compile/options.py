@@ -1,4 +1,4 @@
-"""All options of the backend: one frozen dataclass stores, validates and documents them.
+"""All options of the backend; one frozen dataclass stores, validates and documents these options.
 
 `torch.compile(model, backend="memeff", options={...})` takes two kinds of keys. Keys that start
 with `memeff.` are the fields of `Options`; every other key is an Inductor config key and is passed
@@ -123,7 +123,8 @@ def _rule(
     takes: str, fits: Callable[[Any], bool], kept: Callable[[Any], object] = lambda value: value
 ) -> Check:
     """Return a validator that accepts the values for which `fits` is true; `takes` is the sentence
-    that describes them in an error, and `kept` converts an accepted value."""
+    that describes these values in an error message, and `kept` converts an accepted value.
+    """
 
     def check(key: str, value: object) -> object:
         if not fits(value):
@@ -625,15 +626,17 @@ class Options:
 
     @property
     def filter_level(self) -> float:
-        """Return the threshold of the loss's gradient filter, from the option `eps` or `tau`; 0
-        means the default."""
+        """Return the threshold of the gradient filter in the loss, which the option `eps` or `tau`
+        sets; 0 means the default.
+        """
         eps, tau = self.linear_cross_entropy_eps, self.linear_cross_entropy_tau
         levels = {"block": eps, "published": eps, "mass": tau}
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
-        """Return the low-bit levels that the calibration table has for an attention module: one for
-        all calls, or one per call; () if the table does not contain the module.
+        """Return the low-bit levels that the calibration table has for an attention module: one
+        level for all calls of the module, or one level per call; () if the table does not contain
+        the module.
 
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")
@@ -673,7 +676,9 @@ class Options:
 
     @property
     def pass_names(self) -> tuple[str, ...]:
-        """Every pass that `memeff.skip` and `memeff.strict` may name, including the user's."""
+        """Return the names of all passes that `memeff.skip` and `memeff.strict` may name, including
+        the user's passes.
+        """
         return (*PASS_NAMES, *(each.name for each in self.passes))
 
     def _check_pass_names(self) -> None:
@@ -789,7 +794,7 @@ class Options:
 
 
 def or_off(options: Options) -> Options:
-    """Return the options; if `MEMEFF_DISABLE` is set, return them with all passes off."""
+    """Return the options, with all passes switched off if `MEMEFF_DISABLE` is set."""
     return replace(options, preset="off") if is_disabled() else options
 
 

@@ -3,7 +3,7 @@ that are not allocated.
 
 The backend records one `GraphReport` per compiled graph; `last_report()` returns all records since
 the last reset, as text (`print`) or JSON. Byte counts are sympy formulas over the sizes of the
-user's model, so a reader can check them and insert other sizes.
+user's model, so a reader can check the formulas and insert other sizes.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class VerbReport(ABC):
 
     @abstractmethod
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return everything as JSON."""
+        """Return the whole report as JSON."""
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:
         """Return the byte counts before and after the change, which a notebook draws as bars, or
@@ -152,8 +152,7 @@ class Record:
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record with the locations of another record, which is otherwise equal,
-        added."""
+        """Return this record with the locations of an otherwise equal record added to its own."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
@@ -181,8 +180,9 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Return one text for `times` equal records. If their sentence is already in ``quoted``,
-        the text shows only the locations."""
+        """Return one text for `times` equal records. If the sentence of these records is already in
+        ``quoted``, the text shows only the locations.
+        """
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
@@ -256,7 +256,9 @@ def _is_unfused(record: Record) -> bool:
 
 
 def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
-    """Merge equal records, which usually come from several layers; return each with its count."""
+    """Merge equal records, which usually come from several layers; return each record with its
+    count.
+    """
     found: list[tuple[Record, int]] = []
     for record in records:
         for place, (earlier, times) in enumerate(found):
@@ -338,7 +340,8 @@ class LogitsUse:
 
     def advice(self) -> str:
         """Return a sentence that names the op that read the logits, its source line, the number of
-        steps, and an alternative; "" if no op read them."""
+        steps in which it read them, and an alternative; "" if no op read the logits.
+        """
         for reason, (line, _) in self.readers.items():
             who, instead = "your code", "do it only in the steps that need it"
             if self.unfused_by:
@@ -351,8 +354,9 @@ class LogitsUse:
 
     @property
     def unfused_by(self) -> str:
-        """Return the name of the op with which a loss read the logits, or "" if a loss used the
-        fused op."""
+        """Return the name of the op with which a loss read the logits, or "" if the loss used the
+        fused op.
+        """
         graded = [_op(reason) for reason, (_, graded) in self.readers.items() if graded]
         return graded[0] if graded and not self.fused else ""
 
@@ -450,8 +454,9 @@ class GraphReport:
         return f"{heading}\n{text}" if text else heading
 
     def as_it_is(self) -> GraphReport:
-        """Return a copy of this report as it is now; later calls of the graph change the counts
-        only in the original."""
+        """Return a copy of this report with the present counts; later calls of the graph change the
+        counts only in the original.
+        """
         logits = None if self.logits is None else self.logits.copy()
         replays = None if self.replays is None else replace(self.replays)
         return replace(self, logits=logits, replays=replays)
@@ -491,7 +496,7 @@ class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
     The text shows the changes, the bytes saved, and suggestions for the user; `details` adds
-    locations and reasons, and `to_json` contains everything.
+    locations and reasons, and `to_json` returns all facts.
 
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
@@ -514,7 +519,9 @@ class Report(VerbReport):
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
 
     def rewrites(self, pass_name: str | None = None) -> int:
-        """Return how many changes a pass made; None counts the changes of all passes."""
+        """Return how many changes a pass made; for the name None, return the number of changes of
+        all passes.
+        """
         changes = (record for record in self.records if record.action in CHANGES)
         return sum(pass_name in (None, record.pass_name) for record in changes)
 
@@ -535,7 +542,7 @@ class Report(VerbReport):
         graph by graph.
 
         Equal records of several layers are merged, and so are graphs in which no pass found a
-        match; `to_json` lists each one.
+        match; `to_json` lists each record and each graph.
 
         Example:
             >>> print(memeff_compile.last_report().details())  # doctest: +SKIP
@@ -659,7 +666,9 @@ class Report(VerbReport):
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read back the output of `to_json`; the symbols of formulas are positive integers."""
+        """Create a report from the output of `to_json`; the symbols in its formulas stand for
+        positive integers.
+        """
         data = json.loads(text)
         return cls(tuple(GraphReport._from_dict(graph) for graph in data["graphs"]))
 
@@ -674,7 +683,9 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 def _parse_formula(text: str) -> sympy.Expr:
-    """Read a byte formula; `sympy.sympify` would evaluate code, and treat N as a function."""
+    """Parse the text of a formula for bytes, without `sympy.sympify`, which would evaluate code in
+    the text and treat N as a function.
+    """
     import sympy
 
     functions = {name: getattr(sympy, name) for name in ("Min", "Max", "ceiling", "floor")}
@@ -718,7 +729,7 @@ def amend(old: GraphReport, new: GraphReport) -> None:
 
 
 def clear() -> None:
-    """Delete every report; `torch._dynamo.reset()` does this through the backend."""
+    """Delete every report; `torch._dynamo.reset()` makes the backend call this function."""
     with _lock:
         _graphs.clear()
 
@@ -737,7 +748,7 @@ def graphs() -> Sequence[GraphReport]:
 
 
 def last_report() -> Report:
-    """Return the report of every graph compiled since the last reset.
+    """Return one report of all graphs compiled since the last reset.
 
     Example:
         >>> print(memeff_compile.last_report())  # doctest: +SKIP

@@ -5,11 +5,11 @@ The core is the backend, its passes over losses and attention, deferred logits a
 systems are compressed weights, KV caches, ternary linear layers and low-bit attention. A system
 adds passes, ops, and functions that change a model before compilation, such as `compress_`. Each
 folder of `model/` with a file `system.py` defines one `System`, which names everything that the
-system adds. The core calls every system that `systems()` finds and names none of them, so the
-package works without the files of any system.
+system adds. The core calls every system that `systems()` finds, and contains no system's name, so
+the package works without the files of any system.
 
-A `System` names its functions as text, ``"module:name"``, so that importing it loads neither torch
-nor kernels. `Hooks` lists the functions of a system that the core calls.
+A `System` names its functions as text, ``"module:name"``, so that importing the file `system.py`
+loads neither torch nor kernels. `Hooks` lists the functions of a system that the core calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class PassFacts:
-    """The facts about a pass that options and reports need before the pass is imported."""
+    """Those facts about a pass that options and reports need before the pass is imported."""
 
     name: str  # name of its file, also in reports, `memeff.skip` and `memeff.strict`
     option: str  # the option that switches it on and off, without `memeff.`
@@ -60,7 +60,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Undone:
-    """The parts of a model that a system restored, and the parts that it could not restore."""
+    """The parts of a model that a system restored, and the parts that could not be restored."""
 
     what: str = ""  # a short description, or "" if no part was changed
     places: Mapping[str, str] = field(default_factory=dict)  # new state by name
@@ -103,8 +103,9 @@ class Hooks:
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Undo all changes that the system made to a model, as far as possible; return which were
-        undone and which were not."""
+        """Undo all changes that the system made to a model, as far as possible; return which
+        changes were undone and which were not.
+        """
         return Undone()
 
     def guard(self, graph: Graph) -> None:

@@ -1,7 +1,8 @@
 """The backend "memeff" of torch.compile: its entry points, the processing of one graph, and CUDA
 graphs.
 
-torch finds `memeff` here by the entry point group ``torch_dynamo_backends``.
+PyTorch finds the function `memeff` in this module through the entry point group
+``torch_dynamo_backends``.
 """
 
 from __future__ import annotations

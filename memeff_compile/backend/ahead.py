@@ -80,8 +80,9 @@ class Call(NamedTuple):
 
 
 def start_workers() -> None:
-    """Start Inductor's compiler processes early if this process uses a GPU, because they take
-    seconds to start."""
+    """Start Inductor's compiler processes early if this process uses a GPU, because such processes
+    take seconds to start.
+    """
     if torch.cuda.is_initialized():
         try:
             compat.start_compile_workers()
@@ -133,8 +134,9 @@ def _compile_kernel(launch: Launch, device: torch.device) -> None:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Return the thread pool that compiles kernels. It leaves some CPU cores to Inductor, because
-    the first step cannot run before Inductor is done."""
+    """Return the thread pool that compiles kernels. The pool leaves some CPU cores to Inductor,
+    because the first step cannot run before Inductor is done.
+    """
     known = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     return ThreadPoolExecutor(max(1, min(MOST_THREADS, processors - 1)), "memeff kernels")
@@ -173,7 +175,7 @@ def _call_of(node: Node) -> Call | None:
 
 
 class _UnknownError(Exception):
-    """An argument of an op is neither a plain tensor nor a constant."""
+    """The error for an op whose argument is neither a plain tensor nor a constant."""
 
 
 def _made(value: Any) -> Any:

@@ -1,12 +1,13 @@
-"""Decide which graphs are recorded as CUDA graphs: only decoding steps of text generation.
+"""Decide whether a compiled graph is recorded as a CUDA graph; this package records only decoding
+steps of text generation.
 
 A decoding step of few tokens launches several hundred small kernels, and the host launches them
 more slowly than the GPU runs them. A graph counts as a decoding step if it computes without
 gradients, contains attention with few queries, and writes in place to inputs that are caches.
 
-If you set a mode of torch.compile, Inductor decides instead. With such a mode, this module tells
-Inductor which inputs keep their address, and which graphs return memory that is used after the next
-call.
+If you set a mode of torch.compile, Inductor decides instead. If that mode uses CUDA graphs, this
+module tells Inductor which inputs keep their address, and which graphs return memory that code uses
+even after the graph's next call.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision whether one graph is recorded as a CUDA graph, with the reason if it is not."""
+    """The decision whether one graph is recorded as a CUDA graph, with the reason if the graph is
+    not recorded.
+    """
 
     record: Record | None = None  # the line of the report, or None
     roles: Roles | None = None  # the roles of the arguments, if the graph is recorded
@@ -94,7 +97,8 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 def _guarded(step: _Step) -> Choice:
     """If the user turned on Inductor's CUDA graphs, tell Inductor which inputs keep their address
-    and which outputs are used after the next call. Inductor cannot see these facts."""
+    and which outputs code uses even after the graph's next call. Inductor cannot see these facts.
+    """
     made = step.made_inside()
     if made is not None:
         why = f"`{made.name}` is made here, written to and returned, as a cache is that is "
@@ -108,7 +112,7 @@ def _guarded(step: _Step) -> Choice:
 
 
 class _Step:
-    """A graph that may be a decoding step, and its properties."""
+    """A graph that may be a decoding step, and the properties that decide whether it is one."""
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
@@ -151,7 +155,9 @@ class _Step:
         return {key for value in targets if value is not None for key in compat.storage_keys(value)}
 
     def made_inside(self) -> Node | None:
-        """Return the node of a tensor that the graph creates, writes to and returns, or None."""
+        """If the graph creates a tensor, writes to it and returns it (as it does with a new cache),
+        return the node of this tensor, otherwise None.
+        """
         given = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
         made = self._written_memory() - given
         found = (node for node, value in self._returned() if compat.storage_keys(value) & made)
@@ -209,8 +215,9 @@ class _Step:
                 yield f"argument({name})", f"the input `{name}` is no tensor and no size"
 
     def roles(self) -> Roles:
-        """Return the role of each argument of the step in a replay: fixed address, copied, or
-        number."""
+        """Return the role of each argument of the step in a replay: a tensor with a fixed address,
+        a tensor that is copied before the replay, or a Python number.
+        """
         written = self.written
         held = [p for p in self.tensors if p in written or self._stays(p)]
         counts, is_counted = self._counts()
@@ -225,9 +232,9 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return how to compute the Python numbers that a step returns, and the arguments from
-        which only these numbers are computed. If such an argument has a new value, the step need
-        not be recorded again, because no tensor depends on the value.
+        """Return the formulas of the Python numbers that a step returns, and the arguments that the
+        step uses only in these formulas. If such an argument has a new value, the step need not be
+        recorded again, because no tensor depends on the value.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}

@@ -171,11 +171,11 @@ def compile(
     """Compile with `backend="memeff"`, and check the options immediately instead of at the first
     call.
 
-    A module is compiled in place and returned, as `module.compile()` does; `undo(model)` reverts
-    it. `torch.compile` reads a backend's options only at the first call, and refuses `mode`
-    together with `options`; this function checks both immediately and accepts both. If a checkpoint
-    around FSDP2's hooks keeps layers out of every graph, this function compiles these layers one by
-    one.
+    A module is compiled in place and returned, as `module.compile()` does; `undo(model)` undoes the
+    compilation. `torch.compile` reads a backend's options only at the first call, and refuses
+    `mode` together with `options`; this function checks both immediately and accepts both. If an
+    activation checkpoint surrounds FSDP2's hooks, so that Dynamo leaves layers out of every graph,
+    this function compiles these layers one by one.
 
     Args:
         model: A module or function; leave it out to use the call as a decorator.
@@ -186,7 +186,7 @@ def compile(
         disable: As in `torch.compile`.
         kv_cache: For a transformers model that generates: the number of bits of a `KVCache`, a
             mapping of its settings, or "static" for an uncompressed cache. Every later `generate()`
-            allocates and reuses such a cache, as after `use_kv_cache_`.
+            then uses such a cache, as after `use_kv_cache_`.
         **settings: Options of memeff as keywords: `logits="eager"` sets `memeff.logits`.
             `weights="win4"` (or "tier", "rans", or lossy "win4:k3") calls `compress_` on the model
             first; `compression_report(model)` returns its report. `ternary="a4.8"` (or "b1.58",

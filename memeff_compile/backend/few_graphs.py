@@ -3,7 +3,7 @@
 Dynamo compiles the first batch for its exact sizes. When a size differs for the first time, Dynamo
 makes that size symbolic and compiles again, so each size that varies costs one more graph. With
 this module, batch size and sequence length become symbolic together, when the second shape arrives.
-Only models that are compiled through this module are affected.
+This module affects only models that are compiled through its functions.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[An
 
 
 def _may_vary(tensor: Tensor, first: torch.Size) -> set[int]:
-    """Return the batch and length axes of an input, and those whose size differs from the first
-    call's.
+    """Return the batch and length axes of an input, and those axes whose size differs from the size
+    in the first call.
 
     Token ids, labels, masks and hidden states have batch and length as their first two axes. Other
     tensors, such as images, have only a batch axis.
@@ -66,7 +66,7 @@ def _may_vary(tensor: Tensor, first: torch.Size) -> set[int]:
 
 
 def cause_of(reason: str) -> str:
-    """Return in plain words why Dynamo compiles a function again, from Dynamo's own message.
+    """Turn Dynamo's message on why it compiles a function again into plain words.
 
     Example:
         >>> cause_of("0/0: tensor 'x' size mismatch at index 1. expected 32, actual 31")

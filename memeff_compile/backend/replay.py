@@ -1,9 +1,9 @@
 """Record a compiled decoding step as a CUDA graph, and replay it in later calls.
 
 Arguments that are new in each call (ids, masks, positions) are copied into static buffers. Weights
-and caches are read and written at their addresses. So a recording is valid only for calls whose
-addresses, sizes and Python numbers are the same, and each call looks up its recording by these
-three. The results of a replay are cloned, so that the next replay does not overwrite them.
+and caches are read and written at their addresses. So a recording is valid only for calls with the
+same addresses, sizes and Python numbers, and each call looks up its recording by these three
+properties. The results of a replay are cloned, so that the next replay does not overwrite them.
 
     a call with these addresses      the result
     the first of all                 the compiled step runs
@@ -50,9 +50,10 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """How to compute the numbers that a step returns from the step's number arguments.
+    """The formulas that compute the Python numbers that a step returns from the Python numbers that
+    it takes.
 
-    A replayed CUDA graph computes only tensors, so these numbers are computed in Python.
+    A replayed CUDA graph computes only tensors, so Python computes the numbers after each replay.
     """
 
     given: tuple[int, ...]  # places of the arguments
@@ -62,8 +63,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Roles:
-    """The role of each argument of a step: a tensor at a static address, a copied tensor, or a
-    number."""
+    """The role of each argument of a step: a tensor at a fixed address, a tensor that is copied
+    before each replay, or a Python number.
+    """
 
     held: tuple[int, ...]  # tensors identified by address: weights, caches, written ones
     copied: tuple[int, ...] = ()  # tensors that are new in each call
@@ -74,12 +76,13 @@ class Roles:
 
 
 class _Unfit(Exception):
-    """The step cannot be recorded as a CUDA graph; the report shows the reason."""
+    """The error for a step that cannot be recorded as a CUDA graph; the report shows the reason."""
 
 
 class Recorder:
-    """A compiled step that replays its CUDA graph when addresses, sizes and numbers are the same as
-    before."""
+    """A compiled decoding step that replays its CUDA graph if addresses, sizes and Python numbers
+    are the same as in an earlier call.
+    """
 
     def __init__(self, step: Step, roles: Roles, use: Replays, engine: CudaEngine) -> None:
         self._step, self._roles, self._use, self._engine = step, roles, use, engine
@@ -262,7 +265,7 @@ class _Buffers:
         return inputs
 
     def require_unchanged(self, args: Sequence[Any]) -> None:
-        """Raise an error if a step wrote to an input that it should only read."""
+        """Raise an error if a step wrote to an input that the step should only read."""
         for place, buffer in self.tensors.items():
             if not torch.equal(buffer, args[place]):
                 raise _Unfit("it writes to an input that is a new tensor in each call")
@@ -296,8 +299,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Outputs:
-    """The results that a call returns: inputs are the caller's objects, other tensors are
-    clones."""
+    """The results that a call returns: a result that is also an argument is the caller's object,
+    every other tensor is a clone.
+    """
 
     def __init__(self, found: Any, inputs: Sequence[Any]) -> None:
         if type(found) not in (tuple, list):
@@ -412,8 +416,8 @@ class _Pool:
     """The memory pool shared by all recordings for one stream, and the stream on which they are
     recorded.
 
-    PyTorch's allocator deletes a pool with the pool's last recording, and refuses its handle
-    afterwards.
+    PyTorch's allocator deletes a pool together with the pool's last recording, and refuses the
+    pool's handle afterwards.
     """
 
     def __init__(self) -> None:

@@ -1,16 +1,16 @@
 """Compile layers and output projections that FSDP2 shards if Dynamo leaves them out of every graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
-hooks, as in transformers before 5.23, Dynamo skips the layer: if the model is compiled as a whole,
-its layers then run without compilation (a PyTorch limitation). So this module compiles each layer
-by itself, which gives each layer a graph inside its checkpoint.
+hooks, as in transformers before 5.23, Dynamo skips the layer: if you compile the model as a whole,
+such layers run without compilation (a PyTorch limitation). So this module compiles each layer by
+itself, which gives each layer a graph inside its checkpoint.
 
-Dynamo also leaves out an output projection with hooks around it, because it skips the code of
+Dynamo also leaves out an output projection with hooks around it, because Dynamo skips the code of
 PyTorch's linear layer. This module compiles the projection's `forward`, between the hooks. The
-logits are then deferred, so that a loss after them is computed from hidden states and weight. FSDP2
-gathers the weight before the output projection runs. Loss and backward pass need the weight right
-after the projection, so in training this module keeps FSDP2 from freeing the weight in between,
-even if `reshard_after_forward` is set.
+logits are then deferred, so that a loss after the projection is computed from hidden states and
+weight, without the logits. FSDP2 gathers the weight before the output projection runs. Loss and
+backward pass need the weight right after the projection, so in training this module keeps FSDP2
+from freeing the weight in between, even if `reshard_after_forward` is set.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def notice(inputs: Iterable[object]) -> list[Tensor]:
-    """Return the gathered weights among the inputs of a graph, and record which modules have
-    them."""
+    """Return the weights among the inputs of a graph that FSDP2 has gathered, and record the
+    modules to which they belong.
+    """
     weights = [each for each in inputs if isinstance(each, Tensor) and compat.fsdp_group(each)]
     for weight in weights:
         _in_graphs.update(compat.fsdp_group(weight))
@@ -71,7 +72,8 @@ def compile_apart(options: Options) -> list[Record]:
     """Compile, in place, the modules that Dynamo leaves out of the graphs of the model being
     captured.
 
-    Returns: A note on the layers and one on the projections that this call compiled.
+    Returns: A note on the layers that this call compiled, and a note on the output projections that
+        it compiled.
     """
     model = compat.compiled_module()
     if model is None:
@@ -97,10 +99,11 @@ def compile_apart(options: Options) -> list[Record]:
 
 
 def compile_heads(model: nn.Module, options: Options) -> int:
-    """Compile output projections that have FSDP2's hooks around them, in place; return how many.
+    """Compile, in place, output projections that have FSDP2's hooks around them; return how many
+    were compiled.
 
     The logits of these projections are deferred even with `memeff.logits=none`, because the loss in
-    a later graph needs them.
+    a later graph needs the logits.
     """
     found = [each for each in model.modules() if _is_head_apart(each)]
     given = {"backend": "memeff", "options": replace(options, logits="deferred").to_dict()}
@@ -123,15 +126,17 @@ def _stays_gathered(head: nn.Module) -> None:
     """Keep the weights of an FSDP2 group gathered from now until the backward pass; in inference,
     let FSDP2 free them as usual.
 
-    The loss usually runs inside of the outermost module's forward pass, and until the end of this
-    forward pass FSDP2 would hold a second copy of the gathered weights.
+    The loss usually runs inside of the outermost module's forward pass, and FSDP2 would hold a
+    second copy of the gathered weights until the end of this forward pass; so this function also
+    frees that copy.
     """
     compat.keep_gathered(head, torch.is_grad_enabled())
     compat.free_last_gather(head)
 
 
 def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """Compile layers one by one, in place, if a graph of the whole model cannot contain them.
+    """Compile layers one by one, in place, if Dynamo would leave them out of the graph of the whole
+    model.
 
     Args:
         model: the model to compile.

@@ -107,8 +107,8 @@ class Trip:
     def _cut(self, info: GraphInfo) -> None:
         """Decide where to split the graph into partitions, and report the decision.
 
-        The graph is split if weights are updated during the backward pass, if it has repeated
-        layers, or if a checkpoint surrounds it.
+        The graph is split if weights are updated during the backward pass, if the graph has
+        repeated layers, or if a checkpoint surrounds the graph.
         """
         try:
             self.cuts = cuts.starts(info)
@@ -173,8 +173,10 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let the parts of the library that define tensor classes (such as KV caches) add guards
-        for graph inputs that cannot require a gradient."""
+        """Let the parts of the library that define tensor classes (such as those of KV caches) add
+        Dynamo guards for those inputs of the graph that are such tensors and cannot require a
+        gradient.
+        """
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
         for hooks in system.hooks():
@@ -182,15 +184,15 @@ class Trip:
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
-        """Return changes to Inductor's config: those that passes need, those of the user, and those
-        that keep results correct.
+        """Return changes to Inductor's config: the changes that passes need, the user's changes,
+        and the changes that keep results correct.
         """
         advice, given = self.outcome.inductor, self.options.inductor_patches()
         return {**advice, **given, **self.choice.patches}
 
     @property
     def reuses_memory(self) -> bool:
-        """Return whether the compiled graph keeps pointers to its memory, as CUDA graphs do."""
+        """Return whether the compiled graph stores addresses of its tensors, as CUDA graphs do."""
         patches = self.inductor_patches
         return self.options.inner == "inductor" and compat.inductor_uses_cudagraphs(patches)
 
@@ -218,7 +220,7 @@ def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
     """Remove outputs that are None from the graph, and return the positions of the remaining
     outputs.
 
-    The function returns None if it removed no output.
+    Return None if there was no output to remove.
 
     AOTAutograd rejects outputs that are None, but only if DDP splits the model.
     """

@@ -38,7 +38,7 @@ else:
 
 
 def say(text: str) -> None:
-    """Print a line and flush it, because the next step takes a while."""
+    """Print a line and flush the output, because the demo's next step takes a while."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -67,7 +67,7 @@ def make_batches(steps: int) -> torch.Tensor:
 
 
 def reset_peak() -> None:
-    """Reset the peak memory counter, so that the measurement starts here."""
+    """Reset the counter of peak memory, so that the measurement starts at this call."""
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":

@@ -168,8 +168,9 @@ def _required(package: str, minimum: tuple[int, int]) -> Finding:
 
 
 def _tested(found: Finding) -> Finding:
-    """Add to the finding about a package whether this project's tests ran with the installed
-    release of the package."""
+    """Add a remark to the finding about a package: whether this project's tests ran with the
+    installed release of the package.
+    """
     releases, release = TESTED.get(found.label, ()), _release(found.text)
     if found.remedy or not release or not releases or release in releases:
         return found
@@ -317,8 +318,9 @@ def _trains(device: str, inner: str) -> str:
 
 
 def _generates(device: str, inner: str) -> str:
-    """Generate text with a compiled transformers model and a static KV cache, and return the
-    finding: whether it worked."""
+    """Generate text with a compiled transformers model and a static KV cache, and return a finding
+    that says whether this worked.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

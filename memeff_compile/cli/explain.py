@@ -1,4 +1,4 @@
-"""The command `memeff explain`; torch is imported only when it runs."""
+"""The command `memeff explain`; this module imports torch only when the command runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `memeff fit`; torch is imported only when it runs."""
+"""The command `memeff fit`; this module imports torch only when the command runs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fit(given: argparse.Namespace) -> int:
-    """Print the table of settings with the memory that each needs, write the table to a file if
-    requested, and return the exit status.
+    """Print a table of training settings with the memory that each setting needs, write the table
+    to a file if requested, and return the exit status.
 
     The status is 0 even if no setting fits in memory, because this is a valid answer.
     """

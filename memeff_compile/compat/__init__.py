@@ -1,8 +1,8 @@
-"""Wrap each private name of PyTorch that this package uses in one function.
+"""Wrap the private names of PyTorch that this package uses in functions, one function for each use.
 
 The folder has one file per component of PyTorch, such as Dynamo and Inductor. Other modules import
 the folder ``compat``, never its files. After a torch release, ``tests/test_compat.py`` checks every
-name and shows which ones no longer work.
+name and shows which names no longer work.
 """
 
 from torch._ops import HigherOrderOperator as HigherOrderOperator

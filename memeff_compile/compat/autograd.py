@@ -78,7 +78,8 @@ def may_be_under_policy(target: object) -> bool:
     chooses the results to save.
 
     Some higher-order operations do not allow a checkpoint with a policy inside them. Nested
-    checkpoints and autograd functions do allow it, because tracing enters them.
+    checkpoints and autograd functions allow such a checkpoint inside them, because tracing enters
+    them.
     """
     if not isinstance(target, HigherOrderOperator):
         return True
@@ -148,7 +149,9 @@ def is_forward_mode_active() -> bool:
 
 
 def frees_saved_tensors() -> bool:
-    """Return whether a backward pass is running that frees saved tensors after each node."""
+    """Return whether a backward pass is running that frees each node's saved tensors after the node
+    has run.
+    """
     return (
         torch._C._current_graph_task_id() != -1
         and not torch._C._autograd._get_current_graph_task_keep_graph()
@@ -171,7 +174,9 @@ def is_under_checkpoint() -> bool:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has gradient hooks or hooks that run after accumulation."""
+    """Return whether a tensor has hooks on its gradient, or hooks that run after the gradient was
+    accumulated.
+    """
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
 
 
@@ -197,8 +202,8 @@ def revive_hooks(tensor: torch.Tensor) -> None:
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
     """Return whether an optimizer has hooks that run before or after its steps.
 
-    Hooks for the steps of all optimizers count only if they run before a step, and the hook passed
-    as ``but`` does not count.
+    Hooks that PyTorch runs for every optimizer count only if they run before a step; the hook
+    passed as ``but`` never counts.
     """
     return bool(
         optimizer._optimizer_step_pre_hooks

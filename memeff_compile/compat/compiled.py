@@ -20,8 +20,9 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def is_compiled_by_itself(module: torch.nn.Module) -> bool:
-    """Return whether the module's own call was compiled or replaced; a compiled parent module does
-    not count."""
+    """Return whether the call of this module was compiled or replaced; a compiled parent module
+    does not count.
+    """
     return module._compiled_call_impl is not None or "forward" in vars(module)
 
 
@@ -128,8 +129,9 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the name and options of the backend inside the callback that Dynamo calls for a
-    compiled function."""
+    """Return the name and options of the backend, given the callback (which contains the backend)
+    that Dynamo calls for a compiled function.
+    """
     from torch._dynamo.eval_frame import OptimizeContext
 
     backend: Any = held.callback if isinstance(held, OptimizeContext) else None

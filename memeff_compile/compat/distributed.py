@@ -35,9 +35,10 @@ def offset_of_part(tensor: Any) -> tuple[int, ...]:
 
 
 def gathering_ops() -> tuple[Any, Any]:
-    """Return two ops: one gathers a tensor from all ranks of a named group, the other waits for it.
+    """Return two ops: one starts to gather a tensor from all ranks of a named group, the other
+    waits until the gathering ends.
 
-    DTensor calls these two ops, and AOTAutograd and Inductor know them.
+    DTensor also calls these two ops, and AOTAutograd and Inductor can compile them.
     """
     ops = torch.ops._c10d_functional
     return ops.all_gather_into_tensor.default, ops.wait_tensor.default
@@ -88,7 +89,7 @@ def is_fsdp_shard(weight: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class FsdpShard:
-    """A parameter that FSDP2 shards, and the settings with which FSDP2 treats it."""
+    """A parameter that FSDP2 shards, and FSDP2's settings for this parameter."""
 
     _param: Any
 
@@ -121,7 +122,7 @@ def is_fsdp2_module(module: torch.nn.Module) -> bool:
 
 
 def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
-    """Return the modules that FSDP2 gathers together with ``weight``, or ()."""
+    """Return the modules whose parameters FSDP2 gathers together with ``weight``, or ()."""
     _, group = _fsdp2_owner(weight)
     return () if group is None else tuple(group.modules)
 
@@ -197,8 +198,9 @@ def fsdp_frees_after_forward(weight: Any) -> bool:
 
 
 def awaits_backward(module: torch.nn.Module) -> bool:
-    """Return whether an FSDP2 module has run its forward pass, and its backward pass is still
-    running or has not started."""
+    """Return whether an FSDP2 module has run its forward pass but has not yet finished its backward
+    pass.
+    """
     if torch._C._current_graph_task_id() != -1:
         return True
     groups = (g for state in _fsdp2_states() if module in state._modules for g in _groups_of(state))
@@ -206,8 +208,9 @@ def awaits_backward(module: torch.nn.Module) -> bool:
 
 
 def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
-    """Keep an FSDP2 module's groups gathered after its forward pass, or restore the user's
-    setting."""
+    """Keep the parameters of an FSDP2 module gathered after its forward pass, or restore the user's
+    setting.
+    """
     for state in _fsdp2_states():
         if module not in state._modules:
             continue

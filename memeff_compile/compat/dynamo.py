@@ -1,4 +1,4 @@
-"""Private names of Dynamo, which concern captured graphs, tracing, guards and recompilation."""
+"""Private names of Dynamo, for captured graphs, tracing, guards and recompilation."""
 
 from __future__ import annotations
 
@@ -196,7 +196,9 @@ def compile_id() -> str:
 
 
 def recompile_reason() -> str:
-    """Return Dynamo's reason for compiling this function again, or an empty string."""
+    """Return Dynamo's reason why it compiles the current function again, or an empty string if
+    Dynamo gives none.
+    """
     from torch._dynamo.utils import get_metrics_context
 
     context = get_metrics_context()
@@ -297,8 +299,8 @@ def guard_by_attribute(nodes: Iterable[Node], name: str) -> None:
     """Replace all guards on some inputs by one guard on an integer attribute of each input.
 
     For a tensor subclass, Dynamo would guard each inner tensor, and each of these guards calls
-    Python code. Pass all inputs in one call, because each call goes through all guards, and the
-    graph of a deep model has thousands of guards.
+    Python code. Pass all inputs in one call of this function, because each call goes through all
+    guards of the graph, and a deep model's graph has thousands of them.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
@@ -334,15 +336,16 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
 
 
 def cut_inside(gm: GraphModule) -> str:
-    """Return the name of the function that contains the graph break after ``gm``, or ""."""
+    """Return the name of the function in which the graph ``gm`` ended with a graph break, or ""."""
     why = getattr(gm, "compile_subgraph_reason", None)
     frames = getattr(why, "user_stack", None) or []
     return str(frames[-1].name) if feeds_resumed_code(gm) and frames else ""
 
 
 def is_cut_in(gm: GraphModule, file: str) -> bool:
-    """Return whether the graph break after ``gm`` is in the code of a file, or in code that the
-    file's code called."""
+    """Return whether the graph break that ended ``gm`` is in the code of the given file, or in code
+    that this file's code called.
+    """
     frames = getattr(getattr(gm, "compile_subgraph_reason", None), "user_stack", None) or []
     return feeds_resumed_code(gm) and any(frame.filename.endswith(file) for frame in frames)
 
@@ -357,8 +360,8 @@ def fresh_capture() -> Iterator[None]:
     """Isolate captures in this context from other compilations of the process.
 
     Inside this context, graphs of other compilations do not count for Dynamo's recompilation limit.
-    Dynamo also forgets the sizes that it sees here; otherwise it would make such a size dynamic in
-    the next compilation.
+    After the context, Dynamo also forgets the sizes that it saw inside; otherwise, Dynamo would
+    make a size that differs dynamic in the next compilation.
     """
     from torch._dynamo import config, pgo
 
@@ -391,8 +394,9 @@ def keep_address(tensor: torch.Tensor) -> None:
 
 
 def names_around() -> dict[str, Any]:
-    """Return the variables of the function that called this function's caller, as a dictionary from
-    name to value."""
+    """Return the variables of the function two levels up the call stack (the caller of this
+    function's caller), as a dictionary from name to value.
+    """
     return sys._getframe(2).f_locals
 
 

@@ -26,14 +26,15 @@ current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda
 
 
 def recompute_in_backward(node: Node) -> None:
-    """Make AOTAutograd's partitioner recompute a call in the backward pass, and save the call's
-    inputs instead of its result."""
+    """Make AOTAutograd's partitioner save a call's inputs instead of its result, and recompute the
+    call in the backward pass.
+    """
     node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta.setdefault("ac_graph_id", 0)
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
-    """Return the Inductor config keys that each compile mode stands for."""
+    """Return, for each mode of torch.compile, the Inductor config keys that the mode sets."""
     from torch._inductor import list_mode_options
 
     return cast("dict[str, dict[str, Any]]", list_mode_options())
@@ -74,7 +75,8 @@ def compile_with_inductor(
 
     Inductor's on-disk caches contain only the names of this package's ops, and these ops may change
     between versions. So this function adds the schemas of the ops to the key of each cache entry.
-    ``tag`` describes all other facts that affect the compiled ops and are not visible in the graph.
+    ``tag`` is a string, also part of the key, with all other facts that affect the compiled ops but
+    are not in the graph.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
@@ -131,8 +133,9 @@ def is_to_be_saved() -> bool:
 
 
 def has_artifact(compiled: Compiled) -> bool:
-    """Return whether AOTAutograd created a callable; such a callable has an artifact that can be
-    saved."""
+    """Return whether AOTAutograd created the given callable, because such a callable has an
+    artifact that can be saved.
+    """
     return getattr(compiled, "serialize", None) is not None
 
 
@@ -162,8 +165,9 @@ def apart_in_tracing() -> Iterator[None]:
     """In this context, compile one of several partitions of a captured graph, isolated from the
     other partitions.
 
-    AOTAutograd records facts about a graph and reads them when it compiles the backward graph.
-    Inside this context, AOTAutograd cannot read the facts about another partition.
+    AOTAutograd records facts about a graph, and reads these facts when it compiles the graph's
+    backward pass. Inside this context, AOTAutograd cannot by mistake read the facts about another
+    partition.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -207,7 +211,7 @@ def call_in_inductor(op: torch._ops.OpOverload) -> None:
 
 
 def op_fingerprint() -> str:
-    """Return a digest of the schemas of all ops of this package, and of its version."""
+    """Return a digest of this package's version and of the schemas of all its ops."""
     version = sys.modules["memeff_compile"].__version__
     names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("memeff::"))
     schemas = (str(torch._C._get_schema(*name.partition(".")[::2])) for name in names)

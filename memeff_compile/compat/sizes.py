@@ -34,11 +34,11 @@ def holds(condition: Any) -> bool:
 
 
 def known_number(value: Any) -> int | float | None:
-    """Return ``value``, or, if ``value`` is a graph node that stands for a symbol, the symbol's
-    current number, without adding a guard.
+    """Return ``value``; if ``value`` is a graph node that stands for a symbolic number, return the
+    number that the symbol has now, without adding a guard.
 
-    With ``dynamic=True``, Dynamo turns numbers of a config into symbols. If the symbol is a
-    tensor's size, the function returns None.
+    Such nodes exist because with ``dynamic=True``, Dynamo turns numbers of a config into symbols.
+    If the symbol is a tensor's size, the function returns None.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
@@ -88,8 +88,9 @@ def symbols_of(value: Any) -> set[str]:
 
 
 def size_hint(size: Any) -> int:
-    """Return an example number for a size, without adding a guard: a symbol's hint, or 0 if it has
-    no hint."""
+    """Return an example number for a size, without adding a guard: for a symbol, its hint, or 0 if
+    the symbol has no hint.
+    """
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)

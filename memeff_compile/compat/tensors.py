@@ -32,7 +32,9 @@ schema: Callable[[Any], Any] = attrgetter("_schema")
 
 
 def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
-    """Return the `reduction` that corresponds to a loss's two deprecated arguments."""
+    """Return the `reduction` that corresponds to the deprecated arguments `size_average` and
+    `reduce` of a loss.
+    """
     return str(_reduction.legacy_get_string(size_average, reduce, emit_warning=False))
 
 
@@ -63,7 +65,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 @functools.cache
 def _let_fake_modes_ask() -> None:
-    """Let fake tensor modes answer a query for the device of a tensor that is not fake."""
+    """Let code read the device of a tensor that is not fake while a fake tensor mode is active."""
     op = torch.ops.prim.device.default
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
     usual = handlers[op]
@@ -103,10 +105,10 @@ def make_without_memory(
     """Create a tensor of a wrapper subclass that no code can mistake for a tensor with memory.
 
     A tensor of a usual wrapper subclass has the dispatch keys of its device, and a null pointer as
-    its address. Then C++ code that reads the memory crashes, for example code that uses raw
-    pointers or storages, or a plain tensor to whose `.data` the wrapper was assigned. The tensor
-    that this function creates has the dispatch keys and the storage of the meta device, but its
-    attribute `device` names the given device.
+    its address. C++ code that reads the memory of such a tensor crashes, for example code that uses
+    raw pointers or storages, or that reads a plain tensor to whose `.data` the wrapper was
+    assigned. The tensor that this function creates has the dispatch keys and the storage of the
+    meta device, but its attribute `device` names the given device.
 
     The subclass must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. The subclass
     must also have a property `device`, and a method `refuse_memory` that raises an error.
@@ -137,8 +139,9 @@ def _autocast_keys(kind: str) -> Any:
 
 
 def _shares_metadata(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether one tensor may be assigned to the other's `.data`: both must have the same
-    class."""
+    """Return whether one tensor may be assigned to the `.data` of another: both must have the same
+    class.
+    """
     for each in (tensor, other):
         refuse = getattr(each, "refuse_memory", None)
         if refuse is not None and type(tensor) is not type(other):
@@ -180,8 +183,9 @@ def parts_of(tensor: torch.Tensor) -> tuple[Sequence[str], Any]:
 
 
 def storage_keys(value: torch.Tensor) -> set[int]:
-    """Return keys that are equal for fake tensors that share memory; a subclass gets one key per
-    inner tensor."""
+    """Return keys of a fake tensor's memory: tensors that share memory have equal keys, and a
+    subclass has one key per inner tensor.
+    """
     if not hasattr(type(value), "__tensor_flatten__"):
         return {storage_key(value)}
     names, _ = parts_of(value)
@@ -202,8 +206,8 @@ def is_traced(*tensors: torch.Tensor) -> bool:
 def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any:
     """Return a fake tensor mode, in which tensors have sizes but no memory.
 
-    If an op runs outside of Dynamo's traces, the mode calls ``outside(op, args, kwargs, run)``,
-    which returns the op's result. ``run()`` computes the sizes of this result. With
+    For each op that runs while Dynamo is not tracing, the mode calls ``outside(op, args, kwargs,
+    run)``, which returns the op's result. ``run()`` computes the sizes of this result. With
     ``has_addresses``, the address of each tensor is 0; without it, reading an address raises an
     error.
     """
@@ -250,8 +254,9 @@ def written_to(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def reads_values(op: Any) -> bool:
-    """Return whether an op returns a number, or a tensor with sizes, that depends on tensor
-    values."""
+    """Return whether an op returns a number that depends on the values of tensors, or a tensor
+    whose sizes depend on them.
+    """
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     return any(tag in op.tags for tag in tags)
 
@@ -286,8 +291,8 @@ SOLE_OWNER = (2, 1, 2, 2)
 
 
 def is_sole_owner(held: list[torch.Tensor]) -> bool:
-    """Return whether a one-element list has the only reference to its tensor and to the tensor's
-    memory.
+    """Return whether a one-element list has the only reference to its tensor, and no other object
+    uses the tensor's memory.
 
     Views, detached tensors, NumPy arrays and saved tensors count as other references. While Dynamo
     traces, the references are unknown, so the function returns False.

@@ -62,8 +62,9 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         self.use_regional_compilation = use_regional_compilation
 
     def __post_init__(self) -> None:
-        """Do nothing. accelerate's class looks up settings by their names here, but this class
-        already has its settings as objects."""
+        """Do nothing. In this method, accelerate's class turns names of settings into objects, but
+        this class already has its settings as objects.
+        """
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings in the form that accelerate logs and stores."""

@@ -1,7 +1,8 @@
 """Compute torchtitan's loss for the whole sequence with this package's op; torchtitan itself
-computes it in chunks of the sequence.
+computes the loss in chunks of the sequence.
 
-Importing this module also lets torchtitan compile blocks with FlexAttention with this backend.
+Importing this module also lets torchtitan use this backend for transformer blocks that call
+FlexAttention.
 
 Usage:
 
@@ -41,14 +42,15 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
     logits.
 
     torchtitan still computes the loss in chunks if tensor parallelism splits the projection, if the
-    projection has hooks, or if it is not a plain linear layer. In that case, the log gives the
-    reason.
+    projection has hooks, or if the projection is not a plain linear layer. In that case, the log
+    gives the reason.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """The configuration of torchtitan's chunked loss, which still computes the loss of
-        projections that the op does not support."""
+        """The configuration of this loss: that of torchtitan's chunked loss, because the chunked
+        loss is still used for projections that the op does not support.
+        """
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
@@ -62,7 +64,9 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scaled loss, and no metrics, from the decoder's hidden states."""
+        """Compute the scaled loss from the decoder's hidden states; return the loss and an empty
+        set of metrics.
+        """
         if not self._is_prepared:
             self._prepare(pred, labels)
         if self._left is not None or loss_inputs:
@@ -120,11 +124,11 @@ def fused_loss(cfg: Any) -> Any:
 
 
 def _accept_flex_attention() -> None:
-    """Make torchtitan compile blocks with FlexAttention with the backend `memeff`.
+    """Let torchtitan use the backend `memeff` for transformer blocks that call FlexAttention.
 
     For such blocks torchtitan raises an error for every backend except Inductor and `aot_eager`,
-    because others may run FlexAttention op by op. The backend `memeff` passes FlexAttention on to
-    Inductor.
+    because other backends may run FlexAttention op by op. The backend `memeff` passes FlexAttention
+    on to Inductor.
     """
     refuse = getattr(compile_blocks, "_maybe_regional_inductor_backend", None)  # since 0.3
 

@@ -42,8 +42,9 @@ class MemeffCallback(TrainerCallback):
     - the reference model of a TRL trainer;
     - the whole model, if the callback was added by `add_callback` later.
 
-    A model that is already compiled is not changed. Compilation happens at the first call, so it
-    includes all changes that accelerate, PEFT or TRL make to `forward` before the first step.
+    A model that is already compiled is not changed. Compilation happens at the first call of the
+    model, so the compiled code includes all changes that accelerate, PEFT or TRL make to `forward`
+    before the first step.
 
     For TRL's trainers, the backend also computes the loss (`integrations.trl`).
 

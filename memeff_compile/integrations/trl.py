@@ -76,8 +76,9 @@ def _warn_of_another_name() -> None:
 
 
 class _Head:
-    """The class that replaces TRL's autograd function, and calls that function unless this backend
-    captures a graph."""
+    """The class that replaces TRL's autograd function; it calls TRL's function unless this backend
+    captures a graph.
+    """
 
     def __init__(self, utils: ModuleType, theirs: Any) -> None:
         self.utils, self.theirs = utils, theirs

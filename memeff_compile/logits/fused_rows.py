@@ -1,12 +1,12 @@
-"""Compute results of deferred logits per row (token) with the fused loss op, for losses outside of
-the graph.
+"""Compute per-row (per-token) results of deferred logits with the fused loss op, for losses outside
+of the graph.
 
 `Head` is some rows of logits in factored form: hidden states, and the output projection that turns
 them into logits. For each of these rows, the op returns the log-sum-exp of the logits, the target's
 logit and the sum of the logits, without building the logits. `FusedRows` is the gradient of such
-rows of logits. It also has a compact form, with a few numbers per row instead of one number per
-class. The backward pass of the deferred logits passes `FusedRows` to the op, which computes the
-gradients of the hidden states and the output projection.
+rows of logits. This gradient also has a compact form, with a few numbers per row instead of one
+number per class. The backward pass of the deferred logits passes `FusedRows` to the op, which
+computes the gradients of the hidden states and the output projection.
 
 Apart from the passes, only this module calls the op, and always in its exact mode: the lossy modes
 of memeff.linear_cross_entropy apply only inside the graph.
@@ -79,7 +79,8 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
     """Combine all casts, multiplications and divisions among the steps into one factor; return None
-    if there is any other step."""
+    if there is a step of another kind.
+    """
     factor = 1.0
     for name, value in steps:
         if name not in ("to", "mul", "div"):
@@ -160,7 +161,7 @@ class Head:
         return found[:4]
 
     def makes_gradients_in_forward(self) -> bool:
-        """Return whether to compute the gradients of a scalar loss in its forward pass."""
+        """Return whether a scalar loss should compute its gradients already in its forward pass."""
         hidden, dtype = self.hidden, self.recipe.compute_dtype
         asked = hidden.device, dtype, hidden.shape[-1]
         return op_folder.makes_gradients_in_forward(*asked, workspace=self.settings.workspace)
@@ -231,8 +232,8 @@ class Ready:
     is_last: bool  # no later backward pass reads them
 
     def take(self, factor: float, needed: Sequence[bool]) -> list[Tensor] | None:
-        """Return the gradients that the loss stored in its forward pass, multiplied by the gradient
-        of the loss and by `factor`.
+        """Return the gradients that the loss computed and stored in its forward pass, multiplied by
+        the incoming gradient of the loss and by `factor`.
 
         Return None if an earlier call has already taken these gradients.
         """
@@ -288,8 +289,9 @@ class FusedRows:
 
     @property
     def recomputed(self) -> FusedRows:
-        """Return this gradient without the gradients that the loss already computed in its forward
-        pass, so that it must be computed again."""
+        """Return this gradient without the results that the loss already computed in its forward
+        pass, so that the backward pass computes them again.
+        """
         if self.ready is None:
             return self
         _, lse, *_ = self.head.statistics(with_lse=True, with_logit_sum=False)
@@ -307,7 +309,7 @@ class FusedRows:
         return replace(self, outer=self.outer * factor)
 
     def reshaped(self, rows: Sequence[int]) -> FusedRows:
-        """Return the gradient with its rows in another shape."""
+        """Return the gradient with all dimensions but the last reshaped to the sizes `rows`."""
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
         held = {name: getattr(self, name) for name in _OF_ROWS}
@@ -379,8 +381,9 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply the gradient by the probabilities; it must be the gradient of a sum over the
-        classes."""
+        """Multiply the gradient by the probabilities; the gradient must be that of a sum over the
+        classes.
+        """
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:

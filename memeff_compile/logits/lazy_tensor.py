@@ -93,8 +93,8 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
-        """Return a plain tensor with the same values; it is a leaf of the autograd graph if `self`
-        is one.
+        """Return a plain tensor with the same values; the returned tensor is a leaf of the autograd
+        graph if `self` is a leaf.
 
         If code calls an operation on the returned tensor, PyTorch raises its usual errors, for
         example for `numpy()` on a tensor that requires a gradient.

@@ -1,5 +1,6 @@
 """Represent the memory that eager PyTorch would allocate for logits; deferred logits (logits that
-are computed when first read) and their views share one such object."""
+are computed when first read) and all their views share one `Memory`.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class Part(Protocol):
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view from which this view was created, and a function that computes this
-        view's values from the values of that view.
+        """Return the view from which this view was created (its base), and a function that computes
+        this view's values from the base's values.
 
         Return None if this view consists of whole rows, that is, of all classes of some tokens.
         """
@@ -62,8 +63,8 @@ class Statistics(NamedTuple):
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
         """Return the statistics of the rows of `view`, or None if they were not computed.
 
-        They were computed if `view` has the same rows as the view for which the statistics are
-        recorded, or is one index of dimension 0 of the recorded view.
+        The statistics are recorded for one view. They apply if `view` has the same rows as the
+        recorded view, or is one index of the recorded view's dimension 0.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:
@@ -115,8 +116,9 @@ class Memory:
         return view.own
 
     def link(self, view: Part) -> Tensor:
-        """Return the memory of `view` as a tensor; compute the values of the whole memory if
-        necessary."""
+        """Return a tensor that shares the memory of `view`; compute the values of the whole memory
+        first if necessary.
+        """
         if self.value is None:
             value = None if self.origin is None else self.origin()
             value = self.source.compute(self.recipe, self.rows) if value is None else value
@@ -132,8 +134,9 @@ class Memory:
         return self.value.as_strided(*view.place)
 
     def write(self, view: Part) -> Tensor:
-        """Return the memory of `view` as a tensor, for a caller whose later writes cannot be
-        detected."""
+        """Return a tensor that shares the memory of `view`, for a caller whose later writes to it
+        cannot be detected.
+        """
         self.is_open = True
         return self.link(view)
 
@@ -143,7 +146,9 @@ class Memory:
         return None if self._statistics is None else self._statistics.of(view)
 
     def keep_statistics(self, view: Part, lse: Tensor, logit_sum: Tensor | None) -> None:
-        """Record the statistics that a loss computed for the rows of `view`."""
+        """Record the statistics (log-sum-exp and sum of each row) that a loss computed for the rows
+        of `view`.
+        """
         self._statistics = Statistics(view.place, lse, logit_sum)
 
     def snapshot(
@@ -175,8 +180,8 @@ class Memory:
         return copy
 
     def _is_less_work(self, view: Part) -> bool:
-        """Return whether computing only the rows of `view` is cheaper, given how many rows were
-        already computed.
+        """Return whether computing only the rows of `view` is cheaper than computing all rows,
+        given how many rows were already computed one view at a time.
         """
         rows = prod(self.shape[:-1])
         return _row_count(view) < rows and self.rows_computed < rows

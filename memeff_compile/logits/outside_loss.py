@@ -63,7 +63,7 @@ class _Rows(_Function):
     """The autograd function that computes, for each row of logits z with target t, their
     log-sum-exp lse, the loss nll = lse - z_t, and the sum of z with one weight per class.
 
-    For each row of log-probabilities l, it computes nll = -l_t and the weighted sum of l.
+    For each row of log-probabilities l, the function computes nll = -l_t and the weighted sum of l.
     """
 
     @staticmethod
@@ -266,8 +266,9 @@ class _PLogP(_Function):
 
 
 class _NegativeEntropy(_Function):
-    """The autograd function that sums the deferred products p log p over the classes; `logs`, the
-    log-probabilities log p, gets no gradient from it."""
+    """The autograd function that sums the deferred products p log p over the classes; it returns no
+    gradient for its argument `logs`, the log-probabilities log p.
+    """
 
     @staticmethod
     def forward(ctx: Any, terms: View, logs: tuple[View]) -> Tensor:
@@ -293,7 +294,8 @@ def _needs_nothing(ctx: Any) -> bool:
     """Return whether the backward pass of a sum must run without saved tensors, as the backward
     pass of eager PyTorch's sum does.
 
-    This is so for a second derivative, and for a second backward pass through the same graph.
+    That is necessary for a second derivative, and for a second backward pass through the same
+    graph.
     """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors
@@ -331,10 +333,10 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the data that a backward pass needs for `view`, whose values the same output
-        projection computes.
+        """Return the data that a backward pass needs for `view`, another set of logits of the same
+        output projection.
 
-        Both sets of values use the same saved tensors, and autograd frees these tensors after the
+        Both sets of logits use the same saved tensors, and autograd frees these tensors after the
         first backward pass.
         """
         return self._replace(
@@ -346,13 +348,13 @@ class _Kept(NamedTuple):
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
-        """Return the rows and their output projection, as the argument of a fused loss."""
+        """Return the rows' hidden states and output projection, as the argument of a fused loss."""
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
 
     def values(self, made_of: Sequence[Any], reader: str) -> Tensor:
         """Return the values of the logits at the time of the forward pass, with an autograd graph
-        if one is needed.
+        if gradients are needed.
         """
         if torch.is_grad_enabled():
             return self.plain(made_of)
@@ -393,8 +395,9 @@ class _Kept(NamedTuple):
 
 
 def _result(ctx: Any, kept: _Kept) -> Tensor | None:
-    """Return the result of a loss function, which a second derivative needs, if the result still
-    exists and is unchanged."""
+    """Return the earlier result of a loss function, if it still exists and is unchanged; a second
+    derivative needs this result.
+    """
     result = ctx.result()
     if result is None or result.grad_fn is not ctx:  # detached in place, or written to since
         return None
@@ -415,7 +418,9 @@ class Declined(Exception):
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return the rows of `view` as the op's arguments, or raise `Declined`."""
+    """Return the rows of `view` as the op's arguments; raise `Declined` if the op does not support
+    them.
+    """
     lost = view.lost_factors()
     if lost is not None:
         raise Declined(lost)
@@ -482,8 +487,9 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype that PyTorch's function returns under the current autocast, found by running
-    it on one row."""
+    """Return the dtype that PyTorch's function returns under the current autocast, which is found
+    by running the function on one row.
+    """
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key = (name, view.dtype, view.device, autocast)

@@ -53,8 +53,9 @@ class Adapter:
         made_of: tuple[Tensor, Tensor, Tensor],  # hidden states, A and B
         needs: Sequence[bool],  # one for each
     ) -> list[Tensor | None]:
-        """Return the needed gradients of the hidden states and of the adapter's matrices A and
-        B."""
+        """Return the requested gradients among those of the hidden states and of the adapter's
+        matrices A and B.
+        """
         hidden, a, b = made_of
         rows = grad.to(self.up).reshape(-1, grad.shape[-1])
         rows = rows if self.scale == 1 else rows * self.scale
@@ -97,12 +98,12 @@ class LogitsRecipe:
     """The steps of a model's output projection, from hidden states to logits.
 
     The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
-    ("bias", None), which adds the next tensor of `vectors`; if the sum has another dtype, this
-    dtype replaces None. The first step may be ("adapter", Adapter), which takes the next two
-    vectors as A and B. The step ("classes", (start, stop, count)) selects the classes from `start`
-    up to, not including, `stop`; `count` is the number of classes before this step. Only code
-    outside of the graph adds the steps ("log_softmax", None), ("exp", None) and ("times_exp",
-    None), which is x * exp(x).
+    ("bias", None), which adds the next tensor of `vectors`; if the sum has another dtype than the
+    logits before, that dtype replaces None. The first step may be ("adapter", Adapter), which takes
+    the next two vectors as A and B. The step ("classes", (start, stop, count)) selects the classes
+    from `start` up to, not including, `stop`; `count` is the number of classes before this step.
+    Only code outside of the graph adds the steps ("log_softmax", None), ("exp", None) and
+    ("times_exp", None), which is x * exp(x).
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -143,8 +144,9 @@ class LogitsRecipe:
         return found
 
     def cut(self, weight: Tensor) -> Tensor:
-        """Return the rows of an output projection's weight that belong to the classes of the
-        logits; each row of the weight is one class."""
+        """Return those rows of an output projection's weight whose classes the logits contain; each
+        row of the weight is one class.
+        """
         if self.classes is None:
             return weight
         start, stop = self.classes
@@ -285,14 +287,16 @@ class LogitsRecipe:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The options of the fused loss, for losses outside of the graph."""
+    """The options that the fused loss uses for losses outside of the graph."""
 
     workspace: int = 0  # memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic
 
 
 @dataclass(frozen=True)
 class DeferredOutput:
-    """A graph output that returns hidden states instead of logits."""
+    """An output of a rewritten graph that returns hidden states where the original graph returned
+    logits.
+    """
 
     output: int  # index of the output
     weight: int  # index of the head's weight among the graph's arguments
@@ -355,8 +359,9 @@ def _with_sizes(arg: object, results: Sequence[Any]) -> object:
 
 
 def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
-    """Return the index of the first graph output that is a size which the planned views of the
-    logits need, or None."""
+    """Return the index of the first graph output that is a size needed by the planned views of the
+    logits, or None.
+    """
     calls = [view.calls for entry in plan for view in entry.views]
     sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]
     return min(sizes, default=None)

@@ -45,9 +45,9 @@ class RowStep(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The gradient of some rows, and the selection steps that led from all rows to these rows.
+    """The gradient of some rows, and the steps (`RowStep`) that select these rows from all rows.
 
-    The last step is stored first.
+    The list of steps starts with the last one.
     """
 
     rows: Tensor | FusedRows
@@ -71,8 +71,9 @@ class Piece(NamedTuple):
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with all rows: the rows that this gradient covers are taken from
-        `tensor`, the other rows are zero."""
+        """Return a tensor with all rows: the rows that this gradient covers contain `tensor`, the
+        other rows are zero.
+        """
         for step in self.steps:
             tensor = step.scatter(tensor)
         return tensor
@@ -101,7 +102,7 @@ class RowGradient(LazyTensor):
     @staticmethod
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
-        """Return a RowGradient that contains the given rows.
+        """Return a RowGradient that contains the given rows of a gradient.
 
         If `rows` has an autograd graph (as in a second derivative), return `rows` unchanged.
         """
@@ -166,7 +167,7 @@ class RowGradient(LazyTensor):
         return self._dense
 
     def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
-        """Return the gradient of a tensor, given the gradient of the rows that `step` selected.
+        """Return the gradient of the tensor from which `step` selected rows.
 
         This object is the gradient of the selected rows. `shape` is the tensor's shape without the
         last dimension.
@@ -223,7 +224,9 @@ def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | 
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
-    """Record a change of a gradient's shape; two successive changes become one step."""
+    """Record, in the RowGradient, that the gradient is reshaped; two successive reshapes become one
+    step.
+    """
     before = tuple(grad.shape)
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:
@@ -260,8 +263,9 @@ def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
 def _index_put(
     zeros: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> RowGradient | None:
-    """Record the gradient of advanced indexing, which autograd computes by adding rows to a tensor
-    of zeros."""
+    """Record, in a RowGradient, the gradient of advanced indexing, which autograd computes by
+    adding rows to a tensor of zeros.
+    """
     if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
         return None
     shape = tuple(zeros.shape)
@@ -279,15 +283,18 @@ def _index_put(
 def _index_add(
     zeros: Tensor, dim: int, index: Tensor, values: Tensor, *, alpha: float = 1
 ) -> RowGradient | None:
-    """Record `index_add`, with which autograd computes the gradient of `index_select`."""
+    """Record, in a RowGradient, the call of `index_add` with which autograd computes the gradient
+    of `index_select`.
+    """
     if alpha != 1:
         return None
     return _index_put(zeros, [*[None] * (dim % zeros.dim()), index.reshape(-1)], values, True)
 
 
 def indexed_dims(indices: Sequence[Tensor | None]) -> int:
-    """Return the number of dimensions up to and including the last dimension that has an advanced
-    index."""
+    """Return how many dimensions there are from the first dimension to the last one that has an
+    advanced index.
+    """
     place = covered = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -320,8 +327,9 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Add up gradients in compact form that cover the same rows, so that one call of the op
-    computes their sum."""
+    """Add up those gradients in compact form (`FusedRows`) that cover the same rows, so that one
+    call of the op handles their sum.
+    """
     result: list[Piece] = []
     for piece in pieces:
         for place, other in enumerate(result):
@@ -335,8 +343,9 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
-    """Record that a gradient is multiplied by a number; autograd passes this number as a
-    one-element tensor."""
+    """Record, in the RowGradient, that the gradient is multiplied by a number; autograd passes this
+    number as a one-element tensor.
+    """
     if not isinstance(grad, RowGradient):
         return None
     if isinstance(factor, Tensor):
@@ -361,7 +370,9 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the concatenation with which autograd computes the gradient of `split` and `chunk`."""
+    """Record, in a RowGradient, the concatenation with which autograd computes the gradient of
+    `split` and `chunk`.
+    """
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
         return None
@@ -373,8 +384,9 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record the stacking with which autograd computes the gradient of `unbind` and of a loop over
-    a tensor."""
+    """Record, in a RowGradient, the stacking with which autograd computes the gradient of `unbind`
+    and of a loop over a tensor.
+    """
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):

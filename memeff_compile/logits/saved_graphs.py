@@ -3,7 +3,7 @@
     compiled = torch.compile(model, backend="memeff", fullgraph=True)
     compiled.forward.aot_compile(((x,), {})).save_compiled_function(path)
 
-PyTorch saves the artifact that the inner compiler made. The file also contains the wrappers that
+PyTorch saves the inner compiler's result (the artifact). The file also contains the wrappers that
 turn the graph's outputs into the model's outputs, such as those that create deferred logits.
 """
 

@@ -37,7 +37,7 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """Set the name of the op that reads values in this context, for the report.
+    """In this context, record computations of logits in the report under the given name of an op.
 
     If contexts are nested, the report shows the name that the outermost context set.
     """
@@ -53,7 +53,8 @@ class LogitsSource:
     logits are computed.
 
     Because the aliases are detached, this object does not keep the autograd graph of the hidden
-    states alive. As in eager PyTorch, logits keep that graph alive, but detached logits do not.
+    states alive. As in eager PyTorch, logits keep the autograd graph of the hidden states alive,
+    but detached logits do not.
     """
 
     def __init__(
@@ -130,10 +131,10 @@ class LogitsSource:
         """Raise a StaleLogitsError if one of the tensors has changed since the logits were
         deferred.
 
-        A write through `.data` is detected by comparing sampled elements of the weight. Comparing
-        them on the CPU would make the CPU wait for the GPU. So an assertion on the GPU compares
-        them, before the backward pass; ordinary training loops do not change the output projection
-        earlier.
+        A write through `.data` is detected by comparing sampled elements of the weight. Copying the
+        samples to the CPU for the comparison would make the CPU wait for the GPU. So an assertion
+        on the GPU compares the samples, before the backward pass; ordinary training loops do not
+        change the output projection before the backward pass.
         """
         if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
             self._refuse(self.change())
@@ -192,7 +193,8 @@ def _is_matrix(added: Tensor) -> bool:
 
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
-    """Return a tensor's version counter and address; if they change, so may have the values.
+    """Return a tensor's version counter and address; if one of them changes, the tensor's values
+    may have changed.
 
     Inference tensors have no version counter, so only their address is returned.
     """

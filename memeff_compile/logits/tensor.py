@@ -17,7 +17,7 @@ The design, from the outermost object to the innermost:
   some tokens), such as a diagonal, are `DeferredLogits` too, so that every write is detected.
   `_ABOVE_AUTOGRAD` lists the functions that must be handled before autograd records them.
 * `Memory` represents the memory that eager PyTorch would allocate. The logits and all their views
-  share one `Memory`; each copy or cast of the logits has another one.
+share one `Memory`; each copy or cast of the logits has a `Memory` for itself.
 * `LogitsSource` contains the hidden states and the output projection, and detects whether they have
 changed.
 * `outside_loss` computes losses of deferred logits without building the logits.
@@ -178,8 +178,9 @@ class DeferredLogits(LazyTensor):
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
-        """Return the reason why the values may differ from those that hidden states and output
-        projection would give now, or None."""
+        """Return the reason why the values may differ from logits computed now from the hidden
+        states and the output projection, or None.
+        """
         memory = self.memory
         if memory.is_open:
             return "the logits were written to, or may have been"
@@ -240,7 +241,8 @@ class DeferredLogits(LazyTensor):
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
-    """Return whether a rule that runs an operation without computing the logits applies to `view`.
+    """Return whether an operation's rule, which runs the operation without computing the logits,
+    applies to `view`.
 
     Few rules apply if the vocabulary is not the last dimension.
     """
@@ -346,8 +348,8 @@ def _windows(call: _Call) -> Any:
     """Run a view operation whose result does not consist of whole rows (all classes of some
     tokens), such as a slice of classes or a diagonal.
 
-    When the result is read, its values are a view of the values of the argument. Return None for
-    other view operations, such as a view with another dtype.
+    When code reads the result, the result's values are computed as a view of the argument's values.
+    Return None for other view operations, such as a view with another dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -449,7 +451,8 @@ def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
     """Return a new deferred tensor whose values are `function` applied to the values of `view`;
-    `recipe` computes them from hidden states."""
+    `recipe` computes the same new values from hidden states.
+    """
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
     order = view.order
@@ -601,7 +604,8 @@ def _data(func: Any, view: DeferredLogits) -> Tensor:
     deferred logits.
 
     As in eager PyTorch, `.data` is not a view for autograd: if code writes a value that requires a
-    gradient to `.data`, then only `.data`, not the logits, requires a gradient.
+    gradient to `logits.data`, then only the tensor `logits.data` requires a gradient, and `logits`
+    does not.
     """
     data: DeferredLogits = func(view)
     # Without a node first: that of a view which a write made stale would raise.
@@ -626,8 +630,8 @@ def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the values of a copy immediately, if the copy has no gradient.
 
     A copy without a gradient, for example on the CPU, is usually read later, when the output
-    projection may have changed. A copy with a gradient may be used in a loss, so its values are not
-    computed yet.
+    projection may have changed. A copy with a gradient may be used in a loss that needs no logits,
+    so its values are not computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

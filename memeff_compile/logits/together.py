@@ -26,8 +26,9 @@ _asking: list[bool] = []
 
 @contextmanager
 def all_ranks_ask() -> Iterator[None]:
-    """In this context, which every rank enters, allow code to read logits of an output projection
-    that is split over ranks."""
+    """In this context, allow code to read logits of an output projection that is split over ranks;
+    every rank must enter the context.
+    """
     _asking.append(True)
     try:
         yield
@@ -44,8 +45,9 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """Return a sentence about a tensor that has changed on at least one rank, or None; all
-        ranks must call this function."""
+        """If a tensor has changed on at least one rank, return, on all ranks, a sentence about this
+        tensor, otherwise None; all ranks must call this function.
+        """
         if not _asking:
             raise ShardedLogitsError(
                 "These logits were left out of the forward pass, and their head is split over "

@@ -44,7 +44,7 @@ class Changes(VerbReport, int):
         """Return a summary, then the new state of each module or weight, or the reason why it did
         not change.
 
-        Layers of which the report says the same share one line; `details` has one line per layer.
+        Layers with the same text in the report share one line; `details` has one line per layer.
         """
         return self._text(fold_names(self._said()))
 
@@ -87,7 +87,7 @@ def require_module(model: object, verb: str) -> None:
 
 
 def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
-    """Store a function's report about a model as the latest report, and return it."""
+    """Store a function's report about a model as the model's latest report; return the report."""
     reports = _kept.setdefault(compat.without_compile(model), {})
     reports.pop(verb, None)
     reports[verb] = report

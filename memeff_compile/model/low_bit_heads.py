@@ -2,8 +2,8 @@
 (use_low_bit_heads_).
 
 A model trained in this way adapts to a cache that stores keys and values in few bits
-(`KVCache(scheme="per_head")`). The method is that of BitNet a4.8, table 3. The function needs
-transformers, which is imported when it is called.
+(`KVCache(scheme="per_head")`). The method is the one that table 3 of BitNet a4.8 evaluates. The
+function needs transformers, and imports it when it is called.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def use_low_bit_heads_(
     """Make a model round the queries, keys and values of its attention to few bits; gradients pass
     through the rounding unchanged.
 
-    Rounding happens after the rotary embedding, with one scale per token and head. The paper's
-    settings are ``key_value=4``; ``query=4, key_value=4``; and ``query=4, key_value=3, first=1``.
+    Rounding happens after the rotary embedding, with one scale per token and head. BitNet a4.8 uses
+    three settings: ``key_value=4``; ``query=4, key_value=4``; and ``query=4, key_value=3,
+    first=1``.
 
     Args:
         model: a transformers model with an attention implementation other than "eager".
@@ -151,7 +152,7 @@ def use_low_bit_heads_(
 
 
 def heads_of(model: nn.Module) -> dict[str, int] | None:
-    """Return the settings of `use_low_bit_heads_` in a model's attention, or None."""
+    """Return the settings that `use_low_bit_heads_` put into a model's attention, or None."""
     transformers = sys.modules.get("transformers.modeling_utils")
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     heads = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {}).get(name, None)

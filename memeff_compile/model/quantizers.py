@@ -24,8 +24,9 @@ _modules: list[str] = []  # modules that add to the table
 
 
 class _BesideQuantizers(MetaPathFinder):
-    """An import finder: right after Python has imported transformers' table of quantizers, it
-    imports the modules of this package that add quantizers to the table."""
+    """An import finder: right after Python has imported transformers' table of quantizers, the
+    finder imports the modules of this package that add quantizers to the table.
+    """
 
     is_asking = False  # another finder, which may in turn ask all finders
 

@@ -30,8 +30,9 @@ def call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this context, put a model in eval mode, without dropout; at its end, restore each module's
-    mode."""
+    """In this context, put a model in eval mode, without dropout; at the end of the context,
+    restore each module's mode.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

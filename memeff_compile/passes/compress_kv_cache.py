@@ -38,8 +38,9 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """An attention call that reads decoded keys and values, the node that decodes them from a
-    low-bit cache (the dense view), and the nodes between these two."""
+    """An attention call that reads decoded keys and values, the node that decodes these keys and
+    values from a low-bit cache (the dense view), and the nodes between that node and the call.
+    """
 
     view: Node
 
@@ -85,8 +86,9 @@ class CompressKVCache(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return a formula for the bytes of the decoded keys and values, and of their copies that
-        are repeated for the query heads."""
+        """Return a formula for the bytes of the decoded keys and values, and of the copies of both
+        that are made for the query heads.
+        """
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = match.tensors(info)
         codes, of_values, window = *pool[:2], pool[op_folder.POOL.index("k_window")]
@@ -112,8 +114,9 @@ class CompressKVCache(cached.CachedPass):
         return Gain(before, kv_cache.bytes_after(b, h, 1, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Replace the node that decodes the cache, and the attention that reads its result, by one
-        op that reads the codes."""
+        """Replace the node that decodes the cache, and the attention over the decoded keys and
+        values, by one op that reads the codes.
+        """
         given = match.call.args
         chains = [node for name in ("key", "value") for node in _behind(info, given[name])[1]]
         pool, maps = (
@@ -134,7 +137,9 @@ class CompressKVCache(cached.CachedPass):
 
 
 def _keepers(info: GraphInfo) -> list[op_folder.Keeper]:
-    """Return the low-bit caches of which this graph reads all layers that stay exact."""
+    """Return those low-bit caches whose exact layers (the layers that store all tokens exactly) are
+    all read in this graph.
+    """
     if info.parent is not None:
         return []
     return op_folder.keepers_of(map(compat.example_input, info.placeholders))
@@ -149,8 +154,9 @@ def _is_view(node: Node) -> bool:
 
 
 def _bits(view: Node) -> int | None:
-    """Return the number of bits of a cache's codes, even if Dynamo made the number a symbol because
-    two caches differ in it."""
+    """Return the number of bits of a cache's codes, even if Dynamo made this number a symbol
+    because two caches have different numbers of bits.
+    """
     bits = compat.known_number(view.args[_POOL + 2])
     return None if bits is None else int(bits)
 
@@ -162,8 +168,9 @@ def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Return the node that decodes the cache (the dense view) from which a node's value comes, if
-    there is one, and the nodes that repeat its heads."""
+    """If a node's value comes from the node that decodes a cache (the dense view), return the dense
+    view, and the nodes between the two that repeat heads.
+    """
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
         if not isinstance(node, Node):
@@ -262,7 +269,9 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _leads_to(node: Node, end: Node) -> bool:
-    """Return whether `node` leads to `end` in a few steps, without any other user on the way."""
+    """Return whether the value of `node` reaches `end` through a few nodes, and no node outside of
+    this path uses the value or the results on the path.
+    """
     for _ in range(cached.MAX_CHAIN):
         if node is end:
             return True

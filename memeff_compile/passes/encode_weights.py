@@ -16,8 +16,8 @@ values, become a single op, which launches only one kernel if the input is one t
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
 
 If another operation (such as an embedding or an explicit matrix product) reads a compressed weight,
-the weight is decoded before the operation. This is correct but takes memory, and the report names
-the operation.
+the weight is decoded before the operation. Decoding before the operation is correct but takes
+memory, and the report names the operation.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Several:
 
 
 class EncodeWeights(GraphPass):
-    """The pass that makes linear layers read compressed weights.
+    """The pass that makes linear layers compute with compressed weights directly.
 
     The report merges records of equal layers, so each record's sentence says how many bytes are
     saved per layer.
@@ -95,8 +95,9 @@ class EncodeWeights(GraphPass):
         return found
 
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
-        """Return the reason why a linear layer cannot be in one op with the group of linear layers
-        that have the same input, or an empty string."""
+        """Return the reason why a linear layer cannot share one op with the given linear layers
+        (`group`), which have the same input; or an empty string.
+        """
         first = group[0]
         codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
         needed = [_whole(n) for n in (site.x, site.weight, site.bias) if n is not None]
@@ -197,7 +198,9 @@ def _dtype(site: Coded) -> torch.dtype:
 
 
 def _whole(node: Node) -> Node:
-    """Return the graph input if ``node`` is this rank's shard of it, otherwise the node itself."""
+    """If ``node`` is this rank's shard of a graph input, return that input, otherwise return the
+    node itself.
+    """
     if node.target != "to_local" or node.kwargs or len(node.args) != 1:
         return node
     (whole,) = node.args

@@ -6,13 +6,13 @@ scaled_dot_product_attention.
             attended = scaled_dot_product_attention(q, k, v)
             out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
 
-PyTorch has two implementations of this function. With ``need_weights=True``, the default, the first
-one builds the attention scores and weights, even if no node reads them. Otherwise, the second one
-calls scaled_dot_product_attention; if an attention mask and a padding mask are given, it builds a
-separate mask per head. If no node reads the attention weights, this pass inserts nodes like those
-of the second implementation, but with one mask for all heads, so that the pass
-``recover_attention`` can read the mask. If the rewrite would save neither memory nor time, the pass
-does not change the node.
+PyTorch has two implementations of nn.MultiheadAttention. With ``need_weights=True``, the default,
+the first implementation builds the attention scores and weights, even if no node reads them.
+Otherwise, the second implementation calls scaled_dot_product_attention; if an attention mask and a
+padding mask are given, this implementation builds a separate mask per head. If no node reads the
+attention weights, this pass inserts nodes like those of the second implementation, but with one
+mask for all heads, so that the pass ``recover_attention`` can read the mask. If the rewrite would
+save neither memory nor time, the pass does not change the node.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Multihead:
 
     @property
     def builds_weights(self) -> bool:
-        """Return whether the call builds attention scores and weights, which is PyTorch's slower
-        implementation."""
+        """Return whether the call runs the slower one of PyTorch's implementations, which builds
+        attention scores and weights.
+        """
         return bool(self.given["need_weights"])
 
     @property
@@ -112,8 +113,9 @@ class ExpandMultihead(GraphPass):
         return Done(match.node, sentence, sites=1)
 
     def dead(self, match: Multihead) -> Sequence[Node]:
-        """Return the call, the nodes that unpack its results, and the nodes that only the call
-        used."""
+        """Return the original call, the nodes that unpack the call's results, and the nodes that
+        only the call used.
+        """
         masks = [node for mask in match.masks for node in mask.made_by]
         operands = {match.given[name] for name in ("query", "key", "value")}
         turned = [node for node in operands if _turned_from(node) is not None]
@@ -145,7 +147,9 @@ _PLAIN = (
 
 
 def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
-    """Read a mask argument; nn.MultiheadAttention turns booleans into zero and minus infinity."""
+    """Describe a mask argument; nn.MultiheadAttention turns a boolean mask into numbers: zero and
+    minus infinity.
+    """
     tensor = info.tensor(node)
     if tensor is None:
         return None
@@ -176,7 +180,9 @@ def _turned_from(node: Node) -> Node | None:
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
     """Return phrases that describe what is gained by the second implementation, which calls
-    scaled_dot_product_attention; if the original call uses it already, return no phrases."""
+    scaled_dot_product_attention; if the original call uses the second implementation already,
+    return no phrases.
+    """
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
     is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"
@@ -227,8 +233,9 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 
 def _unserved(match: Multihead) -> Decline | None:
-    """Return a Decline that names an argument that the inserted nodes would not handle like the
-    original call, or None."""
+    """Return a Decline that names an argument which the inserted nodes would not handle in the same
+    way as the original call, or None.
+    """
     kind, given = kind_among(match.node.all_input_nodes), match.given
     if kind:
         return subclass(kind)
@@ -249,8 +256,9 @@ def _unserved(match: Multihead) -> Decline | None:
 
 
 def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Return a Decline if the graph wrote to a mask after it was created, or if a mask requires a
-    gradient."""
+    """Return a Decline if the graph wrote to a mask after creating the mask, or if a mask requires
+    a gradient.
+    """
     for mask in match.masks:
         if mask.made_by and mask.taken is not None:
             write = info.written_between([mask.node, mask.taken], mask.node, match.node)
@@ -276,8 +284,9 @@ def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
 
 
 class _Expansion:
-    """Inserts the nodes that replace a call. They compute in the dtype of the call, also under
-    autocast."""
+    """Inserts the nodes that replace a call. The new nodes compute in the dtype of the original
+    call, also under autocast.
+    """
 
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
         self.info, self.editor, self.match = info, editor, match
@@ -353,8 +362,8 @@ class _Expansion:
         """Return the 3D tensor that the first linear layer gets, and the index of its batch axis, 0
         or 1.
 
-        With ``batch_first``, the module swaps these two axes of its inputs. This pass projects the
-        tensor before the swap, so it needs no copy.
+        With ``batch_first``, the module swaps these two axes of its inputs. This pass applies the
+        first linear layer before the swap, so the swap needs no copy.
         """
         node = self.info.current(source)
         if not self.is_batched:

@@ -19,9 +19,9 @@ log-probabilities of k classes per row (`losses/classes.py`), because a teacher 
 its k most likely classes. The rest of such a loss stays in the graph and uses these k numbers.
 
 The pass declines if the teacher requires a gradient, if other nodes read the logits, if the logits
-have a softcap or a vector over the vocabulary is added to them, if a node writes to them in place
-before the divergence, or if an operand is a tensor subclass. docs/passes/fuse-divergence.md lists
-the codes of all reasons.
+have a softcap or a vector over the vocabulary is added to the logits, if a node writes to the
+logits in place before the divergence, or if an operand is a tensor subclass.
+docs/passes/fuse-divergence.md lists the codes of all reasons.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class FuseDivergence(GraphPass):
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
         """Return the bytes of the student's and teacher's logits, and the bytes of the blocks of
-        logits that the op computes at a time instead."""
+        logits that the op computes, one block at a time, instead.
+        """
         if isinstance(match, Divergence) and match.group.members[0] is not match:
             return None  # the first divergence of these logits has counted them
         hidden, weight, *_ = _values(info, match.student)
@@ -145,8 +146,9 @@ class FuseDivergence(GraphPass):
         return [*heads, match.node]
 
     def rewrite(self, info: GraphInfo, match: Divergence | Classes, editor: Editor) -> Done:
-        """Insert the op before the match, and convert its result to the form of the original
-        result."""
+        """Insert the op before the match, and convert the op's result to the form of the original
+        result.
+        """
         for side in match.sides:
             for step in () if side.chain is None else side.chain.steps:
                 compat.hold_constant(step.symbol)
@@ -191,7 +193,8 @@ def _refusal(
     info: GraphInfo, match: Divergence | Classes, covered: Sequence[Node]
 ) -> Decline | None:
     """Return the reason why a match is not rewritten, or None. The nodes in `covered` are rewritten
-    together with the match, so they may read the logits."""
+    together with the match, so these nodes may read the logits.
+    """
     return (
         _check_sides(info, match)
         or _check_readers(info, match, set(covered))
@@ -268,8 +271,9 @@ def _check_sides(info: GraphInfo, match: Divergence | Classes) -> Decline | None
 def _check_readers(
     info: GraphInfo, match: Divergence | Classes, covered: set[Node]
 ) -> Decline | None:
-    """Return a Decline if a node needs the logits that is neither in `covered`, nor another loss,
-    nor the graph's output."""
+    """Return a Decline if the logits are read by a node that is neither in `covered`, nor another
+    loss, nor the graph's output.
+    """
     reader = HeadReader(info)
     tails = TailReader(info, reader)
     for node in (*match.covered, *(each for side in match.sides for each in side.nodes)):
@@ -308,8 +312,9 @@ def _check_readers(
 
 
 def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
-    """Return whether a node comes before the softmax of the student or the teacher, or is a
-    mask."""
+    """Return whether a node belongs to the computation of the student's or the teacher's softmax,
+    or is a mask.
+    """
     before = (node for side in match.sides for node in side.nodes)
     return node in (*before, *_row_tensors(match))
 
@@ -321,8 +326,9 @@ def _row_tensors(match: Divergence | Classes) -> list[Node]:
 
 
 def _is_of_a_loss(tails: TailReader, user: Node) -> bool:
-    """Return whether a node that reads logits is a loss with class indices, or is the softmax in a
-    loss with class indices."""
+    """Return whether a node that reads logits is a loss that takes class indices as targets, or the
+    softmax in such a loss.
+    """
     if any(isinstance(answer, Tail) for answer in tails.tails(user)):
         return True
     is_log = isinstance(tails.softmax.log_probs(user), Soft)
@@ -402,7 +408,7 @@ def _engine(info: GraphInfo, match: Divergence | Classes) -> str:
 def _is_total(info: GraphInfo, match: Divergence) -> bool:
     """Return whether the op returns a single number and its gradients.
 
-    The answer is no in an activation checkpoint, where the forward pass runs twice.
+    Return False in an activation checkpoint, where the forward pass runs twice.
     """
     dtype = _head(match.student).compute_dtype
     makes = op_folder.makes_gradients_in_forward(dtype)

@@ -6,13 +6,14 @@ the weight, in place.
     after:  x, C = memeff.embedding_tied(W, ids, -1)
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
-C is a view of the table W (the weight). Because the op returns the looked-up rows x and C, its
+C is a view of the table W (the weight). Because the op returns both C and the looked-up rows x, its
 backward pass gets the gradient of x and the output projection's gradient of C, and adds the
-gradient of x to the rows of the other one, in place. This saves an fp32 buffer as large as the
+gradient of x to the rows of the gradient of C, in place. This saves an fp32 buffer as large as the
 table (V x D), to which Inductor would scatter the gradient of x.
 
-Several lookups in one table (encoder and decoder) form a chain: each takes the table that the
-previous lookup returned. If other nodes use the table, autograd adds their gradients as usual.
+Several lookups in one table (encoder and decoder) form a chain: each lookup takes the table that
+the previous lookup returned. If other nodes use the table, autograd adds the gradients of these
+uses as usual.
 
 If a large 16-bit table has no fused output projection in the same graph, its lookup becomes
 memeff::embedding, whose backward pass writes the 16-bit gradient without the fp32 buffer. The
@@ -205,8 +206,9 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
-        """Return whether the table is split over ranks, so that its gradients may be sent between
-        ranks."""
+        """Return whether the table is split over ranks, so that the rewritten graph may send the
+        table's gradients between ranks.
+        """
         return compat.is_dtensor(info.value(match.weight))
 
     def dead(self, match: Table) -> Sequence[Node]:
@@ -233,8 +235,9 @@ def _trains(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _unserved_setting(node: Node, call: Call | None = None) -> str:
-    """Return the setting of a lookup that the op does not support, or an empty string if it
-    supports all."""
+    """Return the setting of a lookup that the op does not support, or an empty string if the op
+    supports all settings.
+    """
     given = _arguments(node)
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if given.get(name):
@@ -273,8 +276,9 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     """Return the nodes after ``last`` through which fused output projections use ``weight``: the
-    op, a cast, or a slice of the classes. Casts to a narrower dtype are not included, because the
-    gradient of the table would then be stored in the wider dtype during the whole backward pass.
+    op, a cast, or a slice of the classes. Casts of the table to a narrower dtype are not included:
+    with them, the gradient would be stored in the table's wider dtype during the whole backward
+    pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -325,8 +329,9 @@ def _is_compiled(info: GraphInfo) -> bool:
 
 
 def _sizes(weight: torch.Tensor) -> dict[str, int]:
-    """Return the sizes of the gradient buffer that the pass avoids; the sizes are the same on every
-    rank."""
+    """Return the sizes (shape) of the gradient buffer that the pass avoids; the sizes are the same
+    on every rank.
+    """
     rows, columns = map(compat.size_hint, weight.shape)
     return {"V": rows, "D": -(-columns // op_folder.parts_of(weight)[1])}
 
@@ -363,9 +368,9 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 def _reads_sums(user: Node) -> bool:
     """Return whether a node that reads looked-up rows, of which each rank has a partial sum, first
-    adds them up over ranks.
+    adds up these partial sums over ranks.
 
-    If it does, every rank gets the complete rows.
+    If the node does so, every rank gets the complete rows.
     """
     if node_name(user) in _MOVES:
         return True

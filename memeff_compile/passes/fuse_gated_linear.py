@@ -5,13 +5,13 @@ up with their gradients.
 
 In the backward pass of a gated MLP, Inductor recomputes the product and the gradients of gate and
 up in one kernel. This kernel reads three tensors of size (tokens, intermediate size) and writes
-three, so six exist at once: this is the memory peak of a checkpointed step. The op's kernel needs
-only three such tensors.
+three, so six such tensors exist at once: at this time, a training step with checkpoints uses the
+most memory. The op's kernel writes to the memory of its inputs, so only three such tensors exist.
 
 The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
-recomputed for the backward pass and have no other reader, so the op may overwrite them. Outside of
-checkpoints, the backward pass reads saved tensors, which the op would have to copy first, so the
-pass does not rewrite such linear layers. The report does not mention such layers.
+recomputed for the backward pass and have no other reader, so the op may overwrite gate and up.
+Outside of checkpoints, the backward pass reads saved tensors, which the op would have to copy
+first, so the pass does not rewrite such linear layers. The report does not mention such layers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Gated:
 
 
 class FuseGatedLinear(GraphPass):
-    """The pass that replaces the last linear layers of gated MLPs inside checkpoints.
+    """The pass that replaces the last linear layer (the down projection) of each gated MLP inside
+    checkpoints.
 
     The backward passes of the blocks run one after another, so the report shows the bytes saved in
     one block, not a sum.
@@ -61,8 +62,9 @@ class FuseGatedLinear(GraphPass):
         return super().enabled(info) and info.called_by is not None and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
-        """Yield every linear of a gated product whose gate and up are computed in the checkpoint
-        body."""
+        """Yield every linear whose input is a gated product, if gate and up are computed in the
+        checkpoint body.
+        """
         for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
             if match is not None and _gains(info, match):
@@ -88,7 +90,7 @@ class FuseGatedLinear(GraphPass):
 
 
 def _read(node: Node) -> Gated | None:
-    """Return ``node`` as a linear of a gated product, or None if it is not one."""
+    """Return ``node`` as a linear whose input is a gated product, or None for any other node."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     product, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))
@@ -107,8 +109,9 @@ def _read(node: Node) -> Gated | None:
 
 
 def _activation(call: Call) -> str:
-    """Return the op's name of an activation function, or an empty string if the op does not support
-    it."""
+    """Return the name that memeff::gated_linear uses for an activation function, or an empty string
+    if the op does not support this function.
+    """
     if call.op is aten.gelu.default:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(call.args["approximate"], "")
     return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(call.op, "")

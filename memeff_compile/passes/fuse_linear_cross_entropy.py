@@ -167,7 +167,8 @@ class FuseLinearCrossEntropy(GraphPass):
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
         """Return the formula for the bytes of the logits, before and after the rewrite.
 
-        For PyTorch's own fused op, which never builds more than a chunk of logits, return None.
+        Return None if the loss is PyTorch's own fused op, which never builds more than a chunk of
+        logits.
         """
         head = match.head
         if is_chunked(match.tails[0]):
@@ -290,8 +291,9 @@ class FuseLinearCrossEntropy(GraphPass):
         return [*match.covered, *match.aside, *match.head.casts]
 
     def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
-        """Return whether the new op communicates between ranks, so that all ranks must insert
-        it."""
+        """Return whether the new op communicates between ranks, so that all ranks must insert this
+        op.
+        """
         return compat.is_dtensor(info.value(match.head.node))
 
 
@@ -328,8 +330,9 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return the report's text about the implementation of the op: its name, its measured speed,
-    and the effect of a gradient filter."""
+    """Return the report's text about the implementation that the op will use: its name, its
+    measured speed, and the effect of the gradient filter.
+    """
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)
     name, speed = _engine_name(info, match), speed_note(hidden.device)

@@ -13,8 +13,8 @@ queries and keys, the checkpoint saves the result of these steps instead, which 
 and spares the backward pass more work.
 
 With a limit in bytes, the checkpoint saves the results that save the most time per byte; among
-equal ones, later blocks come first. A linear's result is not saved if the backward pass does not
-read it (because it is only added to the residual and leaves the block), or if
+equal results, those of later blocks come first. A linear's result is not saved if the backward pass
+does not read it (because it is only added to the residual and leaves the block), or if
 `memeff::gated_linear` overwrites it.
 """
 
@@ -164,8 +164,9 @@ class KeepActivations(GraphPass):
 
 
 def _mark(product: Product, node: Node) -> str:
-    """Return which results of a call are saved, in the form that `compat.keep_in_checkpoint`
-    takes."""
+    """Return which result of a call the checkpoint saves, in the form that
+    `compat.keep_in_checkpoint` takes.
+    """
     call = read_one(node)
     if product.kind == "attention" or call is None:
         return "attention"
@@ -199,7 +200,8 @@ def _unserved(info: GraphInfo) -> Decline | None:
 def _readable(info: GraphInfo) -> Iterator[Product]:
     """Yield the results that a graph, such as a checkpoint's body, could save.
 
-    Nodes that cannot be read are skipped, because the search of that graph reports the error.
+    If analysing a node raises an error, the node is skipped, because the pass's search in that
+    graph reports the error.
     """
     for node in info.gm.graph.nodes:
         with suppress(Exception):
@@ -212,9 +214,9 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
     """Yield the results that fit into ``limit`` bytes, starting with those that save the most time
     per byte.
 
-    Among equal results, later blocks come first, because their memory is freed before most of the
-    weights' gradients exist. Results whose size depends on values are not included, because they
-    could exceed any limit.
+    Among equal results, those of later blocks come first, because the backward pass frees their
+    memory before most of the weights' gradients exist. Results whose size depends on values are not
+    included, because they could exceed any limit.
     """
     left = limit
     known = (product for product in products if product.bytes)
@@ -266,12 +268,12 @@ def _linear(info: GraphInfo, node: Node, call: Call) -> Product | None:
 
 
 def _readers(linear: Node) -> list[Node]:
-    """Return the nodes that the backward pass reads, among a linear layer's result and the linear
-    steps that follow it.
+    """Return those nodes that the backward pass reads, among a linear layer's result and the linear
+    steps (such as scales) that follow it.
 
     The backward pass does not read a result that is only added and returned. If
     `memeff::gated_linear` reads one of these nodes, the list is empty, because that op overwrites
-    it.
+    the node's value.
     """
     made, ways = dict.fromkeys([linear]), [linear]
     while ways:
@@ -300,8 +302,9 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the first ops, from a node on, that do more than move data; the node's own op may be
-    one."""
+    """Follow a node's value through ops that only move data; return the first ops that do more,
+    among which may be the node's own op.
+    """
     found: list[Any] = []
     ways, seen = [node], {node}
     while ways:
@@ -316,7 +319,9 @@ def _ends(node: Node) -> list[Any]:
 
 
 def _without_moves(node: Node, linear: Node) -> Node:
-    """Return the node whose values ``node`` only moves, or casts and casts back."""
+    """Return the earlier node whose values ``node`` contains, only moved, or cast to another dtype
+    and back.
+    """
     while node is not linear:
         calls, source = read(node), node.all_input_nodes[0]
         is_move = calls is not None and all(call.op in _MOVES for call in calls)

@@ -8,7 +8,7 @@ The pass does not change any number. A cosine table is a pointwise function of t
 Inductor recomputes pointwise values in every kernel that reads them: each layer, forward and
 backward, would compute the cosine of each angle once per head. If a node depends on the strides of
 a tensor, Inductor must store the tensor in memory. So the pass inserts a view (as_strided) that
-depends on the strides; it has the same sizes and strides as the table, so it takes no time.
+depends on the strides; the view has the same sizes and strides as the table, so it takes no time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class KeepRotaryTables(GraphPass):
         return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
-        """Make the readers of each table read it through a view with the table's own layout."""
+        """Make the nodes that read a table read a view of the table, which has the same layout."""
         readers = 0
         for table in match:
             users = _readers(table)

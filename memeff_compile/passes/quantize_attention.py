@@ -173,8 +173,9 @@ def _places(info: GraphInfo) -> list[Place]:
 
 
 def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
-    """Return the arguments of an attention call, or the reason why it is not supported; return None
-    for other nodes."""
+    """Return the arguments of an attention call, or the reason why the pass does not support the
+    call; return None for other nodes.
+    """
     if node.target is operator.getitem:
         source = node.args[0]
         if not isinstance(source, Node) or source.target is not exact_folder.attention:
@@ -213,7 +214,7 @@ def _asked_of_op(call: Node) -> Asked | Decline:
 
 
 def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
-    """Return the rewrite of a call, or the reason why it is not rewritten."""
+    """Return the rewrite of an attention call, or the reason why the pass does not rewrite it."""
     found, node = place.asked, place.node
     if isinstance(found, Decline):
         return replace(found, node=node)

@@ -6,12 +6,13 @@ enable_gqa, for which PyTorch uses faster kernels.
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-The pass does not match mask nodes one by one: it reads them as a formula over batch, query and key
-index (mask_reader, mask_algebra, mask_forms). A call is changed only if it is proved, for all sizes
-for which the graph is compiled, that the new arguments show every query the same keys as the mask.
-PyTorch's call has no arguments for padding, packed sequences, windows and softcaps. For such masks
-the pass uses memeff::attention, if that op has a kernel for the device (told_to_op); the op can
-also read any other mask at run time. All other attention calls are reported and not changed.
+The pass does not match the nodes of a mask against patterns: it turns them into a formula over
+batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed only if it is
+proved, for all sizes for which the graph is compiled, that the new arguments show every query the
+same keys as the mask. PyTorch's call has no arguments for padding, packed sequences, windows and
+softcaps. For such masks the pass uses memeff::attention, if that op has a kernel for the device
+(told_to_op); the op can also read any other mask at run time. All other attention calls are
+reported and not changed.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class Match:
 
 class RecoverAttention(GraphPass):
     """The pass that replaces attention with a dense mask by calls that PyTorch's fast kernels
-    support. Which buffers a rewrite avoids depends on the kernel that PyTorch chooses for the new
-    call."""
+    support. The kernel that PyTorch chooses for the new call determines which buffers a rewrite
+    avoids.
+    """
 
     name = "recover_attention"
 
@@ -114,8 +116,8 @@ class RecoverAttention(GraphPass):
         return Done(match.sites[0].node, match.plans[0].sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
-        """Return the old calls, and the nodes that only computed their masks and repeated their
-        keys.
+        """Return the old calls, and the nodes whose only purpose was to compute the masks and to
+        repeat the keys and values of these calls.
         """
         found: set[Node] = set()
         for site, plan in zip(match.sites, match.plans, strict=True):
@@ -154,8 +156,9 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
 def _as_call(
     info: GraphInfo, site: Site, causal: bool, limit: Any, said: list[str]
 ) -> Plan | Decline | None:
-    """Return the plan for a PyTorch call without a mask, or the reason why none is possible; return
-    None if the new call would equal the old one."""
+    """Return the plan for a call of PyTorch's attention without a mask, or the reason why no such
+    call is possible; return None if the new call would equal the old one.
+    """
     slow = why_not_fused(info, site) if site.between else ""
     if slow:
         return Decline("no_fused_kernel", slow, node=site.node)
@@ -179,7 +182,7 @@ def _as_call(
 
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
-    """Return the plan for a call of memeff::attention, or the reason why none is possible."""
+    """Return the plan for a call of memeff::attention, or the reason why this is not possible."""
     reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(info, site, form, reason)
@@ -213,7 +216,8 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return is_causal, the number of keys to keep (None keeps all), and text for the report.
+    """Return the arguments with which PyTorch's call can express a mask: is_causal, and the number
+    of keys to keep (None keeps all); also return text for the report.
 
     Return None if PyTorch's call cannot express the mask.
     """
@@ -253,7 +257,8 @@ def _shown(info: GraphInfo, site: Site) -> str:
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
     """Return the conditions under which a query of an attention call sees a key, and the call's
-    mask, if it has one."""
+    mask, if there is one.
+    """
     if site.mask is None:
         return Form(causal=0 if site.causal else None), None
     shape = (*site.query.value.shape[:-1], site.key.value.shape[-2])
@@ -279,10 +284,8 @@ def _read_mask(
 
 
 def _chosen_by(info: GraphInfo, form: Form) -> str | None:
-    """Return the name of the indices that select rows of a stored mask, or "" if the indices have
-    no name.
-
-    An example is ``mask[None, None, input_pos]``, which selects rows of a mask. Return None for any
+    """If a mask consists of selected rows of a stored mask, as ``mask[None, None, input_pos]``
+    does, return the name of the indices, or "" if the indices have no name. Return None for any
     other mask.
     """
     nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}
@@ -308,7 +311,7 @@ def _index_of(node: Node) -> Node | None:
 
 
 def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
-    """Return the record that says why the attention call is unchanged."""
+    """Return the report's record that says why the pass left an attention call unchanged."""
     chosen = _chosen_by(info, form)
     if chosen is not None:
         by = f"`{chosen}`" if chosen else "a tensor of positions"
@@ -361,8 +364,9 @@ _COPIES = named("contiguous.default clone.default")
 
 
 def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand, Node] | None:
-    """Return the node whose heads an operand repeats, and the first node of the repetition, or None
-    if no heads are repeated."""
+    """If an operand is another node with repeated heads, return that node and the first node of the
+    repetition, otherwise return None.
+    """
     if operand.unexpanded is not None and site.product is not None:
         return operand.unexpanded, site.product  # the product repeats it by broadcasting
     result, node = operand.value, back_over(operand.node, _COPIES)

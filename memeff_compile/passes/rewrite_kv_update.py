@@ -14,8 +14,8 @@ stay on the device, and the mask is removed. Any other boolean mask, such as the
 builds outside of the graph, is passed to the op, and ``last`` is computed from the mask once per
 forward pass.
 
-The pass deletes only nodes that it replaces. It does not call Graph.eliminate_dead_code, which
-would also delete the writes to the cache, because no node uses their results.
+The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
+because that would also delete the writes to the cache, whose results no node uses.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class Cache:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that queries may attend to: those up to ``bound`` - ``minus``, or those that a mask
-    shows."""
+    """The keys that queries may attend to: the keys up to ``bound`` - ``minus``, or the keys that a
+    mask shows.
+    """
 
     mask: Node | None
     bound: Node | None = None
@@ -173,14 +174,17 @@ def _is_cache_write(node: Node) -> bool:
 
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
-    """Return the storages of ``nodes`` that also exist outside of the graph, such as those of
-    caches."""
+    """Return those storages of ``nodes`` that also exist outside of the graph, such as the storages
+    of caches.
+    """
     held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
     return frozenset(map(compat.storage_key, filter(compat.is_fake, map(info.tensor, held))))
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether ``node`` uses one of ``storages``, or is a copy of a node that does."""
+    """Return whether the memory of ``node`` is one of ``storages``, or ``node`` is a copy of a node
+    for which this holds.
+    """
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
         if not compat.is_fake(value):
@@ -196,8 +200,9 @@ def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
 
 
 def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | None:
-    """Follow nodes that repeat heads back to the cache; return None if other nodes are on the
-    way."""
+    """Go back from keys or values, through nodes that repeat heads, to the cache; return None if
+    there are other nodes on the way.
+    """
     chain: list[Node] = []
     repeat: Any = 1
     for _ in range(cached.MAX_CHAIN):
@@ -213,7 +218,7 @@ def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | Non
 
 
 def _copies(info: GraphInfo, match: Site) -> bool:
-    """Return whether keys and values are copied for the query heads that share them."""
+    """Return whether the graph copies keys and values for each query head that uses them."""
     if len(match.caches) < 2 or not all(cache.chain for cache in match.caches):
         return False
     pairs = [(info.tensor(c.chain[0]), info.tensor(c.node)) for c in match.caches]
@@ -225,7 +230,8 @@ def _copies(info: GraphInfo, match: Site) -> bool:
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
     """Return the keys that the mask of an attention call lets queries attend to.
 
-    Return None if there is no mask, if the mask is not boolean, or if it differs between heads.
+    Return None if there is no mask, if the mask is not boolean, or if the mask differs between
+    heads.
     """
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)
@@ -249,8 +255,9 @@ _COMPARED = {  # the side of the keys, the side of the positions, whether equal 
 
 
 def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
-    """If a mask is ``arange(N) <= positions[..., None]``, possibly broadcast, return the visible
-    keys that it describes; otherwise return None."""
+    """If a mask is ``arange(N) <= positions[..., None]``, possibly broadcast, return the keys that
+    this mask makes visible; otherwise return None.
+    """
     chain: list[Node] = []
     node: Node = back_over(mask, _TRANSPARENT, chain)
     if (call := call_of(node, *_COMPARED)) is None:
@@ -408,8 +415,9 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return both writes and the op's operands, if a single op can do both writes at the position
-    of the later one."""
+    """Return the writes of new keys and of new values, and the op's operands, if a single op at the
+    position of the later write can do both.
+    """
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:

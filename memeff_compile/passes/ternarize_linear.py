@@ -12,9 +12,9 @@ which multiplies packed codes with integer sums.
 The codes equal those that the model's own operations compute. The op sums the products of codes
 exactly, whereas a dense linear rounds both operands first. In training, the op saves the codes for
 the backward pass (two bits per weight and eight per input element) instead of two full tensors; the
-backward pass decodes them to the values that the model itself would multiply. Linears with the same
-input share the codes of that input. If no gradient is needed, the pass inserts one op instead of
-the three.
+backward pass decodes the codes to the values that the model itself would multiply. Linears with the
+same input share the codes of that input. If no gradient is needed, the pass inserts a single op
+instead of these three.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ from .ternary.products import Product, read_product
 
 @dataclass(frozen=True)
 class Site:
-    """A linear whose two operands were recognized, or the reason why one of them was not."""
+    """A linear whose two operands were recognized as quantised, or the reason why one of them was
+    not.
+    """
 
     linear: Node
     bias: Node | None
@@ -68,7 +70,9 @@ class Site:
 
 @dataclass
 class Group:
-    """Linears with the same input, which the model quantises in the same way for all of them."""
+    """Linear layers with the same input, which the model quantises in the same way for all these
+    layers.
+    """
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)
@@ -77,8 +81,9 @@ class Group:
 
 @dataclass
 class Calls:
-    """Calls of `memeff::ternary_linear` with the same input, which modules with packed weights
-    make."""
+    """Calls of `memeff::ternary_linear` that have the same input; modules with packed weights make
+    such calls.
+    """
 
     nodes: list[Node]  # the calls
     entering: Entering  # the ops before them that can be part of one call
@@ -260,8 +265,9 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
 
 
 def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
-    """Return the number of tokens (in the first call), and the numbers of rows and columns of the
-    weight."""
+    """Return the number of tokens in the call for which the graph is compiled, and the numbers of
+    rows and columns of the weight.
+    """
     weight, _ = site.both
     tokens = math.prod(map(compat.size_hint, info.value(site.linear).shape[:-1]))
     rows, columns = map(compat.size_hint, info.value(weight.source).shape)

@@ -1,7 +1,8 @@
-"""Predict the memory of a training step from its graphs, without running it.
+"""Predict the memory of a training step from the step's graphs, without running the step.
 
 `capture` traces a model on fake tensors as the backend would, with and without the passes;
 `timeline` predicts which buffers of a captured graph exist at each time; `footprint` computes from
-this the memory of a training step as formulas in batch size and length; `setting` finds the setting
-that fits into a given memory. Users call `memeff_compile.explain`.
+these buffers the memory of a training step as formulas in batch size and length; `setting` applies
+these formulas to a training setting (optimizer, number of GPUs), and finds the largest batch that
+fits into a given memory. Users call `memeff_compile.explain`.
 """

@@ -28,7 +28,9 @@ libraries."""
 
 @dataclass(frozen=True)
 class CacheMode:
-    """The size of a KV cache with a number of bits, and the context and batch that fit with it."""
+    """For one number of bits: the size of the KV cache, and the longest context and largest batch
+    that fit into memory.
+    """
 
     bits: int  # bits of a code; 16 stores keys and values unchanged
     # bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes are taken as
@@ -144,8 +146,8 @@ def weight_bytes(model: nn.Module, codec: str) -> int:
     """Return the bytes of a model's parameters if the weights of its linear layers are compressed
     by a codec.
 
-    If its input has many tokens, a compressed linear layer decodes its whole weight, so the result
-    includes the largest decoded weight.
+    For an input with many tokens, a compressed linear layer decodes its whole weight, so the
+    returned number includes the largest decoded weight.
     """
     every = sum(parameter.nbytes for parameter in model.parameters())
     if codec not in BITS_PER_WEIGHT:
@@ -259,8 +261,9 @@ def _depth_of(text: Any, query_heads: int) -> int:
 
 
 def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the numbers of bits that `KVCache` supports for a model, and a remark if it does not
-    support low bits."""
+    """Return the numbers of bits that `KVCache` supports for a model, and a remark if `KVCache`
+    does not support low bits for this model.
+    """
     notes = []
     coded = tuple(bits for bits in MODES if bits != 16)
     if (shape.layers or shape.pairs) and shape.depth not in (16, 32, 64, 128, 256):
@@ -345,7 +348,8 @@ def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes that a pair of merged layers needs for each older token, and the bytes that
-    it needs in all for a cache of `tokens` tokens."""
+    the pair needs in total for a cache of `tokens` tokens.
+    """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)
         exact = 2 * shape.row * (layout.window + layout.kept)

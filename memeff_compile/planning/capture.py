@@ -76,8 +76,9 @@ class Capture:
         return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
-        """Return the sizes in `other` that are lengths of sequences: the length of the call, and
-        longer lengths if the model adds tokens (such as those of an image) to each sequence.
+        """Return which sizes in the capture `other` are lengths of sequences: the length of the
+        call, and longer lengths if the model adds tokens (such as those of an image) to each
+        sequence.
         """
         told = other.at
         if told.length is None or self.at.length is None:

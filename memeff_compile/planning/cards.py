@@ -1,10 +1,11 @@
 """A list of GPUs by name, with each GPU's memory and the features that decide which kernels can
 run.
 
-The memory of each GPU is about what PyTorch reports (`torch.cuda.mem_get_info`), slightly less than
-the advertised size. Rates (floating-point operations per second) are the manufacturers' figures for
-dense matrix products of bf16 operands that are summed in fp32. The commands print a rate and
-compute a lower bound of a step's time from it; no predicted memory depends on rates.
+The listed memory of each GPU is close to the size that PyTorch reports (`torch.cuda.mem_get_info`),
+which is slightly less than the advertised size. Rates (floating-point operations per second) are
+the manufacturers' figures for dense matrix products of bf16 operands that are summed in fp32. The
+commands print a rate and compute a lower bound of a step's time from it; no predicted memory
+depends on rates.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class Target(NamedTuple):
 
     @property
     def library(self) -> int:
-        """Return the bytes that the GPU's matrix library allocates at its first call and keeps."""
+        """Return the bytes that the GPU's matrix library allocates at its first call and never
+        frees.
+        """
         return 0 if self.device == "cpu" else LIBRARY_THREADS * self.gpu.library_workspace
 
     @property
@@ -119,7 +122,7 @@ class Target(NamedTuple):
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
-        """Return a context in which kernels are chosen as for the planned device."""
+        """Return a context in which this package chooses kernels as on the planned device."""
         return planned_for(torch.device(self.device, 0), self.gpu)
 
 
@@ -150,7 +153,9 @@ def card_of(name: str) -> Card:
 
 
 def given_memory(memory: str | int | None, gpu: str | None) -> tuple[Card | None, int]:
-    """Return the card of the plan, or None, and the memory of the planned device."""
+    """Return the GPU (card) for which memory is planned, or None, and the memory of the planned
+    device.
+    """
     card = None if gpu is None else card_of(gpu)
     if memory is not None:
         return card, read_memory(memory)

@@ -53,7 +53,7 @@ class Stack:
 
 
 def stacks_of(model: object) -> list[Stack]:
-    """Return the outermost lists of blocks in a model, and which blocks of each to capture."""
+    """Return the outermost lists of blocks in a model, and which blocks of each list to capture."""
     if not isinstance(model, nn.Module):
         return []
     found: list[Stack] = []
@@ -69,8 +69,9 @@ def stacks_of(model: object) -> list[Stack]:
 
 
 def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """Return the kind of each block: its structure, and its entries in the config's lists that have
-    one entry per layer."""
+    """Return the kind of each block: its structure, and the block's entries in those lists of the
+    config that have one entry per layer.
+    """
     settings = (value for config in configs_of(model) for value in vars(config).values())
     lists = [v for v in settings if isinstance(v, (list, tuple)) and len(v) == len(blocks)]
     kinds = [(_kind(block), *(repr(v[place]) for v in lists)) for place, block in enumerate(blocks)]
@@ -101,15 +102,18 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def config_of(module: object) -> Any:
-    """Return a module's config, or None if it has none, or if reading the config raises an
-    error."""
+    """Return a module's config, or None if the module has no config, or if reading the config
+    raises an error.
+    """
     with contextlib.suppress(Exception):
         return getattr(module, "config", None)
     return None
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the configs of a model's modules and the configs nested in them, each one once."""
+    """Yield the configs of a model's modules and the configs nested in these configs, each config
+    once.
+    """
     seen: set[int] = set()
     queue = [config_of(module) for module in model.modules()]
     while queue:
@@ -133,7 +137,9 @@ def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
 
 
 def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
-    """Return a copy of the model with fewer blocks that shares its parameters with the original."""
+    """Return a copy of the model with fewer blocks; the copy shares its parameters with the
+    original.
+    """
     copied = copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
     configs = list(configs_of(copied))
     for stack in stacks:

@@ -56,13 +56,14 @@ def explain(
     """Report how the backend would rewrite a call of ``model``, and the memory that a step needs.
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
-    included; it is copied, not changed. If gradients are enabled, the plan is for training.
+    included; the function copies the model and does not change it. If gradients are enabled, the
+    plan is for training.
 
     Args:
         model: a module, or any function of tensors.
         *args: arguments of the model; tensors may be on "meta".
-        options: the backend's options, as in `torch.compile(options=...)`. If "memeff.weights" is a
-            codec, plans assume weights compressed by `compress_`.
+        options: the backend's options, as in `torch.compile(options=...)`. If the option
+            "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
         device: the planned device: "cuda" or "cpu".
         gpu: the name of a GPU, such as "rtx4090", for whose kernels and memory the plan is made; by
             default, the kernels of an H100 or H200.

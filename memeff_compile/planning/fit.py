@@ -1,5 +1,5 @@
-"""List settings with which a model trains on one GPU and the memory that each needs, predicted
-without a GPU and without the model's weights.
+"""List settings with which a model trains on one GPU, and the memory that each setting needs; the
+prediction needs neither a GPU nor the model's weights.
 
     memeff fit examples/configs/llama3.1-8b.json --gpu rtx4090 --length 2048
 
@@ -75,8 +75,8 @@ def _compressed(
 ) -> Iterator[Kind]:
     """Yield a setting once per codec of compressed weights.
 
-    In `write`, the abbreviations of the lines of user code, `{}` stands for the first letter of the
-    codec.
+    `write` contains abbreviations of the lines of user code; in `write`, `{}` stands for the first
+    letter of the codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -110,8 +110,9 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table that `fit` returns: one setting, and whether a training step with it fits
-    into memory."""
+    """A row of the table that `fit` returns: one setting, and whether a training step with this
+    setting fits into memory.
+    """
 
     kind: Kind
     peak: int | None  # bytes at the requested batch and length, or None: see `why`

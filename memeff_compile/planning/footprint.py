@@ -161,7 +161,8 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 def _outside(found: Owned) -> Parts:
     """Return the bytes of tensors outside of blocks at a moment of the step, by kind of tensor.
 
-    The memory of a captured block is counted once for each block that it represents.
+    The memory of a captured block is counted once for each block that the captured block
+    represents.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
@@ -273,8 +274,7 @@ class _Replay:
             del held[key]
 
     def _give_up(self, line: Timeline, paths: Sequence[str]) -> None:
-        """Arrange that the gradients of a block's parameters are freed after the block's backward
-        pass."""
+        """Count the gradients of a block's parameters as freed after the block's backward pass."""
         ends: list[int] = []  # of each kernel, the last one in a row that runs in the same block
         here: list[tuple[Block | None, bool]] = []
         block: Block | None = None
@@ -298,8 +298,10 @@ class _Replay:
                 line.last_read[buffer] = ends[last[buffer]]
 
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
-        """Yield the tensors that exist at a moment in the whole model; for a moment in a middle
-        block, yield those for the first and the last block that it represents."""
+        """Yield the tensors that exist at a moment in the whole model; for a moment in a captured
+        middle block, yield the tensors for the first and for the last of the blocks that this block
+        represents.
+        """
         phase, block, is_outside = place
         if block is None:
             where = "outside the blocks" if self.stacks else "the whole model"
@@ -346,7 +348,7 @@ class _Replay:
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
         """Return the nodes whose results depend on a parameter or on random numbers.
 
-        All other results (such as masks) are equal in all blocks, so they exist only once.
+        All other results (such as masks) are equal in all blocks, so such results exist only once.
         """
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}
@@ -381,8 +383,9 @@ class _Replay:
         return ("other gradients" if block is None else "block gradients"), block
 
     def _gradients(self, line: Timeline, number: int) -> dict[Node, _Part]:
-        """Return the buffers of the backward graph that contain a gradient of a parameter, or from
-        which one is made by rounding, adding or writing in place."""
+        """Return the buffers of the backward graph that contain a parameter's gradient, or from
+        which such a gradient is made by rounding, adding or writing in place.
+        """
         found: dict[Node, _Part] = {}
         paths = self.captured.calls[number].parameters
         for output, path in zip(line.outputs(), paths, strict=False):
@@ -439,8 +442,8 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block of the op that is running; for an op outside of blocks, return the last
-        block and True.
+        """Return the block of the op that is running; for an op outside of blocks, return the block
+        that ran last, and True.
         """
         for node in nodes:
             seen = self._block_of(node)
@@ -478,8 +481,9 @@ def _placeholders(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _may_hold_a_part(node: Node) -> bool:
-    """Return whether a gradient is made from another gradient by rounding, adding or writing in
-    place."""
+    """Return whether an op makes a gradient from another gradient, by rounding, adding or writing
+    in place.
+    """
     if op_name(node) in ("add", "convert_element_type", "_to_copy"):
         return True
     maker = node.args[0] if node.args else None

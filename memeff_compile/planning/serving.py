@@ -32,8 +32,9 @@ class ServingRow:
 
     @property
     def numbers(self) -> str:
-        """Return as text whether a model with this setting computes the same results as the dense
-        model."""
+        """Return text that says whether a model with this setting computes the same results as the
+        dense model.
+        """
         return "exact" if self.mode.bits == 16 else "lossy: cache"
 
     @property
@@ -184,8 +185,8 @@ def fit_serving(
 def _weights_not_read(model: nn.Module) -> int:
     """Return the bytes of weights that a decoding step does not read.
 
-    These are the weights of an embedding that are not also the weight of an output projection; the
-    step reads only a few of their rows.
+    These are the weights of an embedding, unless an output projection shares them; of an
+    embedding's weight, the step reads only a few rows.
     """
     inputs = getattr(model, "get_input_embeddings", lambda: None)()
     outputs = getattr(model, "get_output_embeddings", lambda: None)()

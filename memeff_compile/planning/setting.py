@@ -148,8 +148,9 @@ class Setting:
             )
 
     def require_served(self, facts: Facts) -> None:
-        """Raise ExplainError if the setting would train compressed weights as if they were
-        dense."""
+        """Raise ExplainError if the setting would train compressed weights in a way that only dense
+        weights support.
+        """
         if self.weights == "dense":
             return
         if not facts.linear:
@@ -264,7 +265,7 @@ def peak(candidates: Sequence[Moment], batch: int, length: int) -> tuple[Moment,
 
 
 def grouped(moment: Moment, batch: int, length: int) -> dict[str, int]:
-    """Return the bytes at a moment in the three groups that the figure shows."""
+    """Return the bytes in use at a moment, in the three groups of tensors that the figure shows."""
     return {
         group: sum(value_of(moment.parts.get(name, 0), batch, length) for name in names)
         for group, names in GROUPS.items()

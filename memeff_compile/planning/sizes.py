@@ -1,8 +1,8 @@
 """Describe sizes of buffers by formulas in batch size and length, and by the values of these
 formulas at a few batch sizes and lengths.
 
-A graph has thousands of buffers, so sums of sizes are sums of values; the formula of a sum is built
-only for moments at which memory can be largest.
+A graph has thousands of buffers, so this module adds up sizes by their values; it builds the
+formula of a sum only for moments at which memory can be largest.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Told:
     """A batch size and a length that are easy to recognise in products, because no other size of
     the model is a multiple of them.
 
-    So the factors of a size show how it depends on them: if the batch size is 11 and the length
-    2039, the size 11 x 2039 can only be batch size x length.
+    So the factors of a buffer's size show how it depends on batch size and length: if the batch
+    size is 11 and the length 2039, the size 11 x 2039 can only be batch size x length.
     """
 
     batch: int | None = None  # None: sizes do not show how they grow with it
@@ -53,8 +53,8 @@ class Told:
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
         """Return a batch size and a length that differ from all constants of the model. The length
-        is about three quarters of the call's length: another length reveals sizes that grow in
-        steps, and a shorter one is within the model's position tables.
+        is about three quarters of the call's length: a length other than the call's reveals sizes
+        that grow in steps, and a shorter length is within the model's position tables.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))
@@ -89,7 +89,8 @@ class Told:
 
 
 def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
-    """Return a prime such that no other size, and no size close to one, is a multiple of it.
+    """Return a prime number of which no other size of the model, and no number close to such a
+    size, is a multiple.
 
     If possible, the prime is not larger than `near`.
     """
@@ -203,8 +204,8 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
     """Return several pairs of batch size and length near the user's pair, which comes first.
 
-    A batch size or length that `told` does not distinguish from other sizes equals the user's at
-    every point.
+    If `told` does not distinguish the batch size (or the length) from other sizes, this number
+    equals the user's at every point.
     """
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}

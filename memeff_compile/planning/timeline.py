@@ -8,7 +8,7 @@ uses a simplified form of Inductor's rules:
   matrix product reads them, they are outputs of the graph, or several readers would recompute a
   long chain;
 - kernels that read the same large buffer over the same elements are one kernel, if no matrix
-  product comes between them, so all their results exist at once;
+  product comes between them, so all results of this kernel exist at once;
 - kernels run in graph order, each as early as its first node allows; a buffer is freed after its
   last reader; a kernel may overwrite a buffer that only this kernel reads;
 - `a @ b + c` is one library call, at the position of the addition.
@@ -85,7 +85,9 @@ def writes_to_an_input(node: Node) -> bool:
 
 
 def called_op(node: Node) -> object:
-    """Return the op that a node calls, even if PyTorch wrapped it because it writes in place."""
+    """Return the op that a node calls, even if PyTorch wrapped this op, as it does for in-place
+    ops.
+    """
     return node.args[0] if writes_to_an_input(node) else node.target
 
 
@@ -289,8 +291,9 @@ class Timeline:
                     total = taken(total, live.pop(buffer).values)
 
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield two nodes for each buffer that a kernel writes: the one that computes it, and the
-        one that stands for the buffer in this timeline."""
+        """Yield two nodes for each buffer that a kernel writes: the node that computes the buffer's
+        values, and the node that stands for the buffer in this timeline.
+        """
         for node in kernel.nodes:
             if node in self.fused.inside:
                 continue
@@ -329,8 +332,9 @@ class _Fusion:
         return node
 
     def _ancestors_behind_a_library_call(self) -> dict[Node, int]:
-        """Return, for each node, the set (as bits of an integer) of earlier nodes on which it
-        depends through a library call."""
+        """Return, for each node, the set (as bits of an integer) of earlier nodes on which the node
+        depends through a library call.
+        """
         line = self._line
         every: dict[Node, int] = {}
         behind: dict[Node, int] = {}
@@ -410,8 +414,9 @@ class _Fusion:
 
 
 def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
-    """If an addition is the only use of a matrix product, move the product to the position directly
-    before the addition."""
+    """If an addition is the only node that reads a matrix product, move the product directly before
+    the addition.
+    """
     for node in list(nodes):
         if op_name(node) != "add" or not tensors_in(node.meta.get("val")):
             continue
@@ -427,8 +432,8 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 
 
 def _product_behind(operand: object) -> list[Node]:
-    """Return the mm that computes ``operand``, and the transposes between the two, which cancel
-    out.
+    """Return the mm that computes ``operand``, and the transposes between mm and ``operand``, which
+    cancel one another.
 
     Return an empty list if there is no such mm.
     """

@@ -1,9 +1,9 @@
 """Compute the values of fake tensors (which have no memory) if the values are known, because a
-model's control flow may depend on them.
+model's control flow may depend on these values.
 
 For example, a vision-language model reads the sizes of its images from a tensor and splits tensors
-by these sizes. A result is computed from known values if it depends only on them. For a result that
-depends on parameters, only the sizes are known.
+by these sizes. If a result depends only on known values, this module computes it. If a result
+depends on parameters, only its sizes are known.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Values:
         run: Callable[[], Any],
         mode: Any,  # of the fake tensors
     ) -> Any:
-        """Run an operation on fake tensors; if the values of all of them are known, also run it on
-        the values."""
+        """Run an operation on fake tensors; if the values of all these tensors are known, also run
+        the operation on the values.
+        """
         self.are_read = self.are_read or compat.reads_values(op)
         if compat.is_item(op) and (number := self.of(args[0])) is not None:
             with compat.on_real_tensors():

@@ -43,11 +43,13 @@ _GRADIENT_ROWS = 64  # rows of deferred logits that get a cotangent
 
 
 class NotRunError(Exception):
-    """The comparison is not possible; the message gives the reason."""
+    """The error for a comparison that is not possible; the message gives the reason."""
 
 
 class PostponedError(Exception):
-    """This call cannot be compared, but a later call may be."""
+    """The error for a call with which the graphs cannot be compared, although a later call may
+    allow the comparison.
+    """
 
 
 @dataclass
@@ -65,15 +67,17 @@ class Verdict:
 
     @property
     def mismatches(self) -> list[Gap]:
-        """Return the gaps (differences between tensors) that are larger than allowed: first those
-        of the comparison in float64, then those in the model's dtypes, each with the largest
-        first."""
+        """Return the gaps (differences between tensors) that are larger than allowed: first the
+        gaps of the comparison in float64, then the gaps in the model's dtypes, both sorted with the
+        largest first.
+        """
         return [*_too_far(self.exact), *_too_far(self.as_run)]
 
     @property
     def is_of_the_compiler(self) -> bool:
-        """Return whether the rewritten graph agrees with the original one if it runs without the
-        inner compiler."""
+        """Return whether the rewritten graph agrees with the original graph if the rewritten graph
+        runs without the inner compiler.
+        """
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:
@@ -137,8 +141,9 @@ class _Trial:
 
 @dataclass
 class Comparison:
-    """Runner of two graphs on the arguments of one call; it measures how much their results
-    differ."""
+    """Runner of two graphs on the arguments of one call; the object measures how much the graphs'
+    results differ.
+    """
 
     compiled: Compiled
     original: KeptGraph
@@ -209,8 +214,9 @@ class Comparison:
     def _compare_group(
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
-        """Run both graphs, in the model's dtypes and in float64, and compare one group of outputs;
-        return the names of all groups."""
+        """Run both graphs, in the model's dtypes and in float64, and compare one group of their
+        outputs; return the names of all groups of outputs.
+        """
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)
         try:
@@ -362,8 +368,8 @@ class Comparison:
         with_integers: bool = False,
     ) -> list[Gap]:
         """Measure how far the results of the rewritten graph (`ours`) are from those of the
-        original graph (`plain`). If there is a result in float64 (`truth`), compare the errors of
-        both with respect to it.
+        original graph (`plain`). If there is a result in float64 (`truth`), measure the errors of
+        `ours` and `plain` with respect to `truth`.
         """
         names = self.original.names
         goal, own = (plain, None) if truth is None else (truth, plain)
@@ -427,7 +433,9 @@ def _by_rows(output: Tensor) -> Tensor:
 def _gradients(
     outputs: Mapping[int, Tensor], leaves: Sequence[Tensor | None], group: str
 ) -> list[Tensor | None] | None:
-    """Return the gradient of each input, for output gradients that are equal in every run."""
+    """Return the gradient of each input, computed from generated output gradients, which are equal
+    in every run.
+    """
     asked = [leaf for leaf in leaves if leaf is not None]
     if not outputs or not asked:
         return None

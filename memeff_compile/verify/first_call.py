@@ -1,9 +1,10 @@
-"""In the first call of every rewritten graph, also run the original graph and compare
-(`memeff.verify`).
+"""In the first call of every rewritten graph, also run the original graph, and compare the results
+of the two graphs (`memeff.verify`).
 
-`comparison` runs both graphs and measures the differences; `tolerance` defines how large they may
-be. If a difference is too large, the original graph runs op by op in this call and in all later
-calls. The user then gets a warning, a report and a reproducer that show the difference.
+`comparison` runs both graphs and measures the differences; `tolerance` defines how large the
+differences may be. If a difference is too large, the original graph runs op by op in this call and
+in all later calls. The user then gets a warning, a report and a reproducer that show the
+difference.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def verified(
 
 
 class _Verifier:
-    """The state of a verification: it compares the graphs once, and stores which of them runs
-    afterwards."""
+    """The state of a verification: the object compares the two graphs once, and stores which of the
+    two runs afterwards.
+    """
 
     def __init__(
         self, comparison: Comparison, plain: Compiled, options: Options, graph_report: GraphReport
@@ -77,8 +79,9 @@ class _Verifier:
         self.attempts = 0
 
     def callable_for(self, args: Sequence[Any]) -> Compiled:
-        """Return the callable that runs the current call; if it is the first call, compare the
-        rewritten graph with the original one first."""
+        """Return the callable that runs the current call; if this is the first call, compare the
+        rewritten graph with the original graph first.
+        """
         if self.chosen is not None:
             return self.chosen
         with self.lock:

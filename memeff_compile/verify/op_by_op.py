@@ -39,7 +39,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtens
 
 
 class CannotWidenError(Exception):
-    """An operation returns a narrower dtype than that of its operands."""
+    """The error for an operation that returns a narrower dtype than that of its operands."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
 
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
-    """Copy a graph and its nested graphs, with wider dtypes in the graphs' casts."""
+    """Copy a graph and its nested graphs; in the copies, casts have wider dtypes."""
     graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):
@@ -150,7 +150,7 @@ def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
 
 
 class _OpByOp(Interpreter):
-    """Runs one graph op by op; graphs nested in it are run by an `_OpByOp` of their own."""
+    """Runs one graph op by op; a separate `_OpByOp` runs each graph nested in this graph."""
 
     def __init__(self, module: GraphModule, *, wide: bool) -> None:
         super().__init__(module)
@@ -175,7 +175,9 @@ class _OpByOp(Interpreter):
         return pytree.tree_map_only(Tensor, widen, result)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call; if the call is a checkpoint, run its body as a checkpoint as well."""
+        """Run a call; if the call is a checkpoint, run the checkpoint's body under a checkpoint as
+        well.
+        """
         name = target.name() if isinstance(target, HigherOrderOperator) else ""
         if name == "tag_activation_checkpoint":
             body, *given = args

@@ -31,8 +31,9 @@ class Compared(Protocol):
 
 
 def write(compared: Compared, mismatches: Sequence[Gap], graph: str, args: Sequence[Any]) -> str:
-    """Write ``repro.py`` and ``inputs.pt`` for a mismatch; return a text with their path and
-    size."""
+    """Write ``repro.py`` and ``inputs.pt`` for a mismatch; return a text with the path and the size
+    of these files.
+    """
     try:
         parent, name = compared.options.verify_folder, re.sub(r"\W+", "_", graph)
         if parent is not None:

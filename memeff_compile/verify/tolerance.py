@@ -1,11 +1,12 @@
 """The rule of `memeff.verify`: how the difference of two runs is measured, and how large it may be.
 
-There are two comparisons. Each measures the difference of two tensors by the Frobenius norm:
+There are two comparisons. Each of the two measures the difference of two tensors by the Frobenius
+norm:
 
 * The first comparison runs both graphs in float64. In float64, rounding affects only the sixteenth
   digit, so a difference above `EXACT` shows that the two graphs do not compute the same formula.
 * The second comparison runs both graphs in the model's arithmetic, and compares each result with
-  that of the original graph in float64 (the truth). The error of the rewritten graph may be `OWN`
+  the original graph's result in float64 (the truth). The error of the rewritten graph may be `OWN`
   times the error of the original graph, plus a constant for the coarsest dtype in the graph
   (`SLACK`). If the graph cannot run in float64, the two graphs are compared with each other, and
   the difference may only be this constant.
@@ -111,7 +112,7 @@ def gradient_gaps(
     """Compare the gradients of one backward pass, one per input, in the same way as `value_gap`.
 
     A difference is divided by the norm of the gradient, or, if the gradient is far smaller than the
-    others, by a thousandth of their typical norm. A missing gradient counts as zero.
+    others, by a thousandth of the typical norm of the gradients. A missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []
@@ -173,7 +174,7 @@ class _Norms:
         """Return three sums of squares over a chunk of elements: of the error of `found`, of
         `truth`, and of the error of `own`.
 
-        The caller adds up these sums over all chunks.
+        The caller adds up each of the three sums over all chunks.
         """
         wide = torch.complex128 if truth.is_complex() else torch.float64
         found, truth = found.to(wide), truth.to(wide)
@@ -188,8 +189,9 @@ class _Norms:
         return [torch.where(fair, part, zero).abs().square().sum().double() for part in parts]
 
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
-        """Return the gap (the relative difference, and the allowed one) computed from these norms
-        and divided by `scale`."""
+        """Return the gap (the relative difference, and the allowed relative difference), which is
+        computed from these norms and divided by `scale`.
+        """
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale
         return Gap(what, self.error / scale, allowed / scale, own)

@@ -96,7 +96,8 @@ class Calibration(VerbReport, dict[str, Any]):
 
     def _scores(self) -> tuple[_Scores, list[str]]:
         """Return the score of each attention module at each level in each of its calls, and the
-        levels that were tried."""
+        levels for which scores exist.
+        """
         scores = self["scores"]
         return scores, list(next(iter(scores.values())))
 
@@ -133,7 +134,7 @@ def calibrate_attention(
     their relative L1 distance). The lowest score over all inputs counts. An attention is named by
     the path of the module that calls it; the second attention in one call of the module has `#1`
     appended to that name, and so on. If a module is called several times for one input, as in the
-    steps of a diffusion model, each call has its own score and level.
+    steps of a diffusion model, each of these calls gets a separate score and level.
 
     Args:
         model: The model to calibrate; it runs eagerly, without gradients, and is not changed.
@@ -142,8 +143,8 @@ def calibrate_attention(
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
             `share`.
         share: An alternative to `min_score`: the share of all calls that gets the second of two
-            levels, as in SageAttention2. The second level is chosen for the calls with the worst
-            scores at the first level.
+            levels, as in SageAttention2. The calls with the worst scores at the first level get the
+            second level.
         levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
             reaches the score, `exact` is chosen. With `share`, there must be two levels, by default
             `4b` and `8b`; the second may be `exact`.
@@ -225,8 +226,9 @@ def restart_attention_calls() -> None:
     """Make the next call of each attention module use the first level in its list of levels.
 
     If a calibration has a list of levels for an attention module, one per call, successive calls
-    use these levels in order, and start again after the last level. Call this function after a loop
-    that was interrupted; a loop that makes as many calls as the calibration did needs no restart.
+    use these levels in order; after the last level, the next call uses the first level again. Call
+    this function after a loop that was interrupted; a loop that completes as many calls as there
+    were during the calibration needs no restart.
 
     Example: memeff_compile.restart_attention_calls()
     """
@@ -247,7 +249,8 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 
 def _by_share(found: _Found, share: float, levels: Sequence[str]) -> dict[str, list[str]]:
     """Return, for each attention call, the second level if the call's score at the first level is
-    among the worst, otherwise the first level."""
+    in the worst fraction `share` of all scores, otherwise the first level.
+    """
     low, high = levels
     worst = sorted(
         (min(scores), number, site, place)
@@ -278,7 +281,9 @@ def _table(found: _Found, by_call: Mapping[str, list[str]], **asked: float) -> C
 
 def score(found: Tensor, wanted: Tensor) -> float:
     """Return the score of a result: its cosine similarity with the exact result, multiplied by (1 -
-    their relative L1 distance). The score is at least 0, and 0 if a number is not finite."""
+    their relative L1 distance). The score is never below 0; it is 0 if the result contains an
+    infinity or nan.
+    """
     ours, theirs = found.flatten().double(), wanted.flatten().double()
     size = theirs.abs().sum()
     if not float(size):

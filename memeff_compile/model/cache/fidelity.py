@@ -61,7 +61,7 @@ class FidelityReport(VerbReport):
         logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
             exact cache, in nats; `kl_worst`, the largest one; `agreement`, the share of positions
             at which the most likely token is the same; and the mean losses of the input's tokens,
-            `loss_exact` with an exact cache and `loss` with the measured one.
+            `loss_exact` with an exact cache and `loss` with the measured cache.
         memory: the `bytes` of the measured cache, the bytes that keys and values take in the
             model's dtype (`before`), and the `ratio` of these two numbers.
         merged: `KVCache.merged` for the last input.
@@ -73,8 +73,8 @@ class FidelityReport(VerbReport):
         maps: for each of these pairs of layers, the maps that align the upper layer with the lower
             one, fitted to all inputs: the rotations of keys and of values, (heads, 2, depth,
             depth), and, for each head of the upper layer, the matching head of the lower layer. A
-            cache that is created with this report uses these maps from its first token on. The JSON
-            does not contain the maps.
+            cache that is created with `MiniCache(fidelity=report)` uses these maps from its first
+            token on. The JSON does not contain the maps.
     """
 
     settings: dict[str, Any]
@@ -109,8 +109,8 @@ class FidelityReport(VerbReport):
         """Return the `start_layer` and `end_layer` between which merging `count` consecutive pairs
         of layers costs least.
 
-        The cost is the sum, over the pairs, of the error that merging only this pair causes. Return
-        None if the report was made without `each_pair`.
+        The cost is the sum of the pairs' errors, where the error of a pair is that of a cache which
+        merges only this pair. Return None if the report was made without `each_pair`.
         """
         measured = sorted((*pair["layers"], pair["kl"]) for pair in self.pairs if "kl" in pair)
         found = []
@@ -127,8 +127,9 @@ class FidelityReport(VerbReport):
         return best[0][0], best[-1][1] + 1
 
     def _other_layers(self) -> str:
-        """Return advice to merge other layers, if each pair was measured alone and other pairs cost
-        less than the merged ones."""
+        """Return advice to merge other layers, if each pair of layers was measured alone, and
+        merging other pairs costs less accuracy than merging the measured cache's pairs.
+        """
         merged = [tuple(line["layers"]) for line in self.merged]
         found = self.cheapest(len(merged))
         if found is None or found == (merged[0][0], merged[-1][1] + 1):
@@ -322,21 +323,24 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 class _Other(NamedTuple):
-    """Another cache with which a merging cache is compared."""
+    """The settings of another cache, with which the report compares a measured cache that merges
+    layers.
+    """
 
     bits: int
     value_bits: int | None = None
     values_merged: bool = False
 
     def merge(self) -> MiniCache | None:
-        """Return the `merge` setting of this cache: it merges the values of all layers, or is
-        None."""
+        """Return the `merge` setting of this cache: a setting that merges the values of all layers,
+        or None.
+        """
         return (
             MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
         )
 
     def named(self) -> dict[str, Any]:
-        """Return the settings of this cache that differ from the defaults."""
+        """Return those settings of this cache that differ from the defaults."""
         named = {"bits": self.bits, "value_bits": self.value_bits}
         named["values_merged"] = self.values_merged or None
         return {name: value for name, value in named.items() if value is not None}
@@ -348,7 +352,9 @@ def _others(bits: int) -> list[_Other]:
 
 
 def _without(codes: Mapping[str, Any]) -> str:
-    """Return as text the settings of another cache, with which the measured cache is compared."""
+    """Return as text the settings of one of the other caches (an entry of the report's `codes`),
+    with which the measured cache is compared.
+    """
     kl, ratio = codes["kl"], codes["ratio"]
     of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""
     merged = "with values alone merged" if codes.get("values_merged") else "without merging"
@@ -420,7 +426,9 @@ class _Gathered:
                 self._add(found, kind, at)
 
     def answers(self, exact: _Run, found: _Run, ids: Tensor) -> None:
-        """Record how far the predictions are from those with an exact cache."""
+        """Record how far the predictions with the measured cache are from those with an exact
+        cache.
+        """
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl")
         self._add(wanted.argmax(-1) == got.argmax(-1), "same")
@@ -477,7 +485,7 @@ class _Gathered:
 
 
 def _spread(whole: Tensor) -> dict[str, Any]:
-    """Return the mean, the 5th percentile and a histogram of cosines."""
+    """Return the mean and the 5th percentile of a tensor of cosines, and a histogram of them."""
     ordered = whole.sort().values
     counts = torch.histc(whole, BINS, -1.0, 1.0)
     return {

@@ -54,8 +54,7 @@ class CacheHooks(Hooks):
 
 
 def _use_kv_cache(request: Request) -> Callable[[], None]:
-    """Make a model's generate() create this package's caches; return a function that reverts
-    this."""
+    """Make a model's generate() create this package's caches; return a function that undoes it."""
     model, kv_cache = request.model, request.kv_cache
     if isinstance(kv_cache, str) and kv_cache != "static":
         raise OptionError(

@@ -62,8 +62,8 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         max_cache_len: the largest number of tokens that fit into the cache. On a CPU, appending
-            more tokens raises an error. On a GPU, where the CPU does not wait for the number of
-            tokens, the logits of further tokens are nan.
+            more tokens raises an error. On a GPU, the CPU does not know how many tokens the cache
+            contains; there, the logits of tokens that do not fit are nan.
         bits: 16 (exact), 8, 4, 3 or 2.
         value_bits: the bits of values, if values should have fewer bits than keys; by default the
             same number.
@@ -140,8 +140,9 @@ class KVCache(Cache):
         *args: Untyped,
         **how: Untyped,
     ) -> tuple[Tensor, Tensor]:
-        """Append new keys and values to a layer, and return the keys and values that attention
-        reads."""
+        """Append new keys and values to a layer; return the keys and values over which attention
+        runs.
+        """
         if layer_idx >= len(self.layers):
             refuse(
                 f"layer {layer_idx} of a model was given to a cache of {len(self.layers)} layers, "
@@ -151,7 +152,7 @@ class KVCache(Cache):
 
     def merged(self) -> list[dict[str, Any]]:
         """Return one dictionary per pair of merged layers (layers that share directions of their
-        older tokens). To read the numbers, the CPU waits for the device.
+        older tokens). The CPU waits for the device, because these numbers are stored on the device.
 
         A dictionary contains the numbers of the pair's `layers`; the number of `merged` tokens;
         `kept`, the mean number of tokens per sequence and head that stayed unmerged, not counting
@@ -178,11 +179,11 @@ class KVCache(Cache):
             layer.reset()
 
     def begin_with_a_step(self) -> None:
-        """Let a prompt of one token run as a decoding step, so that no separate graph is compiled
-        for it.
+        """Let a prompt of one token run as a decoding step, so that Dynamo compiles no separate
+        graph for such a prompt.
 
-        Caches that cannot be compiled are not changed, because their attention has no mask that
-        hides empty positions.
+        This method does not change caches that compiled code cannot use, because attention over
+        such a cache has no mask that hides empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
@@ -308,7 +309,7 @@ def _kept_exact(layers: list[Untyped], bits: int) -> str:
 
 
 def _listed(numbers: list[int]) -> str:
-    """Return as text how many layers there are, and the numbers of the first few."""
+    """Return as text how many layers a list contains, and the numbers of its first few layers."""
     shown = [*map(str, numbers[:_MOST_NAMED]), *(["..."] if len(numbers) > _MOST_NAMED else [])]
     return f"{len(numbers)} layer{'s' * (len(numbers) > 1)} ({', '.join(shown)})"
 
@@ -317,7 +318,9 @@ _MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
-    """Return the tensors of any layer; tensors that several layers share appear once."""
+    """Return the tensors of a layer of any class; of several layers that share tensors, only one
+    returns them.
+    """
     if isinstance(layer, InPlace):
         return list(layer.tensors())
     held = [((layer, name), getattr(layer, name, None)) for name in ("keys", "values")]
@@ -325,7 +328,9 @@ def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
 
 
 def _keeps(layer: Untyped, remove: int) -> str | None:
-    """Return the reason why a layer cannot remove its last tokens, or None if it can."""
+    """Return the reason why a layer cannot remove its last tokens, or None if the layer can remove
+    them.
+    """
     if isinstance(layer, InPlace):
         return layer.keeps(remove)
     if getattr(layer, "is_croppable", False) and hasattr(layer, "crop"):
@@ -434,14 +439,16 @@ def _check(
 
 
 def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
-    """Return the cache among the arguments of a model call, and the argument name under which it
-    was passed."""
+    """Return the cache among the arguments of a model call, and the name of the argument that
+    contains it.
+    """
     cache = kwargs.get(CACHE_NAME)
     return kwargs.get(OLDER_CACHE_NAME) if cache is None else cache
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call whose first graphs are valid for prompts and caches of any length.
+    """Return a compiled call of a model; already the first graphs that are compiled for it accept
+    prompts and caches of any length.
 
     Layers with a sliding window make room for a new token before the compiled step runs, so one
     compiled step works whether the windows are full or not.
@@ -545,7 +552,9 @@ class _Hook:
 
     def undo(self) -> None:  # undoes only this call
         """Undo this call of `use_kv_cache_`: the model then creates the same caches as before the
-        call. If an earlier call was undone in the meantime, that one stays undone."""
+        call. If an earlier call of `use_kv_cache_` was undone in the meantime, the earlier call
+        stays undone.
+        """
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)
@@ -583,7 +592,9 @@ class _Hook:
 
 
 def own_caches_again(model: torch.nn.Module) -> Undone:
-    """Make every transformers model inside a model create its original caches again, for `undo`."""
+    """Make the `generate` of every transformers model inside a model create transformers' caches
+    again, for `undo`.
+    """
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         hook = vars(module).get(_HOOK)
@@ -610,11 +621,11 @@ def use_kv_cache_(
 ) -> Undo:
     """Make every later ``model.generate(...)`` use a `KVCache`, also inside pipelines.
 
-    A call that passes its own cache, or ``use_cache=False``, is not affected. Cache lengths are
-    rounded up to a few sizes, and a cache that generate() does not return is reused in later calls.
-    On a GPU, generate() itself compiles the decoding step, with this backend unless you choose
-    another one. The most recent `use_kv_cache_` applies until you undo it. Copies of the model
-    inherit the setting.
+    A `generate` call to which you pass a cache, or ``use_cache=False``, is not affected. Cache
+    lengths are rounded up to a few sizes, and a cache that generate() does not return is reused in
+    later calls. On a GPU, generate() itself compiles the decoding step, with this backend unless
+    you choose another one. The most recent `use_kv_cache_` applies until you undo it. Copies of the
+    model inherit the setting.
 
     Args:
         model: a transformers model that generates; it may have PEFT adapters or be compiled.

@@ -1,7 +1,7 @@
 """The exact layers and the low-bit layers of a `KVCache`, and their common base class.
 
-This module needs transformers; if it is missing, importing this module raises an error that names
-it.
+This module needs transformers; without transformers, importing this module raises an error that
+names the missing package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def refuse(sentence: str) -> None:
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Return the properties that a tensor must share with the buffer to which it is written."""
+    """Return those properties of a tensor that must equal the properties of the buffer to which the
+    tensor is written.
+    """
     batch, heads, _, depth = tensor.shape
     return batch, heads, depth, tensor.dtype, tensor.device
 
@@ -62,7 +64,7 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def remaining(tokens_to_remove: int) -> int:
-    """Return how many tokens must still be removed, given the argument of `crop`."""
+    """Return how many tokens `crop` must remove, given the argument of `crop`."""
     if tokens_to_remove > 0:
         raise ValueError(
             f"crop was given {tokens_to_remove}; a negative number is needed: how many tokens to "
@@ -114,8 +116,8 @@ class InPlace(CacheLayerMixin):
     def room(self) -> int:
         """Return the largest number of tokens that fit into the layer (`max_cache_len`).
 
-        If a buffer has one entry per token, the number is read from the buffer's shape, so that
-        compiled code accepts caches of any length.
+        If a buffer has one entry per token, the method takes this number from the buffer's shape,
+        so that compiled code accepts caches of any length.
         """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
@@ -136,8 +138,8 @@ class InPlace(CacheLayerMixin):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error for tokens that do not match the cache, before any token is written.
 
-        The number of tokens is checked only if the CPU knows how many the cache contains, which it
-        does not on a GPU or in a compiled graph.
+        This method checks whether the tokens fit only if the CPU knows how many tokens the cache
+        already contains; on a GPU and in a compiled graph, the CPU does not know this.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:
@@ -181,7 +183,7 @@ class InPlace(CacheLayerMixin):
         layer can remove them."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; as in transformers, a negative argument is minus their number."""
+        """Remove the last tokens; as in transformers, a negative argument -n removes n tokens."""
         remove = remaining(tokens_to_remove)
         why = self.keeps(remove)
         if why is not None:
@@ -221,7 +223,9 @@ class AsTheyCome(InPlace, StaticLayer):
     values: Any
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the tensors for keys and values, with the shape and dtype of the given ones."""
+        """Allocate the tensors for keys and values, with the shape and dtype of the given keys and
+        values.
+        """
         super().lazy_initialization(key_states, value_states)
         if self.values.dtype != value_states.dtype:  # transformers before 5.24: that of the keys
             self.values = self.values.to(value_states.dtype)
@@ -279,11 +283,11 @@ class ExactLayer(AsTheyCome):
 class WindowLayer(AsTheyCome):
     """A sliding-window layer with memory for slightly more tokens than the window.
 
-    New tokens are written after the existing ones. When new tokens do not fit, the window is moved
-    to the front of the memory; with more memory, this happens less often. The attention mask hides
-    tokens outside of the window. The number of tokens is counted on the CPU, for masks, and also on
-    the device, for write positions. If the cache is not longer than this layer's memory, no token
-    ever leaves the layer.
+    New tokens are written after the existing ones. When new tokens do not fit, the layer copies the
+    tokens of the window to the front of the memory; with more memory, this happens less often. The
+    attention mask hides tokens outside of the window. The layer counts its tokens twice: on the
+    CPU, for masks, and on the device, for write positions. If the cache is not longer than this
+    layer's memory, no token ever leaves the layer.
     """
 
     buffers = held = long = "keys", "values"
@@ -334,10 +338,10 @@ class WindowLayer(AsTheyCome):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write to all positions at once with index_copy_, as exact layers do.
+        """Write tokens to all positions of the memory in one index_copy_, as exact layers do.
 
-        With copy_ instead, the prompts of all layers were in memory at the same time at the GPU's
-        peak.
+        With copy_ instead, the keys and values that all layers take from a prompt were in memory at
+        the same time when the GPU's memory use was highest.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -345,8 +349,9 @@ class WindowLayer(AsTheyCome):
 
     @property
     def kept(self) -> int:
-        """Return how many tokens remain when the window is moved: the tokens to which the next
-        token attends."""
+        """Return how many tokens remain when the window is moved to the front: those tokens to
+        which the next token attends.
+        """
         return min(self.filled - _NONE, self.window - 1)
 
     def _latest(self, kept: int) -> tuple[Tensor, Tensor]:
@@ -354,10 +359,11 @@ class WindowLayer(AsTheyCome):
         return self.keys.index_select(2, places), self.values.index_select(2, places)
 
     def make_room(self, new: int) -> None:
-        """Move the window to the front if ``new`` tokens do not fit after the existing tokens.
+        """Copy the window's tokens to the front of the memory if ``new`` more tokens do not fit
+        after the existing ones.
 
-        This method runs before a compiled step, so that a single compiled step, which only appends,
-        is enough.
+        This method runs before the compiled decoding step, so that the step only appends tokens,
+        and a single compiled step is enough.
         """
         if self.is_empty or self.filled + new <= self.room + _NONE or self.kept + new > self.room:
             return
@@ -456,8 +462,9 @@ class CodedLayer(InPlace):
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the tensors for keys and values with the shape and dtype of the given ones;
-        raise an error if keys or values of this shape and dtype cannot be encoded."""
+        """Allocate the tensors for keys and values with the shape and dtype of the given keys and
+        values; raise an error if keys or values of this shape and dtype cannot be encoded.
+        """
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:
             refuse(
@@ -498,7 +505,7 @@ class CodedLayer(InPlace):
         """Return the tensors that align a merged layer with the layer with which it shares
         directions; return an empty tuple for other layers.
 
-        They are the last arguments of the cache ops.
+        These tensors are the last arguments of the cache ops.
         """
         return ()
 
@@ -625,7 +632,7 @@ class Starts:
 
 
 def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Iterator[Any]:  # noqa: ANN401
-    """Yield a layer of the right class for each layer of the model."""
+    """Yield a cache layer of the right class for each layer of the model."""
     types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if isinstance(settings, dict):  # transformers before 5.20 has one for all
         settings = [settings] * len(types)

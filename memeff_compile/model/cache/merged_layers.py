@@ -23,8 +23,9 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that the two layers of a pair share, and the tokens of the lower layer that wait
-    until those of the upper layer arrive."""
+    """The state that the two layers of a pair share, and those tokens of the lower layer that wait
+    until the upper layer gets the same tokens.
+    """
 
     def __init__(
         self,
@@ -47,7 +48,9 @@ class Pair:
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the shared tensors, once they are allocated, and the maps that align the layers."""
+        """Yield the shared tensors, once they are allocated, and the tensors (maps) that align the
+        two layers.
+        """
         if self.shape is not None:
             for name in (*op_folder.SHARED, *(op_folder.MAPS if self.is_aligned else ())):
                 yield (self, name), getattr(self, name)
@@ -69,8 +72,9 @@ class Pair:
         self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
-        """Return the error message for the case that a forward pass was interrupted, so that tokens
-        of the lower layer still wait for the upper layer."""
+        """Return the error message for the case that a forward pass was interrupted, so that the
+        lower layer has tokens that the upper layer never got.
+        """
         lower, upper = self.numbers
         return (
             f"a forward pass ended between layers {lower} and {upper}, which are merged: layer "
@@ -87,7 +91,9 @@ class Pair:
         return {name: float(getattr(held, of).float().mean()) for name, of in _KEPT.items()}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens; `starts`, (B, H), is each sequence's first position."""
+        """Remove all tokens; `starts`, (B, H), contains the position of each sequence's first
+        token.
+        """
         self.parked = None
         held: Any = self
         held.places.fill_(-1)
@@ -209,11 +215,11 @@ class MergedLayer(CodedLayer):
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """In the lower layer, write a single token to the exact tokens, or keep several tokens
-        until those of the upper layer arrive.
+        """In the lower layer, add a single new token to the layer's exact tokens, or keep several
+        new tokens aside until the upper layer gets the same tokens.
 
-        In the upper layer, write its tokens and the kept tokens of the lower layer, and merge each
-        group of tokens that is complete.
+        In the upper layer, write the layer's new tokens and the tokens that the lower layer kept
+        aside; then merge each group of tokens that is complete.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)
@@ -231,8 +237,9 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write a single token to the lower layer's exact tokens, or keep several tokens until
-        those of the upper layer arrive."""
+        """Add a single new token to the lower layer's exact tokens, or keep several new tokens
+        aside until the upper layer gets the same tokens.
+        """
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states
             return

@@ -18,11 +18,14 @@ from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 
 
 class ValuesPair(Pair):
-    """The values that the two layers of a pair share, and the tokens of the lower layer that wait
-    until those of the upper layer arrive."""
+    """The values that the two layers of a pair share, and those tokens of the lower layer that wait
+    until the upper layer gets the same tokens.
+    """
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the shared tensors, once they exist, and the maps that align the values."""
+        """Yield the shared tensors, once they exist, and the tensors (maps) that align the two
+        layers' values.
+        """
         if self.shape is not None:
             for name in (*op_folder.SHARED_VALUES, *op_folder.MAPS):
                 yield (self, name), getattr(self, name)
@@ -36,8 +39,9 @@ class ValuesPair(Pair):
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens, and delete the tensors that align the layers, or replace them by those
-        of a fidelity report."""
+        """Remove all tokens, and delete the tensors that align the layers, or replace these tensors
+        by those of the fidelity report, if there is one.
+        """
         self.parked = None
         maps = self.maps()
         op_folder.identity(maps)
@@ -84,11 +88,12 @@ class ValuesLayer(MergedLayer):
         self._make(self, own)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """In the lower layer, write a single token to the exact tokens, or keep several tokens
-        until those of the upper layer arrive.
+        """In the lower layer, add a single new token to the layer's exact tokens, or keep several
+        new tokens aside until the upper layer gets the same tokens.
 
-        In the upper layer, write its tokens and the kept tokens of the lower layer, and for each
-        group of tokens that is complete, encode the keys and merge the values.
+        In the upper layer, write the layer's new tokens and the tokens that the lower layer kept
+        aside; then, for each group of tokens that is complete, encode the keys and merge the
+        values.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

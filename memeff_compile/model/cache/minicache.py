@@ -48,7 +48,8 @@ class Measured(Protocol):
 
     @property
     def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
-        """Return the maps that align each pair of layers on the report's inputs.
+        """Return the maps (tensors) that align the layers of each pair, as fitted to the report's
+        inputs.
 
         The maps are the rotations of keys and values, (H, 2, D, D), and the lower layer's head for
         each head of the upper layer, (H,).
@@ -72,15 +73,16 @@ class MiniCache:
         align: ``heads`` subtracts each layer's mean from its keys and values, pairs the heads of
             the two layers, and rotates the upper layer's vectors towards the lower layer's before
             they are merged; the rotations are fitted to the first tokens that the cache gets.
-            ``none`` merges without these steps, as the paper does.
+            ``none`` merges without these three steps, as the paper does.
         rule: how one direction is computed from two: ``slerp``, a point on the arc between them;
             ``average``, their weighted mean; ``max_norm``, the direction of the longer vector.
         t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``:
             0 gives the lower layer's direction, 1 the upper layer's; by default 0.7 if keys and
             values of aligned layers are merged, otherwise 0.5.
-        gamma: tokens whose distance between the two layers is within this share of the largest
-            distance stay unmerged; a larger share keeps more tokens unmerged, and 1 keeps all that
-            fit.
+        gamma: a token stays unmerged if its distance between the two layers differs from the
+            largest distance (with ``reading="similar"``, from the smallest) by at most this share
+            of the range of distances; a larger share keeps more tokens unmerged, and 1 keeps all
+            that fit.
         retained: the memory for unmerged tokens, as a share of `max_cache_len`. Tokens that differ
             most between the layers are kept first.
         reading: which tokens stay unmerged: with ``distinct`` those that differ most between the
@@ -147,8 +149,9 @@ class MiniCache:
             )
 
     def position(self) -> float:
-        """Return `t`, or its default, which depends on whether aligned keys and values are
-        merged."""
+        """Return `t`, or the default of `t`, which depends on whether aligned keys and values are
+        merged.
+        """
         is_even = self.align == "none" or self.values_only
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 
@@ -158,8 +161,9 @@ class MiniCache:
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many unmerged tokens a cache with a length of `tokens` can contain; with the
-        default settings, 328 for a length of 32768."""
+        """Return how many unmerged tokens fit into a cache with a length of `tokens`; with the
+        default settings, 328 fit into a cache with a length of 32768.
+        """
         return math.ceil(self.retained * tokens)
 
 

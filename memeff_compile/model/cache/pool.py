@@ -45,7 +45,7 @@ class _Kept:
 
     @property
     def is_free(self) -> bool:
-        """Return whether the cache that `take` returned is no longer in use."""
+        """Return whether no other code still uses the cache that `take` returned."""
         return self.handed_out() is None
 
 
@@ -58,7 +58,7 @@ class Pool:
         _pools.add(self)
 
     def clear(self) -> None:
-        """Delete all reusable caches; caches in use live as long as their users."""
+        """Delete all reusable caches; a cache in use lives as long as code refers to it."""
         with self._lock:
             self._kept.clear()
 
@@ -69,8 +69,9 @@ class Pool:
         mask: Tensor | None,  # the attention mask of padded prompts
         make: Callable[[], Made],  # makes one, with the mask, for the first of these lengths
     ) -> Made:
-        """Return an empty cache of the given kind: an earlier one if no code uses it any more,
-        otherwise a new one."""
+        """Return an empty cache of the given kind: an earlier cache if no code uses it any more,
+        otherwise a new one.
+        """
         with self._lock:
             alike = [k for k in self._kept if k.kind == kind and k.tokens in tokens]
             for kept in alike:
@@ -104,7 +105,7 @@ def forget_caches() -> None:
 
 
 def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
-    """Return whether code other than transformers has split a model over processes."""
+    """Return whether a model is split over processes by other code than transformers."""
     is_theirs = (getattr(model, "_tp_size", None) or 1) > 1
     return not is_theirs and any(map(compat.is_tensor_parallel, model.parameters()))
 
@@ -135,7 +136,9 @@ def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
 
 
 def allocate(cache: Any, model: Any, sequences: int) -> None:  # noqa: ANN401
-    """Allocate a cache's tensors for a model, if their sizes are known before the first call."""
+    """Allocate the tensors of a model's cache, if the tensors' sizes are known before the model's
+    first call.
+    """
     shapes = head_shapes(model)
     if shapes is None or torch.is_autocast_enabled(model.device.type):
         return

@@ -3,8 +3,8 @@ runs the previous one.
 
 After each token, generate() checks whether all sequences have ended. Before the check, the CPU
 waits for the GPU; during the check, the GPU waits for the CPU. transformers can check after the
-next step has started (`DeferredStopCheck`) and discard the extra step, but only on one kind of
-device. With this module, transformers also checks one step late on a GPU, for caches that
+next step has started (`DeferredStopCheck`) and discard the extra step, but it does so only on one
+kind of device. With this module, transformers also checks one step late on a GPU, for caches that
 `use_kv_cache_` creates; other caches are not affected.
 """
 
@@ -55,8 +55,8 @@ def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def may_be_late(loop: Mapping[str, Any]) -> bool:
-    """Return whether the user cannot observe one extra step, judged by the local variables of
-    generate().
+    """Return whether one extra decoding step has no effect that the user can observe, judged by the
+    local variables of generate().
 
     If generation ends only at a given length, there is no extra step. Otherwise, an extra step
     could have effects that the user sees: it may draw one more random number, and it calls logits

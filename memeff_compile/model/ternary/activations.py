@@ -77,8 +77,9 @@ class _Notes(nn.Module):
 
 
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
-    """Return the description of a module as a gated MLP, or None if it is none; `roles` gives the
-    role of each child: "gate or up", or "down"."""
+    """Return the description of a module as a gated MLP, or None if the module is not a gated MLP;
+    `roles` gives the role of each child: "gate or up", or "down".
+    """
     kind = type(module).__name__
     into = [name for name, role in roles.items() if role == "gate or up"]
     (down, *others) = [name for name, role in roles.items() if role == "down"]
@@ -127,8 +128,9 @@ class _StandIn:
         )
 
     def squares(self) -> bool | None:
-        """Return whether the down projection's input is relu(gate) ** 2 * up, or None if that is
-        not known."""
+        """Return whether the down projection's input is relu(gate) ** 2 * up, or None if this
+        cannot be found out.
+        """
         first, second = self._draw(2)
         first, second = first - 1.5, second - 1.5
         plain = {n: child for n, child in self.module.named_children() if _may_activate(child)}
@@ -195,7 +197,9 @@ def require_gated(mlps: list[GatedMLP]) -> None:
 
 
 def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
-    """Return the activation functions of the MLPs that are not the squared ReLU, by their path."""
+    """Return those activation functions of the MLPs that are not the squared ReLU, each under its
+    path.
+    """
     return {
         mlp.place: type(mlp.activation if mlp.name else mlp.module).__name__
         for mlp in mlps
@@ -204,11 +208,12 @@ def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
 
 
 def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Put the squared ReLU into each MLP, and write its name into the model's config.
+    """Put the squared ReLU into each MLP, and write the squared ReLU's name into the model's
+    config.
 
     Returns:
         The new activation function of each MLP, by path, and the configs that will not name the
-        squared ReLU after loading.
+        squared ReLU after the model was saved and loaded.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -238,8 +243,8 @@ def unsquare(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Restore every activation that `square` replaced, for `undo`.
 
     Returns:
-        The restored activation function of each MLP, by path, and, for those that were not
-        restored, the reasons.
+        The restored activation function of each MLP, by path, and the reason for each activation
+        function that was not restored.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -267,7 +272,7 @@ def _holds(ancestor: str, path: str) -> bool:
 
 
 def _names_of(config: Any, activation: nn.Module) -> dict[str, str]:  # noqa: ANN401
-    """Return the entries of a config that name an activation function."""
+    """Return those entries of a config that name an activation function."""
     known = getattr(sys.modules.get("transformers.activations"), "ACT2FN", {})
     found = {key: getattr(config, key, None) for key in CONFIG_KEYS}
     return {

@@ -60,7 +60,9 @@ class TernaryHooks(Hooks):
 
 
 def _module(request: Request) -> Any:  # noqa: ANN401
-    """Return the model of a request; `ternarize_` raises an error if the model is not a module."""
+    """Return the model that the caller asked to compile; `ternarize_` raises an error if this model
+    is not a module.
+    """
     return request.model
 
 

@@ -49,8 +49,8 @@ class SquaredReLU(nn.Module):
 
     Attributes:
         was: the activation function that this one replaced and that `undo` restores, or None.
-        names: the entries of `config` that named the replaced activation function, and their
-            values.
+        names: the entries of the model's config that named the replaced activation function, and
+        their values.
     """
 
     def __init__(
@@ -64,8 +64,9 @@ class SquaredReLU(nn.Module):
 
     @property
     def was(self) -> nn.Module | None:
-        """Return the activation function that the squared ReLU replaced; it is not registered as a
-        child, because it must not be part of the model."""
+        """Return the activation function that the squared ReLU replaced; the replaced function is
+        not registered as a child module, because it must not be part of the model.
+        """
         return self._was[0]
 
     def forward(self, input: Tensor) -> Tensor:

@@ -124,8 +124,8 @@ AUTO_QUANTIZER_MAPPING[METHOD] = PackedTernaryQuantizer
 
 
 def know(model: nn.Module) -> set[nn.Module]:
-    """Make every transformers model inside a packed model save its quantizer entry; return the
-    models that were changed.
+    """Make every transformers model inside a packed model save the entry of this quantizer in its
+    config.json; return the models that were changed.
     """
     from transformers import PreTrainedModel
 

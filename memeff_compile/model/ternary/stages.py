@@ -25,7 +25,7 @@ _RATES = ("initial_lr", "max_lr", "min_lr")
 
 class TernaryStages:
     """The two training stages of BitNet a4.8: linear layers quantise their inputs to 8 bits for
-    most of the training, and then as the recipe "a4.8" says.
+    most of the training, and then in the formats of the recipe "a4.8".
 
     The optimizer state remains valid, because the parameters remain the same objects. The switch to
     the second stage changes an attribute of each linear layer, so a compiled model is compiled once
@@ -111,9 +111,9 @@ class TernaryStages:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after the stored number of steps, in the stage to which the next step belongs.
 
-        You may load the states of optimizer and scheduler before or after this call. They contain
-        the learning rate and weight decay of the stage in which they were saved, and this call does
-        not change these two numbers again.
+        You may load the states of optimizer and scheduler before or after this call. The states of
+        optimizer and scheduler contain the learning rate and weight decay of the stage in which
+        they were saved, and this call does not change these two numbers.
         """
         self.done = state["done"]
         self._set_stage()
@@ -166,7 +166,8 @@ class TernaryStages:
 
 def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
     """Yield the schedulers that have base learning rates: the given scheduler, the scheduler that
-    it wraps, or the schedulers of a sequence."""
+    the given one wraps, or the schedulers of a sequence.
+    """
     if hasattr(scheduler, "base_lrs"):
         yield scheduler
     for inner in (getattr(scheduler, "scheduler", None), *getattr(scheduler, "_schedulers", ())):

@@ -165,7 +165,7 @@ def plan_of(
     skip: Iterable[str] = (),
     activation: str | None = None,
 ) -> Plan:
-    """Return the changes that `ternarize_` would make, or raise the same errors."""
+    """Return the changes that `ternarize_` would make, or raise the errors that it would raise."""
     require_recipe(recipe)
     require_activation(activation)
     require_module(model, "ternarize_")
@@ -263,7 +263,7 @@ def dense_again(model: nn.Module) -> Undone:
 
 
 def _bound(path: str, module: TernaryLinear) -> str:
-    """Return the reason why a ternary linear cannot be replaced by another module, or ""."""
+    """Return the reason why another module cannot replace a ternary linear, or ""."""
     if not path:
         return "it is the whole model, which cannot be replaced in place"
     if compat.is_dtensor(module.weight):

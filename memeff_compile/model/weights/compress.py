@@ -2,10 +2,10 @@
 compressed weights by dense ones (decompress_).
 
 A compressed weight is a `CodedWeight` that replaces the dense parameter, under the same name.
-Reading the parameter returns the same bf16 weight, bit for bit. `state_dict` returns dense tensors,
-and `load_state_dict` accepts them. Weights are encoded one at a time, and each dense weight is
-freed immediately, so during this time the model never takes more memory than the dense model plus
-one weight.
+Reading the parameter decodes the weight: with lossless codes, it equals the original bf16 weight
+bit for bit. `state_dict` returns dense tensors, and `load_state_dict` accepts them. Weights are
+encoded one at a time, and each dense weight is freed immediately, so during the compression the
+model never takes more memory than the dense model plus one weight.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class CompressedWeight:
 
     @property
     def _about(self) -> str:
-        """Return the report's text about a weight, which follows the weight's name and its number
-        of bits."""
+        """Return the report's text about a weight; in the report, this text comes after the
+        weight's name and its number of bits.
+        """
         if not self.codec:
             return f"{list(self.shape)}: {self.reason}"
         how = ", rounded for inputs" if self.for_inputs else ""
@@ -94,8 +95,7 @@ class CompressedWeight:
 class CompressionReport(VerbReport):
     """The report of `compress_`: which weights were compressed, and which were not.
 
-    `str()` shows weights of several layers about which it says the same in one line; `to_json()`
-    has one entry per weight.
+    `str()` has one line for all weights with the same text; `to_json()` has one entry per weight.
     """
 
     weights: tuple[CompressedWeight, ...]
@@ -137,8 +137,8 @@ class CompressionReport(VerbReport):
     def __str__(self) -> str:
         """Return the totals, then the size of each weight, or the reason why it is unchanged.
 
-        Weights of several layers about which the report says the same share one line; `details` has
-        one line per weight.
+        Weights of several layers with the same text share one line; `details` has one line per
+        weight.
         """
         return self._text(folds=True)
 
@@ -178,7 +178,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _line(weights: Sequence[CompressedWeight]) -> str:
-    """Return one line of text for weights about which the report says the same."""
+    """Return the line for a group of weights that have the same text in the report."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
@@ -220,11 +220,11 @@ def compress_(
 ) -> CompressionReport:
     """Compress the weights of a model's linear layers in place.
 
-    The function compresses bf16 weights that only `nn.Linear` modules use, unless you name more
-    `layers`. With `mantissa=7`, the default, this compression is lossless. If the input has only a
-    few tokens, the kernel of the matrix product decodes the weight itself, and adds up the products
-    in another order than a dense matrix product does. Call this function before you create an
-    optimizer and before you compile the model.
+    The function compresses those bf16 weights that only `nn.Linear` modules use; with `layers`, you
+    can name more classes. With `mantissa=7`, the default, this compression is lossless. If the
+    input has only a few tokens, the kernel of the matrix product decodes the weight itself, and
+    adds up the products in another order than a dense matrix product does. Call this function
+    before you create an optimizer and before you compile the model.
 
     Args:
         model: any module, possibly wrapped by PEFT, on the device where it will run.
@@ -370,7 +370,8 @@ def coded_or_dense(
 
 def _tell_transformers(model: nn.Module) -> None:
     """Make transformers' save_pretrained save the codes of a model's compressed weights; the module
-    `pretrained` describes the format."""
+    `pretrained` describes the format of the saved files.
+    """
     if "transformers.modeling_utils" in sys.modules:
         import_module("memeff_compile.model.weights.pretrained").know(model)
 
@@ -386,7 +387,8 @@ def compression_report(model: nn.Module) -> CompressionReport | None:
 def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
     """Compress a model before it is compiled; warn the user if no weight was compressed.
 
-    Raise OptionError if the argument is a function, because its weights are not known.
+    Raise OptionError if the argument is a function, because the weights that a function uses are
+    not known.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -461,8 +463,7 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
 
 
 def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
-    """Return the arguments of the runs of the model in which the inputs of its linear layers are
-    measured."""
+    """Return the arguments of the model's runs that measure the inputs of its linear layers."""
     if parse(codec).is_lossless:
         raise OptionError(
             "compress_: inputs were given, and mantissa is 7, which keeps every bit: nothing is "
@@ -484,8 +485,9 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 
 
 class _Rounding:
-    """Rounds weights so that products with the model's inputs lose little precision; the inputs are
-    measured for a few weights at a time."""
+    """Rounds weights so that their products with the layers' inputs lose little precision; each run
+    of the model measures the inputs of a few layers.
+    """
 
     def __init__(
         self, model: nn.Module, chosen: Sequence[_Place], runs: list[Any], codec: str
@@ -613,7 +615,9 @@ def _is_cut_once(weight: Tensor) -> bool:
 
 
 def _layer(module: nn.Module, attribute: str) -> str:
-    """Return the name in `LAYERS` of a module's class, or "" for any other class."""
+    """Return the name that `LAYERS` gives to a module's class, or "" if the class is not in
+    `LAYERS`.
+    """
     kind = type(module)
     if attribute != "weight":
         return ""
@@ -729,7 +733,7 @@ def _put_shard(place: _Place, local: Tensor) -> bool:
 
 
 def _keep_attributes(old: Tensor, new: Tensor) -> None:
-    """Copy the attributes that other code has set on a parameter to the one that replaces it."""
+    """Copy the attributes that other code has set on a parameter to the parameter's replacement."""
     for name, attribute in vars(old).items():
         if name not in vars(new) and name not in OWN_ATTRIBUTES:
             setattr(new, name, attribute)

@@ -2,9 +2,9 @@
 
 A compressed weight consists of several coded tensors; the file stores each of them as a plain
 tensor with the name `<weight's name>.<part>`. All other tensors of the model are stored unchanged.
-One metadata string contains the format version, and the codec, shape and checksum of each weight.
-The file also contains small buffers that a state dict omits, such as rotary angles. When a model on
-the meta device is loaded, these buffers get their values from the file.
+The file's metadata contains, in one string, the format version, and the codec, shape and checksum
+of each weight. The file also contains small buffers that a state dict omits, such as rotary angles.
+When a model on the meta device is loaded, these buffers get their values from the file.
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ def load_compressed_(
 
 
 def loaded_changes(coded: Mapping[str, CodedWeight], model: nn.Module, path: object) -> Changes:
-    """Return a report of the weights that were read from a folder, in the form of
-    `load_compressed_`'s report."""
+    """Return a report, like that of `load_compressed_`, on the weights that were read from a
+    folder.
+    """
     table = {n: {"codec": weight.codec, "shape": list(weight.shape)} for n, weight in coded.items()}
     held = {id(tensor): tensor for _, tensor in _everything(model)}.values()
     return _changes("load_compressed_", f"read from {path}", table, held)
@@ -345,8 +346,9 @@ def _coded_names(note: dict[str, Any]) -> set[str]:
 
 
 def _check_names(model: nn.Module, file: _File, note: dict[str, Any]) -> None:
-    """Raise an error if the file belongs to another model; call this before any weight is
-    changed."""
+    """Raise an error if the file belongs to another model; the caller must call this function
+    before it changes any weight.
+    """
     held, needed = _tensor_names(file), _coded_names(note)
     known = {name for name, _ in _everything(model)}
     there = set(note["tensors"]) | (held - needed) | set(note["aliases"])

@@ -3,17 +3,17 @@ LOMO).
 
 Only one gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
 encoded again in one step, so no second copy of it exists. The update is computed by the optimizer
-that the factory returns; the results are bit for bit those of dense weights. For plain SGD on a
-GPU, one kernel decodes and updates the weight, and writes the new weight to the gradient's memory,
-if no other tensor uses this memory.
+that the factory returns; the results are bit for bit the same as if the weights were dense. For
+plain SGD on a GPU, one kernel decodes and updates the weight, and writes the new weight to the
+gradient's memory, if no other tensor uses this memory.
 
 A parameter that FSDP2 shards is updated after FSDP2 has reduced its gradient, on the CUDA stream of
 the reduction. FSDP2 reduces each gradient once per backward pass, because autograd first adds up
 the gradient of the gathered weight.
 
 Between updates, the CPU does not wait for the GPU. The codes of a weight's new value are written to
-the memory of the old codes, and the CPU checks later whether they fitted. If they did not fit, the
-GPU has already copied the new value to a spill buffer in CPU memory.
+the memory of the old codes, and the CPU checks later whether they fitted. If the new codes did not
+fit, the GPU has already copied the new value to a spill buffer in CPU memory.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class _Queue:
     whether their codes fitted into the memory of the old codes.
 
     If the codes of a value do not fit, the GPU copies the value to a ring of spill buffers in CPU
-    memory, and the value is encoded again from there. The CPU can run ahead of the GPU by as many
-    weights as fit into these spill buffers.
+    memory, and the value is later encoded again from this copy. The CPU can run ahead of the GPU by
+    as many weights as the spill buffers can hold.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -95,8 +95,9 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a region of `count` elements in the ring of spill buffers, after waiting until one
-        is free."""
+        """Return a region of `count` elements in the ring of spill buffers, after waiting until
+        such a region is free.
+        """
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
                 self._settle_oldest()
@@ -107,8 +108,9 @@ class _Queue:
         return self._ring[start : start + count]
 
     def _free(self, count: int, size: int) -> int | None:
-        """Return the start of a free region of `count` elements; the used region extends from tail
-        to head."""
+        """Return the start of a free region of `count` elements in the ring; the used region of the
+        ring extends from its tail to its head.
+        """
         if not self._waiting:
             return 0
         tail = self._waiting[0][1]
@@ -134,8 +136,9 @@ class _Queue:
                 self._expected = {id(each) for each in coded}
 
     def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
-        """If a weight's gradient was announced, add the weight to those that one kernel launch will
-        update together."""
+        """If `announce` announced a weight's gradient, add the weight to those that one kernel
+        launch will update together.
+        """
         if id(weight) not in self._expected:
             return False
         with self.lock:
@@ -154,8 +157,9 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Update and encode all collected weights in one launch; if memory runs out, they remain
-        collected."""
+        """Update and encode all collected weights in one launch; if memory runs out, the weights
+        remain collected.
+        """
         with self.lock:
             together = self._together
             if together is not None:
@@ -169,7 +173,8 @@ class _Queue:
 
     def add(self, value: Unsettled, count: int) -> None:
         """Add a weight's new value to the queue; before the backward pass ends, `settle` checks
-        whether the codes of this value fitted into the memory of the old codes."""
+        whether the codes of this value fitted into the memory of the weight's old codes.
+        """
         if value.is_settled:
             return
         self._waiting.append((value, self._head))
@@ -179,7 +184,8 @@ class _Queue:
 
     def settle(self) -> None:
         """Wait until the CPU knows, for each new value in the queue, whether its codes fitted into
-        the memory of the old codes; encode the values whose codes did not fit again."""
+        the memory of the old codes; if the codes of a value did not fit, encode the value again.
+        """
         with self.lock:
             self._encode()
             while self._waiting:
@@ -227,7 +233,9 @@ class _Update:
             self.held.data = self.held.data.new_empty(0)
 
     def _hold_itself(self) -> None:
-        """If the user has made the weight dense by a cast, let the optimizer update it directly."""
+        """If the user has made the weight dense by a cast, let the optimizer update the dense
+        weight directly.
+        """
         state = self.optimizer.state
         if self.held in state:
             state[self.parameter] = state.pop(self.held)
@@ -300,7 +308,7 @@ _BEYOND = ("momentum", "nesterov", "maximize", "differentiable", "fused")
 
 
 def plain_step(optimizer: Optimizer) -> Step | None:
-    """Return the step function for plain SGD, or None for any other optimizer."""
+    """Return a function that does a step of plain SGD; None if the optimizer is not plain SGD."""
     if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
         return None
     (group,) = optimizer.param_groups
@@ -341,9 +349,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
     """The optimizers of a model whose weights are updated during the backward pass.
 
     Code that expects an optimizer, such as a scheduler or a training loop, can use this object. A
-    scheduler sets learning rates through its `param_groups`, of which there is one per parameter.
-    `state_dict` saves the states of all these optimizers. `step` only checks that the weights were
-    updated.
+    scheduler sets learning rates through this object's `param_groups`, of which there is one per
+    parameter. `state_dict` saves the states of all these optimizers. `step` only checks that the
+    weights were updated.
     """
 
     def __init__(
@@ -454,8 +462,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """If a list in the codes of some weight has grown beyond its memory, move the lists of all
-        weights to larger shared allocations."""
+        """Move the variable-length lists in the codes of all weights to larger shared allocations,
+        if such a list of some weight has outgrown its memory.
+        """
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
         if anew > self._times_anew:
@@ -543,9 +552,9 @@ def optim_in_backward(
             is not supported.
         factory: an optimizer class, or a function that creates the optimizer of one parameter.
         accumulate: the number of gradients per update, counted per parameter: if a backward pass
-            computes no gradient for a parameter, its update comes later. If `accumulate` is more
-            than one, dense gradients are kept until the update, so this function does not save
-            their memory.
+            computes no gradient for a parameter, the parameter's update comes correspondingly
+            later. If `accumulate` is more than one, dense gradients are kept until the update, so
+            this function does not save their memory.
         max_norm: the largest allowed norm of each parameter's gradient; a gradient with a larger
             norm is scaled down.
         settings: arguments of the optimizer class, such as `lr`.

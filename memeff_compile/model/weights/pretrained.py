@@ -113,7 +113,7 @@ class MemeffConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return the entry for config.json.
 
-        The entry of a saved model contains only the keys that loading needs.
+        For a saved model, the entry contains only the keys that loading needs.
         """
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():
@@ -149,7 +149,8 @@ class MemeffQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which transformers will load dense tensors; raise CodedWeightError if
-        it is not the dtype of the coded weights."""
+        the coded weights have another dtype.
+        """
         given, saved = str(dtype).removeprefix("torch."), self.quantization_config.dtype
         if self.pre_quantized and saved is not None and given != saved:
             raise CodedWeightError(
@@ -177,7 +178,7 @@ class MemeffQuantizer(HfQuantizer):
         return bits / 8 if coded else float(param.element_size())
 
     def param_needs_quantization(self, model: Theirs, param_name: str, **_: object) -> bool:
-        """Return whether a weight is encoded as soon as it is read."""
+        """Return whether to encode a weight as soon as transformers has read it."""
         return param_name in self.chosen
 
     def get_quantize_ops(self) -> Encode:

@@ -3,10 +3,10 @@ lose less precision.
 
 Rounding each weight to the nearest number with few mantissa bits minimises the error of the
 weights. A model's quality, however, depends on the error of the products of weights and inputs. So
-after this module has rounded a column of the weight, it changes the columns that are not rounded
-yet so that they compensate the rounding error. The changes are computed with the inverse of the
-inputs' Gram matrix (Frantar et al. 2022, arXiv 2210.17323). Each number of the rounded weight has
-the requested number of mantissa bits, so encoding the weight loses nothing more.
+after this module has rounded a column of the weight, the module changes the columns that are not
+rounded yet, so that these columns compensate the rounding error. The changes are computed with the
+inverse of the inputs' Gram matrix (Frantar et al. 2022, arXiv 2210.17323). Each number of the
+rounded weight has the requested number of mantissa bits, so encoding the weight loses nothing more.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield, for each run of the model, how many linear layers are measured in this run; `widths`
-    are the layers' input widths."""
+    """Yield, for each run of the model, the number of linear layers whose inputs this run measures;
+    `widths` are the layers' input widths.
+    """
     count = held = 0
     for width in widths:
         if count and held + 4 * width * width > GRAM_BYTES:
@@ -96,8 +97,8 @@ def kept(x: Tensor, mantissa: int) -> Tensor:
 
 @torch.no_grad()
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
-    """Round a weight (V, D) to numbers that a lossy codec keeps, such that products with the given
-    inputs lose little precision.
+    """Round a weight (V, D) to numbers that a lossy codec keeps, such that the weight's products
+    with the given inputs lose little precision.
 
     A lossy codec divides the numbers of each block by the block's largest number. This number is
     not changed, and it remains the largest. Return None if all inputs are zero, or if an input or

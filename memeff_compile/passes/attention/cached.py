@@ -45,10 +45,10 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 
 
 def advice(*, is_one_row: bool) -> dict[str, Any]:
-    """Return Inductor settings for the graph: autotuning is on if the left operand of each matrix
-    product has only one row.
+    """Return Inductor settings for the graph: they turn autotuning on if the left operand of each
+    matrix product has only one row.
 
-    For such products, the time to read the weight is decisive. The GPU vendor's libraries read
+    Such products spend most of their time on reading the weight. The GPU vendor's libraries read
     weights at three quarters of the memory bandwidth; kernels that Inductor generates and autotunes
     are faster.
     """
@@ -56,10 +56,10 @@ def advice(*, is_one_row: bool) -> dict[str, Any]:
 
 
 def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) -> Decline | None:
-    """Return the reason why the cache ops do not support an attention call over a KV cache, or
-    None.
+    """Return the reason why this package's cache ops do not support an attention call over a KV
+    cache, or None.
 
-    ``without_causal`` is the remedy that the message names for a call with `is_causal=True`.
+    ``without_causal`` is the remedy that the reason names for a call with `is_causal=True`.
     """
     node, args, value = match.node, match.call.args, info.tensor(match.node)
     if value is None or value.requires_grad:
@@ -86,8 +86,9 @@ def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) ->
 
 
 def held_scale(call: Call) -> float | None:
-    """Return the scale of an attention call as a number, and add guards on the current values of
-    scale and dropout."""
+    """Return the scale of an attention call as a number; add guards, so that Dynamo compiles again
+    if scale or dropout changes.
+    """
     for name in ("dropout_p", "scale"):
         compat.hold_constant(call.args[name])  # symbols where everything is dynamic
     scale = compat.known_number(call.args["scale"])

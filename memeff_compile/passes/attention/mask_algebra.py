@@ -4,7 +4,7 @@ A tensor is described by its shape and one scalar: a formula that gives the elem
 integer scalar is a sum of axis indices, sizes and elements of other tensors (:class:`Linear`). A
 boolean scalar is a formula over such sums, and a floating-point scalar is a list of cases, each
 with a condition and a number. To describe a view, a broadcast or a gather, this module substitutes
-axis indices in the formula. It never reads the elements of a tensor.
+axis indices in the formula. The module never reads the elements of a tensor.
 
 A condition is replaced by true or false only if this is proved for all sizes, including symbolic
 ones. The module :mod:`mask_forms` recognises known masks by their formulas.
@@ -39,10 +39,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Read:
-    """The element of a graph node's tensor at an index, as an unknown in formulas.
+    """The element of a graph node's tensor at an index; formulas contain such an element as an
+    unknown.
 
     Two reads of the same element with different ``moment`` may have different values, because the
-    graph writes to the tensor's memory in between.
+    graph writes to the tensor's memory between the two moments.
     """
 
     node: Node
@@ -121,7 +122,7 @@ class Linear:
 
 
 def axis(place: int) -> Linear:
-    """Return the index along an axis as a sum."""
+    """Return the index along an axis as a sum (`Linear`)."""
     return Linear(0, {Axis(place): 1})
 
 
@@ -181,16 +182,20 @@ TRUE, FALSE = Fixed(True), Fixed(False)
 
 
 class TooLarge(Exception):
-    """The error that a formula has become too large to analyze."""
+    """The error for a formula that has become too large to analyze."""
 
 
 def at_least_zero(total: Linear) -> Formula:
-    """Return ``total >= 0``, or TRUE or FALSE if the answer is the same at every index."""
+    """Return the condition ``total >= 0``, or TRUE or FALSE if the condition has this value at
+    every index.
+    """
     return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
 
 def is_zero(total: Linear) -> Formula:
-    """Return ``total == 0``, or TRUE or FALSE if the answer is the same at every index."""
+    """Return the condition ``total == 0``, or TRUE or FALSE if the condition has this value at
+    every index.
+    """
     return _settled(IsZero(total), total.constant == 0, total.constant != 0)
 
 
@@ -239,8 +244,9 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula with each condition replaced by TRUE or FALSE if it has this value at
-    every index of the shape."""
+    """Return the formula, in which TRUE or FALSE replaces each condition that has this value at
+    every index of the shape.
+    """
     match formula:
         case AtLeastZero(total) | IsZero(total):
             low, high = total.lowest(shape), total.highest(shape)
@@ -275,7 +281,7 @@ Scalar: TypeAlias = "Linear | Formula | Cases | Unknown | Magnitude"
 
 
 def number(value: float) -> Cases:
-    """Return a number that is the same at every index, as a single case."""
+    """Return a number, which is the same at every index, as a `Cases` with a single case."""
     return Cases(((TRUE, float(value)),))
 
 
@@ -293,7 +299,9 @@ def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
 
 
 def combined(left: Cases, right: Cases, operation: Callable[[float, float], float]) -> Cases:
-    """Return ``operation`` applied to two numbers that have cases, for each pair of their cases."""
+    """Return ``operation`` applied to two numbers with cases; the result has one case for each pair
+    of their cases.
+    """
     return cases(
         (both(first, second), operation(a, b))
         for first, a in left.cases
@@ -308,11 +316,11 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return the formula that holds for the keys that a mask shows: a boolean mask is true for
-    them, a floating-point mask adds zero to their scores.
+    """Return the formula that holds for the keys that a mask shows (a boolean mask is true for
+    these keys, a floating-point mask adds zero to their scores).
 
-    A floating-point mask must add `MASKED` or a lower number to the score of every other key; if it
-    adds other numbers, as a bias does, return None.
+    A floating-point mask must add `MASKED` or a lower number to the score of every other key; if
+    the mask adds other numbers to these scores, as a bias does, return None.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
@@ -355,8 +363,9 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
-    """Return a scalar, a `Linear` or a `Read` with each axis index that is a key of ``by`` replaced
-    by the sum in ``by``."""
+    """Return a scalar, a `Linear` or a `Read`, in which each axis index that is a key of the
+    dictionary ``by`` is replaced by that key's sum.
+    """
     if not isinstance(scalar, Linear):
         return rebuilt(scalar, lambda part: substituted(part, by))
     total = Linear(scalar.constant)

@@ -2,9 +2,9 @@
 tensors.
 
 :func:`form_of` sorts the conditions into bounds on the key's position relative to the query's,
-tables of visible keys, comparisons of sequence ids, and others. A condition counts as a bound or a
-comparison only if this is proved for all sizes, including symbolic ones; otherwise it is in the
-form's ``rest``.
+tables of visible keys, comparisons of sequence ids, and other conditions. A condition counts as a
+bound or a comparison only if this is proved for all sizes, including symbolic ones; otherwise the
+condition is put into the form's ``rest``.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ class Form:
 
     @property
     def is_sayable(self) -> bool:
-        """Return whether the op's arguments can express the mask: bounds of positions, at most one
-        table of visible keys, and at most one comparison of ids."""
+        """Return whether the arguments of memeff::attention can express the mask, that is, whether
+        it consists only of bounds of positions, at most one table of visible keys (one flag per
+        key), and at most one comparison of ids.
+        """
         return (
             not (self.positions or self.shifted or self.rest)
             and len(self.ids) + bool(self.queries) <= 1
@@ -139,7 +141,9 @@ def _with_part(form: Form, part: Formula, rank: int) -> Form:
 
 
 def _is_length(part: Formula) -> bool:
-    """Return whether a condition bounds an index by a number read from a tensor."""
+    """Return whether a condition is an upper or lower bound for an index, given by a number read
+    from a tensor.
+    """
     if not isinstance(part, AtLeastZero):
         return False
     terms = part.sum.terms
@@ -150,8 +154,9 @@ def _is_length(part: Formula) -> bool:
 
 
 def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
-    """Return whether a condition bounds the key's index by an element of a tensor, possibly
-    relative to the query's index."""
+    """Return whether a condition is a bound for the key's index, or for the key's distance from the
+    query, and this bound is an element of a tensor.
+    """
     terms = dict(part.sum.terms)
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:
@@ -224,8 +229,8 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether each query is proved to see at least one of two keys: the key at the query's
-    own index, or the last key that the bounds of the form allow.
+    """Return whether it can be proved that each query sees at least one of two keys: the key at the
+    query's own index, or the last key that the bounds of the form allow.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
@@ -240,8 +245,9 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
 
 
 def key_table(form: Form, rank: int) -> Formula:
-    """Return the formula that tells which keys of each sequence are visible, or TRUE if no tensor
-    restricts the keys."""
+    """Return the formula that says which keys of each sequence are visible, or TRUE if no tensor
+    restricts the keys.
+    """
     if form.keys is None:
         return algebra.both(*form.tables)
     bound = algebra.at_least_zero(-axis(rank - 1) + (form.keys - 1))
@@ -252,8 +258,9 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
     """Replace comparisons of positions by comparisons of indices, for queries and keys whose ids
     are equal.
 
-    ``positions`` maps a read of an id to the position at the same index; from one index to the next
-    with an equal id, the position increases by one. The last two axes are query and key.
+    ``positions`` maps a read of an id to the position at the same index; from one index to the
+    next, the position increases by one if the two ids are equal. The last two axes are query and
+    key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
     """
@@ -291,8 +298,9 @@ def _pairs(total: Linear) -> list[tuple[Read, Read]]:
 
 
 def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
-    """In a comparison, replace the difference of two positions by ``by``, even if the difference is
-    multiplied by a number."""
+    """In a comparison, replace the difference of two positions by the formula ``by``, even if the
+    difference is multiplied by a number.
+    """
     if not isinstance(part, (AtLeastZero, IsZero)) or len(difference.terms) != 2:
         return part
     (term, sign), _ = difference.terms.items()

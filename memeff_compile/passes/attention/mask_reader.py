@@ -3,7 +3,8 @@ interpretation).
 
 The module :mod:`canonical` first turns each node into ATen ops. If there is no rule for a node, the
 formula contains the node's value as an unknown, which is always correct. If the graph writes to a
-tensor, the tensor is an unknown too, and is never replaced by the formula that computed it first.
+tensor, the tensor is an unknown too, and is never replaced by the formula of the node that created
+the tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
-    """The error that no rule can read a node."""
+    """The error for a node that no rule can read."""
 
 
 def _require(holds: bool) -> None:
@@ -42,13 +43,14 @@ class Value:
     scalar: Scalar
 
     def scalar_at(self, index: Sequence[Linear]) -> Scalar:
-        """Return the scalar at an index that is given as sums."""
+        """Return the element (a scalar formula) at an index, which is given as one sum per axis."""
         result: Scalar = algebra.substituted(self.scalar, dict(enumerate(index)))
         return result
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
-        """Return a tensor whose elements are the elements of this tensor at `index`; by default it
-        has the shape of this tensor."""
+        """Return a tensor whose elements are the elements of this tensor at `index`; by default,
+        the new tensor has the shape of this one.
+        """
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
 
@@ -62,16 +64,18 @@ class Mask:
 
 
 class MaskReader:
-    """Reads the nodes of one graph as formulas; nested graphs have their own readers. Each node is
-    read once."""
+    """Turns the nodes of one graph into formulas; each nested graph has a separate reader. Each
+    node is read once.
+    """
 
     def __init__(self, info: GraphInfo, parent: MaskReader | None = None) -> None:
         self.info, self.parent = info, parent
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return the value of a node as a formula; values for which there is no rule are unknowns
-        in it."""
+        """Return the value of a node as a formula; in the formula, values for which there is no
+        rule are unknowns.
+        """
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
@@ -91,7 +95,9 @@ class MaskReader:
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
         """For each tensor of sequence ids that a formula reads, return the tensor of positions from
-        which the graph computed the ids: an id increases by one wherever the position does not."""
+        which the graph computed the ids: an id increases by one where the position does not
+        increase by one.
+        """
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
             positions = self._counted_breaks(read_of_ids.node)
@@ -159,15 +165,18 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return the value of ``node`` when ``reader`` reads it; the two times matter if the graph
-        writes to the memory of ``node``."""
+        """Return the value that ``node`` has when the node ``reader`` reads it; the value may
+        have changed before, if the graph writes to the memory of ``node``.
+        """
         if not self.info.may_be_written(node):
             return self._values[node]
         return leaf(node, self.info.value(node), moment=1 + self.info.positions[reader])
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and all earlier nodes that were not read yet, operands first."""
+    """Return ``node`` and all nodes on which it depends that were not read yet; each node comes
+    after its operands.
+    """
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False)]
@@ -187,14 +196,15 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether the reader should apply a rule to a node. It should not for most nodes of a
-    model, on which an input of the mask may depend."""
+    """Return whether the reader should apply a rule to a node. A mask may depend on an input that
+    most nodes of the model compute; the reader should apply no rules to such nodes.
+    """
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
 
 
 def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
-    """Return the description of a tensor whose elements are unknowns."""
+    """Return a description of a node's tensor in which all elements are unknowns."""
     shape = tuple(tensor.shape)
     found = algebra.Read(node, tuple(_index_of(shape)), moment)
     if tensor.dtype == torch.bool:
@@ -294,7 +304,9 @@ def _size_of(node: Node) -> Any:
 
 
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
-    """Return the scalar of a described tensor after the tensor is broadcast to a larger shape."""
+    """Return the scalar (the formula of an element) of a described tensor that is broadcast to a
+    larger shape.
+    """
     lead = len(shape) - len(value.shape)
     _require(lead >= 0)
     index = []
@@ -363,8 +375,9 @@ def _expand(given: _Operands) -> Value:
 
 
 def _repeat(given: _Operands) -> Value:
-    """Read `repeat` along axes of size one. Repetition of a longer axis is not supported, because
-    its index would wrap around."""
+    """Describe the result of `repeat` along axes of size one. Repetition of a longer axis is not
+    supported, because its index would wrap around.
+    """
     value, repeats = given.value(), list(given.plain("repeats"))
     sizes = [1] * (len(repeats) - len(value.shape)) + list(value.shape)
     _require(all(_is_one(a) or _is_one(b) for a, b in zip(sizes, repeats, strict=True)))
@@ -380,7 +393,7 @@ def _unsqueeze(given: _Operands) -> Value:
 
 
 def _reshape(given: _Operands) -> Value:
-    """Read a view that only inserts or removes axes of size one."""
+    """Describe the result of a view that only inserts or removes axes of size one."""
     value, shape = given.value(), given.shape
     old = [p for p, size in enumerate(value.shape) if not _is_one(size)]
     new = [p for p, size in enumerate(shape) if not _is_one(size)]
@@ -444,7 +457,7 @@ def _select(given: _Operands) -> Value:
 
 
 def _index(given: _Operands) -> Value:
-    """Read indexing by index tensors, along the leading axes or along one axis."""
+    """Describe the result of indexing by tensors, along the leading axes or along one axis."""
     value = given.value()
     chosen = given.given("indices")
     places = [p for p, index in enumerate(chosen) if index is not None]
@@ -492,8 +505,9 @@ def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
 def _comparison(
     of_sums: Callable[[Linear], Formula], of_numbers: Callable[[float, float], bool]
 ) -> Callable[[_Operands], Value]:
-    """Return the rule for a comparison, given the formula of the comparison for ``left -
-    right``."""
+    """Return the rule for a comparison operator, given functions that return the comparison's
+    result for ``left - right`` (sums) and for two numbers.
+    """
 
     def rule(given: _Operands) -> Value:
         shape, left, right = _pair(given)
@@ -556,7 +570,9 @@ def _one_where(condition: Formula) -> Cases:
 
 
 def _whole_number(scalar: Scalar) -> int:
-    """Return a scalar as an integer; the scalar must be a sum that is the same at every index."""
+    """Return the integer that a scalar stands for; the scalar must be a sum with the same value at
+    every index.
+    """
     total = _sum(scalar)
     if not total.is_constant or not isinstance(total.constant, int):
         raise CannotRead
@@ -644,8 +660,9 @@ def _where(given: _Operands) -> Value:
 
 
 def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
-    """Read an op that selects between two values, given the names of its arguments: the condition,
-    and the values for true and false."""
+    """Describe the result of an op that selects between two values, given the names of the op's
+    arguments: the condition, and the values for true and false.
+    """
     condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])
     where = as_condition(broadcast(condition, shape))
@@ -672,8 +689,9 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
 
 
 def _cumsum(given: _Operands) -> Value:
-    """Read a cumulative sum whose input has the same value at every index, such as a tensor of
-    ones."""
+    """Describe the result of a cumulative sum whose input has the same value at every index, such
+    as a tensor of ones.
+    """
     value = given.value()
     place = given.axis("dim", len(value.shape))
     scalar = value.scalar
@@ -684,8 +702,9 @@ def _cumsum(given: _Operands) -> Value:
 
 
 def _diff(given: _Operands) -> Value:
-    """Read `diff` with a prepended value, if the differences of neighbouring elements are the same
-    at every index."""
+    """Describe the result of `diff` with a prepended value, if the differences of neighbouring
+    elements are the same at every index.
+    """
     value = given.value()
     place = given.axis("dim", len(value.shape))
     _require(given.plain("n") == 1 and not given.has("append"))

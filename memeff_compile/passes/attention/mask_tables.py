@@ -35,8 +35,9 @@ class Table:
     dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
     def written(self, editor: Editor) -> Node:
-        """Return the node that computes the table in the editor's graph; it is inserted once for
-        all users."""
+        """Return the node that computes the table in the editor's graph; the node is inserted once
+        for all its users.
+        """
         sizes = tuple(map(str, self.sizes))
         key = (self.content, self.along, sizes, self.device, self.anchor, self.dtype)
         owner = editor
@@ -52,8 +53,8 @@ class Table:
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
     """Return the node after which a table can be computed, and the graph of this node, or None.
 
-    It is the last node that the table reads; the memory of the nodes that the table reads must not
-    have changed before.
+    That node is the last one that the table reads; until then, the graph must not have changed the
+    memory of the nodes that the table reads.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info
@@ -179,8 +180,9 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor itself if its axes are already those of the table, in the same order;
-        otherwise return None."""
+        """Return the tensor that a formula reads, if its axes are already the axes of the table, in
+        the same order; otherwise return None.
+        """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))

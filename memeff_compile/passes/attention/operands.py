@@ -32,7 +32,7 @@ Step = tuple[OpOverload, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Operand:
-    """A node, and the views that are applied to it before it becomes an argument of a call."""
+    """A node, and the views that turn the node's tensor into an argument of a call."""
 
     node: Node
     steps: tuple[Step, ...] = ()
@@ -143,7 +143,9 @@ def placed(
 def _placed(
     info: GraphInfo, given: Given, base: Node | None, sizes: dict[str, Any]
 ) -> tuple[Operand, bool]:
-    """Return one operand, and whether it has separate batch and head axes."""
+    """Return one operand as an argument of an attention call, and whether the operand has separate
+    batch and head axes.
+    """
     node, axes, wanted = given
     if FOLDED not in axes:
         return _arranged(Operand(node), axes, sizes, wanted), False
@@ -187,7 +189,8 @@ def _result_steps(result: str, *, is_split: bool) -> tuple[Step, ...]:
 
 
 def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
-    """Follow transposes back until the axes are in the requested order.
+    """Go back from an operand through its transposes, to the node whose axes are in the requested
+    order.
 
     Return the node, its axes, and the transposes. If no earlier node has that order, return the
     operand unchanged.
@@ -207,8 +210,9 @@ def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
 
 
 def permutation(node: Any, rank: int) -> list[int] | None:
-    """Return, for each axis of a transposed tensor, its axis before the transpose; return None for
-    other nodes."""
+    """Return, for each axis of a transposed tensor, the position that the axis had before the
+    transpose; return None if a node is no transpose.
+    """
     call = call_of(node, aten.transpose.int, aten.permute.default)
     if call is None:
         return None
@@ -234,7 +238,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 
 
 def folds(wide: torch.Tensor | None, narrow: torch.Tensor | None) -> bool:
-    """Return whether the second tensor is the first tensor with its first two axes joined."""
+    """Return whether joining the first two axes of the first tensor gives the second tensor."""
     if wide is None or narrow is None or (wide.dim(), narrow.dim()) != (4, 3):
         return False
     batch, heads, *rest = wide.shape

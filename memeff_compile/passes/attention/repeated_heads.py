@@ -17,8 +17,9 @@ REPEATS = (aten.repeat_interleave.self_int, *_MERGES)  # the last op of a chain 
 
 
 def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
-    """Return the nodes up to ``node`` that repeat heads, the node before them, and how often the
-    heads are repeated."""
+    """Return the nodes up to ``node`` that repeat heads, the node before these nodes, and how often
+    each head is repeated.
+    """
     call = read_one(node)
     if call is None:
         return None

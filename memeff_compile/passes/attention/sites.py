@@ -33,7 +33,9 @@ MAX_STEPS = 10
 
 @dataclass
 class Site:
-    """One attention in the graph: its inputs, mask and scale, and the nodes that compute it."""
+    """One attention in the graph: its inputs, mask and scale, and the nodes that compute the
+    attention.
+    """
 
     node: Node  # the node that has the result
     query: Operand
@@ -126,9 +128,9 @@ def dropout_active(node: Node | None, hint: str = "") -> Decline:
 
 @dataclass
 class _Walk:
-    """A walk from a softmax to a matrix product, node by node.
+    """A walk through the graph from a softmax to a matrix product, node by node.
 
-    It records the steps, and at which positions the axes of the scores are.
+    The object records the nodes, and the current positions of the axes of the scores.
     """
 
     info: GraphInfo
@@ -140,7 +142,8 @@ class _Walk:
 
     def moves(self, step: Node, call: Call | None, *, is_backward: bool) -> bool:
         """Record how a view moves the axes of the scores; return False if the node does anything
-        else to them."""
+        else to the scores.
+        """
         if call is None or call.op.overloadpacket not in _VIEWS:
             return False
         order = permutation(step, len(self.axes))
@@ -190,7 +193,7 @@ class _Scores:
 
 
 class _Masking(NamedTuple):
-    """The way in which a chain masks its scores."""
+    """How a chain (attention written as matrix products and a softmax) masks its scores."""
 
     mask: Node | None = None
     takes_away: bool = False
@@ -259,8 +262,9 @@ _ANY_PRODUCT = ("matmul", "einsum")
 def _site(
     info: GraphInfo, softmax: Node, sizes: dict[str, Any], scores: _Scores, weights: _Weights
 ) -> Site | Decline:
-    """Return the attention that a chain computes, or the reason why the chain cannot be
-    rewritten."""
+    """Return the attention that a chain of nodes computes, or the reason why the chain cannot be
+    rewritten.
+    """
     given, walks = (scores.query, scores.key, weights.value), (scores.walk, weights.walk)
     kind = kind_among(each.node for each in given)
     if kind:
@@ -298,8 +302,9 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether all sequences have the same mask, so that it can be broadcast if the batch
-    axis is split."""
+    """Return whether all sequences have the same mask, so that the mask can be broadcast if the
+    batch axis is split.
+    """
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
 
@@ -362,7 +367,9 @@ def _passes_on(node: Node, weights: Node, walk: _Walk) -> bool:
 
 
 def _alike(info: GraphInfo, node: Node) -> list[Node]:
-    """Return the users of a node whose results have the same last two sizes as the node itself."""
+    """Return those users of a node whose results have the same sizes in the last two dimensions as
+    the node's result.
+    """
     return [user for user in node.users if _is_floating(user) and _same_pairs(info, node, user)]
 
 
@@ -456,7 +463,8 @@ def _follow_scores(
 
 
 def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
-    """Return the in-place writes to the scores before ``reader`` reads them, the last write first.
+    """Return the in-place writes to the scores before the node ``reader`` reads the scores, the
+    last write first.
 
     If another node reads the scores between these writes, return a Decline.
     """
@@ -477,15 +485,18 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The facts about the scores (mask, scale, softcap) that are known while a chain is followed
-    from the softmax back to the product."""
+    """The facts about the scores (mask, scale, softcap) that have been found so far, while a chain
+    is followed from the softmax back to the product.
+    """
 
     casts: list[torch.dtype]
     masking: _Masking = field(default_factory=lambda: _Masking())
     factors: _Factors = field(default_factory=lambda: _Factors())
 
     def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
-        """Read one step of the chain; return the reason why it cannot be read, or None."""
+        """Add one node of the chain to the known facts; return the reason why this node is not
+        supported, or None.
+        """
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
             return self._scaled(walk, node, given["other"], is_division=op is aten.div)
@@ -520,7 +531,7 @@ class _Read:
         return None
 
     def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
-        """Read the matrix product of queries and keys."""
+        """Add the facts of the matrix product of queries and keys, the last node of the walk."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -556,7 +567,8 @@ class _Factors:
     """The factors between the product of queries and keys and the mask, in the order in which they
     are found, from the mask back to the product: softcap, tanh, scale.
 
-    Of the signs, only that of the product of all factors is recorded, because tanh is odd.
+    The object does not record the sign of each factor, only the sign of their product, because tanh
+    is odd.
     """
 
     cap: float | None = None
@@ -565,7 +577,7 @@ class _Factors:
     is_negative: bool = False
 
     def add(self, factor: float, *, is_division: bool) -> None:
-        """Record one more multiplication by a number."""
+        """Record that the scores are also multiplied by a number."""
         (self.divided if is_division else self.multiplied).append(abs(float(factor)))
         self.is_negative ^= factor < 0
 
@@ -641,7 +653,9 @@ def _is_number(info: GraphInfo, node: Any) -> bool:
 
 
 def _number(given: Any) -> float | None:
-    """Return a number, or the number that a tensor without axes contains."""
+    """Return an argument as a number; the argument may be a number, or a tensor without axes that
+    contains one.
+    """
     call = call_of(given, aten.full.default)
     if call is not None and not call.args["size"]:
         given = call.args["fill_value"]
@@ -649,14 +663,15 @@ def _number(given: Any) -> float | None:
 
 
 def _is_zero(node: Node) -> bool:
-    """Return whether a tensor contains only zeros, like the usual added operand of baddbmm."""
+    """Return whether a tensor contains only zeros, as the tensor that baddbmm adds usually does."""
     call = read_one(node)
     return call is not None and call.op.overloadpacket in named("zeros new_zeros zeros_like")
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return how the scores are masked; omit the mask's dtype if a later cast turns the number that
-    the mask adds to hidden keys' scores into minus infinity."""
+    """Return the description of how the scores are masked, without the mask's dtype if a later cast
+    turns the number that the mask adds to hidden keys' scores into minus infinity.
+    """
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
     is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)

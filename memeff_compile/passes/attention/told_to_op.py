@@ -1,5 +1,5 @@
-"""Rewrite attention into memeff::attention for masks that scaled_dot_product_attention cannot take
-as an argument.
+"""Rewrite attention into memeff::attention, whose arguments describe masks that the arguments of
+scaled_dot_product_attention cannot describe.
 
     before: mask = (arange(S) <= arange(S)[:, None]) & attention_mask[:, None, None, :]
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
@@ -9,11 +9,11 @@ The op's arguments describe the mask: bounds on the key's position relative to t
 table that tells which keys are visible, and one pair of id tables (a query sees a key if their ids
 are equal). A softcap is an argument too. The pass uses these arguments only if every query then
 sees the same keys as with the mask. If a query may see no key at all, the op must return the same
-result for it as the original graph; if that is not possible, the pass declines.
+result for this query as the original graph; if that is not possible, the pass declines.
 
 If the arguments cannot describe a mask, for example a graph input or a mask that adds numbers, the
-op's kernel reads the mask itself at run time, tile by tile. The GPU determines which tiles of the
-mask hide all keys, once for all layers.
+op's kernel reads the mask itself at run time, tile by tile. A kernel determines, once for all
+layers, which tiles of the mask hide all keys.
 """
 
 from __future__ import annotations
@@ -120,8 +120,10 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs of ids (of query and key) that must be equal for a query to see a key. A
-    condition on queries alone is written as a comparison with 1."""
+    """Return the pairs of ids (of query and key) that must be equal for a query to see a key. If a
+    condition depends on the query alone, the query's id is the condition (0 or 1) and every key has
+    the id 1.
+    """
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
         found.append((both(*form.queries), Linear(1)))
@@ -130,7 +132,8 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
 
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
     """Return the result that the original graph gives for a query without any visible key, or the
-    reason why this result is not known."""
+    reason why the pass does not know this result.
+    """
     if not form.empty or mask is None:
         return "zeros"
     if not site.between:
@@ -159,8 +162,9 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op does not support an attention call, or is slow for it, or an
-    empty string."""
+    """Return the reason why the op does not support an attention call, or is slow for this call;
+    otherwise return an empty string.
+    """
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
         return "memeff::attention needs four axes, heads of one size, and one batch"
@@ -241,8 +245,9 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a node and, if it is an input of a checkpoint body, the outer nodes that are passed
-    for it, by graph."""
+    """Return a node and, if the node is an input of a checkpoint's body, the nodes of the
+    surrounding graphs that are passed for it, each under its graph.
+    """
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)
@@ -254,8 +259,9 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
 
 
 def handed_in(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether the mask is an input of this graph partition that an earlier partition
-    computed."""
+    """Return whether the mask is an input of this graph partition, and an earlier partition
+    computed it.
+    """
     source = _input_behind(info, mask)
     return source is not None and handed_over(source) is not None
 

@@ -1,5 +1,5 @@
 """Facts about PyTorch's attention kernels: which calls they support, which kernel PyTorch chooses,
-and the layout of its result.
+and the layout of the chosen kernel's result.
 
 The passes insert a call of scaled_dot_product_attention only if one of PyTorch's fused kernels
 supports the call. If a later node may depend on the memory layout of the result, the passes copy
@@ -33,8 +33,8 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
     On a CPU, PyTorch has one fused kernel; it supports fewer key-value heads than query heads in
     every floating-point dtype, and is then as fast as it is with repeated keys and values. On a
     GPU, the flash and cuDNN kernels support fewer key-value heads in 16 bits, for equal head sizes
-    up to 256 in steps of 8. The memory-efficient kernel does not support this, and the unfused
-    kernel is slow.
+    up to 256 in steps of 8. The memory-efficient kernel does not support fewer key-value heads, and
+    the unfused kernel is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)
@@ -61,7 +61,9 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
-    """Return the reason why no fused kernel can compute a chain, or an empty string."""
+    """Return the reason why no fused kernel of PyTorch can compute the attention of a chain of
+    nodes, or an empty string.
+    """
     sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
     return why_no_kernel(info, info.value(site.node), *sizes)
 
@@ -100,8 +102,9 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return the reason why attention is unchanged if user code itself selects PyTorch's kernels,
-    or ""."""
+    """Return the reason why the pass leaves attention unchanged, if user code itself selects
+    PyTorch's kernels; otherwise return "".
+    """
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
         return None

@@ -1,5 +1,6 @@
 """The base class of passes, and the objects with which a pass describes a rewrite or the reason why
-it declined one."""
+the pass declined a match.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
 
 @dataclass(frozen=True)
 class Gain:
-    """The bytes of the tensors that a rewrite affects, before and after it, as formulas in
-    sizes."""
+    """The bytes of the tensors that a rewrite affects, before and after the rewrite, as formulas in
+    sizes.
+    """
 
     before: sympy.Expr
     after: sympy.Expr
@@ -69,10 +71,10 @@ NOTED = (
 @dataclass
 class Done:
     """The report's entries for a rewrite, and the changes outside of the graph that the backend
-    must make for it.
+    must make for the rewrite.
 
     Equal rewrites become one record, whose ``sites`` is their count. ``inductor`` contains Inductor
-    settings that suit the graph; the user's own settings override them.
+    settings that suit the graph; the user's settings override these settings.
     """
 
     node: Node
@@ -86,8 +88,8 @@ class Done:
 
 
 class GraphPass(ABC):
-    """The base class of passes: a pass finds matches in a graph, checks each, and rewrites those
-    that pass the check.
+    """The base class of passes: a pass finds matches (groups of nodes to rewrite) in a graph,
+    checks each match, and rewrites the matches that pass the check.
 
     ``find`` and ``check`` do not change the graph. ``rewrite`` edits the graph only through the
     editor; the pipeline verifies the result, and undoes the edits of a match if the editor raises
@@ -123,19 +125,20 @@ class GraphPass(ABC):
         return [match]
 
     def anchor(self, match: Any) -> Node:
-        """Return the node whose source line represents ``match`` in reports."""
+        """Return the node whose line of user code the reports show for ``match``."""
         return self.places(match)[0]
 
     @abstractmethod
     def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
         """Edit the graph for one match.
 
-        If another node would see a different result, the editor raises EditRefused.
+        If an edit would change a value that another node sees, the editor raises EditRefused.
         """
 
     def dead(self, match: Any) -> Sequence[Node]:
-        """Return the nodes that the rewrite replaces; the pipeline erases those of them that then
-        have no users."""
+        """Return the nodes that the rewrite replaces; the pipeline then erases each of them that
+        has no users left.
+        """
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
@@ -146,21 +149,22 @@ class GraphPass(ABC):
         """Return whether the nodes that the rewrite inserts wait for other ranks.
 
         An error in such a rewrite must end the run, because if one rank skipped the rewrite, the
-        others would wait forever.
+        other ranks would wait forever.
         """
         return False
 
     def parts(self, match: Any) -> Sequence[Any]:
-        """Return the smaller matches that ``match`` combines; if it cannot be rewritten as a whole,
-        they are rewritten one by one."""
+        """Return the smaller matches that ``match`` combines; if ``match`` cannot be rewritten as a
+        whole, the smaller matches are rewritten one by one.
+        """
         return ()
 
     def identity(self) -> str:
         """Return a key that identifies the pass, including its version, in on-disk caches.
 
-        The key contains the source code of the pass's classes and its attributes. Override this
-        method if a rewrite also depends on something else, such as a global variable. If a pass has
-        no source file, its key is valid only in this process.
+        The key contains the source code of the pass's classes, and the pass's attributes. Override
+        this method if a rewrite also depends on something else, such as a global variable. If a
+        pass has no source file, its key is valid only in this process.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:

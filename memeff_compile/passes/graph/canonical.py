@@ -5,10 +5,10 @@ Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32
 returns the pre-dispatch ATen calls with arguments bound by schema name and defaults filled in, so a
 pass handles only one form.
 
-Reading never changes the graph. A node can be read in two ways. A table of names and schemas reads
-a node in microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests
-compare the table with this trace. If neither the table nor a trace can read a node, the result is
-None, and the pass declines the match.
+Reading never changes the graph. A node can be read in two ways. With a table of names and schemas,
+:func:`read` reads a node in microseconds. :func:`trace` runs the node on fake operands under
+``make_fx``; the tests compare the table with this trace. If neither the table nor a trace can read
+a node, the result is None, and the pass declines the match.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def named(words: str) -> frozenset[Any]:
 
 
 class _Previous:
-    """If a node is read as several ATen calls, the placeholder with which a call refers to the
-    result of the call before it."""
+    """A placeholder for a node that is read as several ATen calls: in the arguments of one call, it
+    stands for the result of the call before.
+    """
 
     def __repr__(self) -> str:
         return "PREVIOUS"
@@ -78,13 +79,14 @@ def read(node: Node) -> Reading | None:
 
 
 def read_one(node: Any) -> Call | None:
-    """Return ``node`` as exactly one ATen call, or None if it is not a node or not one call."""
+    """Return ``node`` as a single ATen call; None if it is no node or stands for several calls."""
     reading = read(node) if isinstance(node, Node) else None
     return reading[0] if reading is not None and len(reading) == 1 else None
 
 
 def read_write(node: Node) -> Call | None:
-    """Return an in-place write as the call whose result is written to the write's first argument.
+    """Return an in-place write as the out-of-place call whose result the write stores in its first
+    argument.
 
     For example, ``x /= 2`` becomes ``div(x, 2)``, and ``x[mask] = 0.0`` becomes ``masked_fill(x,
     mask, 0.0)``. For a node that is no in-place write, return None.
@@ -102,8 +104,9 @@ def read_write(node: Node) -> Call | None:
 
 
 def _written_where_true(target: Any, index: Any, value: Any) -> Call:
-    """Read ``x[mask] = value`` as masked_fill, if the mask has all axes of x, or all axes of x
-    after leading colons, as in ``x[:, mask]``."""
+    """Represent ``x[mask] = value`` as a call of masked_fill, if the mask has all axes of x, or all
+    axes of x after leading colons, as in ``x[:, mask]``.
+    """
     *leading, mask = index if isinstance(index, tuple) else (index,)
     _require(_is_tensor(target) and _is_tensor(mask))
     written, where = compat.example_value(target), compat.example_value(mask)
@@ -122,7 +125,8 @@ def call_of(node: Any, *ops: OpOverload) -> Call | None:
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
     """Starting at ``node``, follow calls of the given ops back to their first operands; return the
-    first node that is no such call, and append the visited nodes to ``way``."""
+    first node that is not a call of these ops, and append the visited nodes to the list ``way``.
+    """
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
             way.append(node)
@@ -131,7 +135,7 @@ def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = N
 
 
 class _CannotBind(Exception):
-    """The error that arguments do not fit a schema."""
+    """The error for arguments that do not fit a schema."""
 
 
 def _require(holds: Any) -> None:
@@ -172,7 +176,8 @@ def arguments_of(op: Any) -> tuple[Argument, ...]:
 
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Bind ``args`` and ``kwargs`` to the schema of ``op`` and fill in defaults; raise an error if
-    they do not fit."""
+    the arguments do not fit the schema.
+    """
     arguments = arguments_of(op)
     positional = [a.name for a in arguments if not a.is_named]
     _require(len(args) <= len(positional))
@@ -258,12 +263,12 @@ _Reader = Callable[[Node, _Args, _Kwargs], Reading]
 
 
 def _plain(name: str) -> _Reader:
-    """Read a node as one call of the ATen op with the same name."""
+    """Represent a node as one call of the ATen op with the same name."""
     return lambda node, args, kwargs: (_bind_packet(getattr(aten, name), args, kwargs),)
 
 
 def _sized(name: str, size_keyword: str = "") -> _Reader:
-    """Read ``x.view(a, b)`` like ``x.view((a, b))``, and ``x.permute(1, 0)`` in the same way."""
+    """Represent ``x.view(a, b)`` as ``x.view((a, b))``, and ``x.permute(1, 0)`` in the same way."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         if len(args) > 1 and not isinstance(args[1], (list, tuple, torch.dtype)):
@@ -276,7 +281,7 @@ def _sized(name: str, size_keyword: str = "") -> _Reader:
 
 
 def _cast(dtype: torch.dtype) -> _Reader:
-    """Read ``x.float()`` and similar casts as ``x.to(dtype)``."""
+    """Represent ``x.float()`` and similar casts as ``x.to(dtype)``."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         _require(len(args) == 1 and not kwargs)
@@ -286,7 +291,7 @@ def _cast(dtype: torch.dtype) -> _Reader:
 
 
 def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read every form of ``Tensor.to`` as a dtype cast if the device does not change."""
+    """Represent every form of ``Tensor.to`` as a dtype cast if the device does not change."""
     _require(args and _is_tensor(args[0]))
     source, result = compat.example_value(args[0]), compat.example_value(node)
     kinds = (torch.dtype, torch.device, str, bool)
@@ -298,7 +303,9 @@ def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _loss(op: OpOverload, *smoothing: str) -> _Reader:
-    """Read a loss of torch.nn.functional, whose reduction is a name or two deprecated arguments."""
+    """Represent a loss of torch.nn.functional as its ATen call. The user gives the reduction as a
+    name, or by two deprecated arguments.
+    """
     names = "input target weight size_average ignore_index reduce reduction".split()
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
@@ -320,7 +327,7 @@ def _by_name(names: Sequence[str], required: int, args: _Args, kwargs: _Kwargs) 
 
 
 def _embedding(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``F.embedding(ids, weight)``; the ATen op takes the weight first."""
+    """Represent ``F.embedding(ids, weight)`` as the ATen op, which takes the weight first."""
     names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse".split()
     given = _by_name(names, 2, args, kwargs)
     padding = given.get("padding_idx")
@@ -331,21 +338,21 @@ def _embedding(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _dropout(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``F.dropout``; the ATen op has no default arguments."""
+    """Represent ``F.dropout`` as the ATen op, which has no default arguments."""
     given = _by_name("input p training inplace".split(), 1, args, kwargs)
     operands = (given["input"], given.get("p", 0.5), given.get("training", True))
     return (bind(aten.dropout.default, operands, {}),)
 
 
 def _activation(packet: OpOverloadPacket) -> _Reader:
-    """Read ``F.silu(x, inplace=False)``; the ATen op has no argument `inplace`."""
+    """Represent ``F.silu(x, inplace=False)`` as the ATen op, which has no argument `inplace`."""
     return lambda node, args, kwargs: (
         bind(packet.default, (_by_name(["input", "inplace"], 1, args, kwargs)["input"],), {}),
     )
 
 
 def _where_method(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``x.where(condition, other)`` as the ATen op, which takes the condition first."""
+    """Represent ``x.where(condition, other)`` as the ATen op, which takes the condition first."""
     _require(len(args) == 3 and not kwargs)
     return (_bind_packet(aten.where, (args[1], args[0], args[2]), {}),)
 
@@ -363,8 +370,9 @@ def _reduction(given: Mapping[str, Any]) -> int:
 
 
 def _created(name: str, leading: int = 0) -> _Reader:
-    """Read ``torch.ones(2, 3)``, ``x.new_ones((2, 3))`` and similar calls, with the sizes as one
-    list."""
+    """Represent ``torch.ones(2, 3)``, ``x.new_ones((2, 3))`` and similar calls as ATen calls, which
+    take the sizes as one list.
+    """
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("requires_grad", False)}
@@ -377,7 +385,7 @@ def _created(name: str, leading: int = 0) -> _Reader:
 
 
 def _scalar_tensor(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``torch.tensor(0.5)``, a number without axes, as ``full``."""
+    """Represent ``torch.tensor(0.5)``, a tensor without axes, as a call of ``full``."""
     _require(len(args) == 1 and _is_number(args[0]) and not isinstance(args[0], Node))
     kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("requires_grad", False)}
     dtype = kwargs.pop("dtype", None) or compat.example_value(node).dtype
@@ -390,16 +398,16 @@ def _is_of_a_number(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _difference(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``1.0 - x`` as ``rsub(x, 1.0)``, and every other difference as ``sub``."""
+    """Represent ``1.0 - x`` as ``rsub(x, 1.0)``, and other differences as calls of ``sub``."""
     if _is_of_a_number(args, kwargs):
         return (_bind_packet(aten.rsub, (args[1], args[0]), {}),)
     return (_bind_packet(aten.sub, args, kwargs),)
 
 
 def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``127 / x`` in the way in which PyTorch computes it, ``reciprocal(x) * 127``.
+    """Represent ``127 / x`` as ``reciprocal(x) * 127``, because PyTorch computes it in this way.
 
-    The function reads other quotients as ``div``.
+    Other quotients become calls of ``div``.
     """
     if _is_of_a_number(args, kwargs):
         inverse = bind(aten.reciprocal.default, (args[1],), {})
@@ -410,7 +418,9 @@ def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
-    """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the tensor method of the same name."""
+    """Represent ``F.log_softmax(x, dim, _stacklevel, dtype)``, or the tensor method of the same
+    name, as the ATen op.
+    """
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         kwargs.pop("_stacklevel", None)
@@ -431,7 +441,9 @@ def _einsum(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``x.T`` and ``x.mT``, which Dynamo records as getattr, and since torch 2.14 as ops."""
+    """Represent ``x.T`` and ``x.mT`` as ATen calls; Dynamo records both as getattr, and since torch
+    2.14 as ops.
+    """
     _require(len(args) == 2 and _is_tensor(args[0]))
     rank = compat.example_value(args[0]).dim()
     if args[1] in ("T", aten.numpy_T) and rank == 2:
@@ -441,7 +453,7 @@ def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _getitem(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read indexing as the equivalent slices, selects, new axes and gathers."""
+    """Represent indexing as the equivalent slices, selects, new axes and gathers."""
     if not kwargs and len(args) == 2 and is_several(args[0]) and _is_integer(args[1]):
         return (_part(args[0], args[1]),)
     _require(not kwargs and len(args) == 2 and _is_tensor(args[0]))
@@ -495,7 +507,7 @@ def is_several(value: Any) -> bool:
 
 
 def _part(parted: Node, index: Any) -> Call:
-    """Read ``x.chunk(4)[1]`` as the equivalent slice of x, and ``x.unbind()[1]`` as a select."""
+    """Represent ``x.chunk(4)[1]`` as the equivalent slice, and ``x.unbind()[1]`` as a select."""
     parts = compat.example_value(parted)
     call = read_one(parted)
     if call is None or not isinstance(index, int) or not -len(parts) <= index < len(parts):
@@ -522,8 +534,9 @@ _CUTS = named(
 
 
 def _axes_taken(item: Any) -> int:
-    """Return the number of a tensor's axes that one index selects from; a boolean mask selects from
-    as many axes as it has."""
+    """Return from how many axes of a tensor one index selects; a boolean mask selects from as many
+    axes as the mask has.
+    """
     value = compat.example_value(item) if _is_tensor(item) else None
     return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
 
@@ -645,7 +658,7 @@ _REFLECTED = {operator.mul: aten.mul, operator.add: aten.add}
 
 
 def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``30.0 * x`` as ``x * 30.0``; other operators keep their order."""
+    """Represent ``30.0 * x`` as ``x * 30.0``; other operators keep the order of their operands."""
     if node.target in _REFLECTED and len(args) == 2 and not _is_tensor(args[0]):
         args = (args[1], args[0])
     if "input" in kwargs:
@@ -659,7 +672,7 @@ def trace(node: Node) -> Reading | None:
     None.
 
     Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in the table;
-    the tests compare the table with it.
+    the tests compare the table with the trace.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

@@ -5,7 +5,7 @@ For autograd, a compiled graph is one node: its backward pass returns all gradie
 optimizer that runs during the backward pass could only start afterwards. If `optim_in_backward`
 updates weights, this module splits the graph between the model's blocks, as Dynamo does for DDP's
 buckets, and each partition is compiled separately. A value that a later partition needs is an
-output of the partition that computes it, and an input of the later one.
+output of the partition that computes the value, and an input of the later partition.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 def starts(info: GraphInfo) -> tuple[Node, ...]:
     """Return the nodes at which a new partition of the graph starts; usually there are none.
 
-    A new partition starts where a block of the model begins, if this partition and the one before
-    it both compute gradients of weights that are updated during the backward pass. Graphs with
-    in-place writes or values of unknown size, and graphs that DDP already split, are not split.
+    A new partition starts where a block of the model begins, if this new partition and the previous
+    partition both compute gradients of weights that are updated during the backward pass. Graphs
+    with in-place writes or values of unknown size, and graphs that DDP already split, are not
+    split.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -65,8 +66,9 @@ _CROSSES = (torch.Tensor, torch.SymInt)
 
 
 def candidates(info: GraphInfo) -> list[Node]:
-    """Return the nodes that may be put into partitions; if the graph has a size that is known only
-    at run time, return no nodes."""
+    """Return the graph's nodes that may be distributed over partitions; if the graph has a size
+    that is known only at run time, return no nodes.
+    """
     nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
     return [] if any("unbacked_bindings" in node.meta for node in nodes) else nodes
 
@@ -139,7 +141,9 @@ class Piece:
     gives: tuple[Node, ...]  # the nodes that the partition returns
 
     def module(self) -> GraphModule:
-        """Return a module that runs the partition; making one is slow, as it generates code."""
+        """Return a module that runs the partition; creating a module is slow, because FX generates
+        Python code for it.
+        """
         return GraphModule(self.root, self.graph)
 
     def structure(self, inputs: Sequence[Any]) -> Hashable:
@@ -159,7 +163,8 @@ def compiled_in_pieces(
     """Compile each partition of the graph; return a function that runs the whole graph.
 
     With `shares`, partitions that have the same structure and inputs share the compiled code of the
-    first one. With `is_last_plain`, the last partition runs without compilation, op by op.
+    first of these partitions. With `is_last_plain`, the last partition runs without compilation, op
+    by op.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))
@@ -212,8 +217,9 @@ def compiled_in_pieces(
 
 
 class _Step(NamedTuple):
-    """A call of a compiled partition. All values of the graph have numbers, in the order in which
-    they are created; the call has the numbers of its inputs and outputs."""
+    """A call of a compiled partition. All values of the graph are numbered in the order in which
+    they are created; this object stores the numbers of the call's inputs and outputs.
+    """
 
     compiled: Callable[..., Any]
     takes: tuple[int, ...]
@@ -234,7 +240,8 @@ def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
 def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:
     """Return the partitions of the graph, in order.
 
-    A partition inside an autocast region enters and leaves that region itself.
+    A partition whose nodes are inside an autocast region enters that region at its start and leaves
+    it at its end.
     """
     groups: list[list[Node]] = [[]]
     entered: list[tuple[Node, ...]] = [()]  # autocast regions that a group begins in

@@ -1,7 +1,7 @@
 """The editor through which passes change graphs; it keeps metadata, checks edits and can undo them.
 
 New nodes are calls of op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``.
-AOTAutograd's cache rejects graphs without ``example_value``; reports use the other two.
+AOTAutograd's cache rejects graphs without ``example_value``; reports use the other two entries.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """The error that an edit would change a value which another node or the caller can see; the
-    match's edits are then undone."""
+    """The error for an edit that would change a value which another node or the caller can see; all
+    edits of the same match are then undone.
+    """
 
 
 class Editor:
@@ -75,7 +76,9 @@ class Editor:
         return node if is_same else self.call(torch.ops.aten.to.dtype, node, dtype)
 
     def hold(self, name: str, tensor: torch.Tensor) -> Node:
-        """Insert a buffer that the graph keeps between its calls and may write to."""
+        """Insert a buffer whose contents remain between calls of the graph, and to which the graph
+        may write.
+        """
         if self.info.parent is not None:
             return self.bring_in(self.around().hold(name, tensor))
         gm, first = self.info.gm, _first_call(self.graph)
@@ -99,7 +102,9 @@ class Editor:
         return got
 
     def copy(self, node: Node, replaced: Mapping[Node, Node]) -> Node:
-        """Insert a copy of ``node``, with the operands replaced that are keys of ``replaced``."""
+        """Insert a copy of ``node``; operands that are keys of the mapping ``replaced`` are
+        replaced by its values.
+        """
         with self._inserting():
             return self._adopted(self.graph.node_copy(node, lambda n: replaced.get(n, n)))
 
@@ -112,7 +117,8 @@ class Editor:
         return node
 
     def size(self, value: int | torch.SymInt) -> int | Node:
-        """Return a size as an argument of a call: a number, or the node that computes the size.
+        """Return a size in the form in which a call takes it: a number, or the node that computes
+        the size.
 
         If no node computes the size, raise EditRefused.
         """
@@ -132,8 +138,9 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return the node that an earlier rewrite stored under a key; if there is none, build it
-        with ``build`` and store it."""
+        """Return the node that an earlier rewrite stored under a key; if there is no such node,
+        build a node with ``build`` and store it under this key.
+        """
         if key not in self.info.shared:
             self.info.shared[key] = build()
             self._undo.append(partial(self.info.shared.pop, key))
@@ -219,7 +226,7 @@ class Editor:
         self.touch(output)
 
     def touch(self, node: Node) -> None:
-        """Record that the operands of a node must be checked when the edits are committed."""
+        """Record that `commit` must check the operands of a node."""
         self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:

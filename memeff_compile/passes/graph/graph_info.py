@@ -48,7 +48,8 @@ _CHECKPOINTS = ("tag_activation_checkpoint",)
 @dataclass
 class GraphInfo:
     """Answers questions about one graph: the captured graph, or the body of an activation
-    checkpoint inside it. Nested graphs have their own `GraphInfo`."""
+    checkpoint inside it. Each nested graph has a separate `GraphInfo`.
+    """
 
     gm: GraphModule
     options: Options
@@ -72,8 +73,9 @@ class GraphInfo:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the graph again after an edit, because an edit changes the positions and regions of
-        nodes."""
+        """Analyse the graph again after an edit, because an edit changes the positions of nodes and
+        their regions (autograd, autocast and inference modes).
+        """
         self.notes.clear()
         for name in self.__dict__.keys() - self.__dataclass_fields__.keys():
             del self.__dict__[name]  # the stored result of a cached_property
@@ -86,8 +88,9 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the candidates that a pass should search, except nodes at which an earlier search
-        of the pass raised an error."""
+        """Yield the nodes among the candidates at which no earlier search of the pass raised an
+        error.
+        """
         outer = self.candidate
         for node in candidates:
             if node not in self.left_out:
@@ -96,8 +99,9 @@ class GraphInfo:
         self.candidate = outer
 
     def current(self, node: Node) -> Node:
-        """Return the node that now stands for ``node``: edits may have replaced it since the pass
-        found its matches."""
+        """Return the node that now stands for ``node``: edits may have replaced ``node`` since the
+        pass found its matches.
+        """
         while node in self.replaced:
             node = self.replaced[node]
         return node
@@ -126,7 +130,7 @@ class GraphInfo:
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
         """Return a mapping from the formula of each symbolic size to the graph input that contains
-        it: a node that is the size, or a tensor and its dimension.
+        this size: a node that is the size, or a tensor and its dimension.
         """
         said: dict[Any, Node | tuple[Node, int]] = {}
         held: dict[Any, Node | tuple[Node, int]] = {}
@@ -140,8 +144,9 @@ class GraphInfo:
         return held | said
 
     def says(self, size: int | torch.SymInt) -> bool:
-        """Return whether a size is a number, or can be computed from the sizes of the graph's
-        inputs."""
+        """Return whether a size is a plain number, or a symbolic number that can be computed from
+        the sizes of the graph's inputs.
+        """
         return isinstance(size, int) or self._says(compat.size_formula(size))
 
     def _says(self, formula: Any) -> bool:
@@ -160,8 +165,8 @@ class GraphInfo:
 
     @property
     def checkpoints_for_nothing(self) -> bool:
-        """Return whether a checkpoint runs with gradients enabled, although no output of its graph
-        requires a gradient.
+        """Return whether a checkpoint runs with gradients enabled, although no output of the
+        checkpoint's graph requires a gradient.
         """
         *_, root = self.outward()
         results = compat.pytree.tree_leaves(root.output.args[0])
@@ -227,7 +232,8 @@ class GraphInfo:
 
     def root_placeholder(self, node: Node) -> Node | None:
         """Follow ``node`` out of the graphs of activation checkpoints to a placeholder of the whole
-        graph, if it comes from one."""
+        graph, if the value of ``node`` comes from a placeholder.
+        """
         if node.op != "placeholder":
             return None
         if self.parent is None:
@@ -299,8 +305,8 @@ class GraphInfo:
     def may_share_memory(self, a: Node, b: Node) -> bool:
         """Return whether the memory of two nodes may overlap.
 
-        The memory may overlap if both nodes have the same fake storage, or if both are inputs of
-        unknown memory. Inputs of different dtypes are assumed not to overlap, because a KV cache
+        The memory may overlap if both nodes have the same fake storage, or if both are inputs whose
+        memory is unknown. Inputs of different dtypes are assumed not to overlap, because a KV cache
         and a mask, for example, are separate tensors. With ``inner="eager"``, however, inputs of
         different dtypes count as possibly overlapping, because eager PyTorch supports overlapping
         inputs, whereas AOTAutograd assumes that different storages never overlap.
@@ -347,8 +353,9 @@ class GraphInfo:
 
     @cached_property
     def _inputs_by_storage(self) -> dict[int, bool]:
-        """Return the storage of every input, and whether that input is neither a parameter nor a
-        buffer."""
+        """Return, for every input, its storage, and whether the input is neither a parameter nor a
+        buffer.
+        """
         found: dict[int, bool] = {}
         for placeholder in self.placeholders:
             held = self.tensor(placeholder)
@@ -415,7 +422,8 @@ _SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 def written_by(node: Node) -> tuple[Node, ...]:
     """Return the tensors to which ``node`` may write in place; for a node without side effects,
-    return none."""
+    return an empty result.
+    """
     if node.op == "call_module":
         return tuple(node.all_input_nodes)
     if node.op == "call_method":
@@ -497,8 +505,9 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
-    """Return the operands to which a nested graph may write: all of its operands if it contains an
-    in-place write, otherwise none."""
+    """Return the operands to which a nested graph may write: all operands of the nested graph if it
+    contains an in-place write, otherwise an empty result.
+    """
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]

@@ -3,11 +3,11 @@ compute this product again.
 
 A checkpoint around a block runs the block again in the backward pass, up to the last tensor that
 autograd saves. In eager PyTorch, the last product of a block saves its operands before it runs, so
-the checkpoint stops there and does not compute the product again. A compiled block saves its
-tensors after all of its operations, so it computes the last product a second time although no code
-reads the result. So the graph of such a block is split before its last product. The nodes from
-there on (the product and additions) run op by op; the product calls the same matrix library as in
-compiled code.
+the recomputation stops before the product and does not compute it again. A compiled block saves its
+tensors after all of its operations, so the backward pass computes the last product a second time
+although no code reads the result. So the graph of such a block is split before its last product.
+The nodes from this product on (the product and additions) run op by op; the product calls the same
+matrix library as in compiled code.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _is_worth_it(info: GraphInfo, node: Node, weight: object) -> bool:
 
 
 def said(node: Node) -> Record:
-    """Return the report's record that the last product runs in its own partition."""
+    """Return the report's record which says that the last product runs in a separate partition."""
     sentence = (
         f"`{node.name}`, the last product of a block in a checkpoint, runs outside of the compiled "
         "graph, so that the checkpoint does not compute it a second time"

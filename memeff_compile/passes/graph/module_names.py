@@ -1,5 +1,5 @@
-"""Find the names that modules have in the compiled model's `named_modules()`; Dynamo gives only
-their ids and its own paths.
+"""Find the names that modules have in the compiled model's `named_modules()`; Dynamo gives only the
+modules' ids, and paths in Dynamo's notation.
 
 Dynamo names a module by the path through which code reaches it:
 `L['self'].__dict__['_modules']['base_model']` in a model of PEFT, `L['trainer'].model.lm_head` in a
@@ -72,8 +72,8 @@ class ModuleNames:
         yield written
 
     def _roots(self, path: str) -> Iterator[nn.Module]:
-        """Yield the modules that may contain a module: the compiled one, the one whose forward runs
-        around it, and the first one on Dynamo's path.
+        """Yield the modules that may contain a given module: the compiled module, the module whose
+        forward runs around the given one, and the first module on Dynamo's path.
         """
         if self._running is None:
             self._running = compat.running_modules()

@@ -100,7 +100,9 @@ class _Run:
         self.snapshot: list[tuple[GraphModule, Graph]] = []
 
     def give_up(self, error: Exception) -> None:
-        """Restore the original graph, and delete all edits and records."""
+        """Give up the passes on this graph: restore the original graph, and delete all edits and
+        records.
+        """
         for module, graph in self.snapshot:
             module.graph = graph
         self.deferred, self.inductor, self.changed = [], {}, False
@@ -155,8 +157,9 @@ class _Run:
                 self._append(record, is_counted=True)
 
     def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
-        """Rewrite a match; if this fails, rewrite the smaller matches that it combines one by one.
-        Return whether all of it was rewritten."""
+        """Rewrite a match; if this fails, rewrite, one by one, the smaller matches that it
+        combines. Return whether the whole match was rewritten.
+        """
         editor = Editor(info)
         try:
             self._serve(graph_pass, info, found, editor)
@@ -184,7 +187,7 @@ class _Run:
             return False
 
     def _serve(self, graph_pass: GraphPass, info: GraphInfo, found: Any, editor: Editor) -> None:
-        """Check one match and rewrite it, or record why it is not rewritten."""
+        """Check one match and rewrite it, or record the reason why the match is not rewritten."""
         if isinstance(found, Decline):
             self._decline(graph_pass, info, found, None)
             return
@@ -248,7 +251,7 @@ class _Run:
 
 
 def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) -> Record:
-    """Return the record of a match with the names of the modules of all its nodes."""
+    """Return the record of a match, extended by the names of the modules that contain its nodes."""
     paths = dict.fromkeys(filter(None, map(info.module_path, places if record.sites > 1 else ())))
     return replace(record, also=tuple(path for path in paths if path != record.module))
 
@@ -299,8 +302,8 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the line of user code that made ``node``, and the module path of ``node`` or, if it
-    has none, of one of the nodes ``nearby``.
+    """Return the line of user code that made ``node``, and the module path of ``node`` or, if
+    ``node`` has none, the path of one of the nodes ``nearby``.
 
     For a loss in a wrapped model (such as PEFT's), return the path of the output projection.
     """

@@ -1,12 +1,12 @@
-"""Read batched matrix products (``@``, bmm, baddbmm, and einsum of two tensors) in one canonical
-form.
+"""Describe batched matrix products (``@``, bmm, baddbmm, and einsum of two tensors) in one
+canonical form.
 
     q @ k.transpose(-1, -2)                             left "abyz", right "abzx", result "abyx"
     torch.einsum("bhid,bhjd->bhij", q, k)               left "bhid", right "bhjd", result "bhij"
 
 Each axis of a tensor has a letter, as in einsum. The product sums over the letter that both
 operands have and the result does not have. If an operand lacks a letter of the result, or has size
-one on that axis, the operand is broadcast along that axis.
+one on the letter's axis, the operand is broadcast along this axis.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ _RANKS = (3, 4)
 
 
 def product_of(node: Any) -> Product | None:
-    """Return a node as a product of two tensors with three or four axes, or None."""
+    """If a node is a product of two tensors with three or four axes, return its description,
+    otherwise None.
+    """
     call = read_one(node)
     if call is None:
         return None

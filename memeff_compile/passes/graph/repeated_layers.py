@@ -43,7 +43,9 @@ On a GPU the host has to stay ahead: a layer takes it up to 1.7 ms in both direc
 
 @dataclass(frozen=True)
 class Repeated:
-    """The positions at which a graph is split between layers, or the reason why it is not split."""
+    """The positions at which a graph is split between layers, or the reason why the graph is not
+    split.
+    """
 
     starts: tuple[Node, ...] = ()  # the first node of each partition except the first
     layers: int = 0  # partitions that share a compiled function with others
@@ -52,7 +54,7 @@ class Repeated:
 
 
 def repeated_layers(info: GraphInfo) -> Repeated:
-    """Find the equal layers of a whole graph, after the passes have run."""
+    """Find the layers of a whole graph that are equal to one another, after the passes have run."""
     options = info.options
     if options.regions == "off" or options.inner == "eager" or info.parent is not None:
         return Repeated()
@@ -105,7 +107,8 @@ def _borders(info: GraphInfo) -> list[Node]:
 
 def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
     """Return whether the layers run so fast that calling each layer's function separately may cost
-    more than 1 % of their time."""
+    more than 1 % of the layers' run time.
+    """
     layers = len({block_of(node) for node in borders} - {""})
     values = [value for value in map(info.tensor, info.placeholders) if value is not None]
     on_gpu = next((value.device for value in values if value.is_cuda), None)
@@ -132,8 +135,9 @@ def _operations(info: GraphInfo) -> int:
 
 
 def _operations_of(node: Node, *, needs_grad: bool) -> int:
-    """Return the floating-point operations of one linear: a matrix multiplied by an operand of its
-    input width."""
+    """Return the number of floating-point operations of a node that is a linear layer: a product of
+    a matrix and an input as wide as the matrix.
+    """
     result = _floating(node)
     if result is None or result.dim() < 2:
         return 0
@@ -177,8 +181,8 @@ def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hasha
 
     Sizes of two layers correspond if their names are equal without the layer number. If layers are
     equal apart from such sizes, and the sizes have equal values in the current call, the sizes
-    become one size, and guards make Dynamo compile the graph again if they differ in a later call.
-    Return whether at least two sizes became one.
+    become one size, and guards make Dynamo compile the graph again if the sizes differ in a later
+    call. Return whether at least two sizes became one.
     """
     sizes = size_inputs(info.gm)
     if len(sizes) < LEAST:
@@ -283,8 +287,9 @@ remedy."""
 
 
 def said(found: Repeated) -> Record | None:
-    """Return a note for the report: how many layers share how many compiled functions, or why the
-    graph is not split."""
+    """Return a note for the report, which says how many layers share how many compiled functions,
+    or why the graph is not split.
+    """
     if found.why_not:
         why, hint = WHY_NOT[found.why_not]
         return Record("backend", "declined", found.why_not, f"each layer is compiled: {why}", hint)

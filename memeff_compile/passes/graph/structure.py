@@ -114,7 +114,9 @@ def _input(value: Any, storages: dict[int, int]) -> Hashable:
 
 
 def _subclass(value: Any, storages: dict[int, int]) -> Hashable:
-    """Describe an instance of a Tensor subclass by its inner tensors, or by its identity."""
+    """Describe an instance of a Tensor subclass by its inner tensors or, if its class does not
+    define any, by its identity.
+    """
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is None:
         return ("object", id(value))

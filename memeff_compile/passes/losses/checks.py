@@ -76,7 +76,9 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """Check the nodes that read the logits of an output projection which is split over ranks."""
+    """Return a Decline if the op cannot compute, over ranks, one of the losses and other results
+    (tails) of an output projection which is split over ranks.
+    """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""
         folded = fold(tail.chain)
@@ -128,8 +130,9 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a Decline if a loss, or only some of the steps that compute it, is detached from
-    autograd. Metrics may be detached."""
+    """Return a Decline if a loss is detached from autograd, or if some of the steps that compute
+    the loss are. Metrics may be detached.
+    """
     trains = info.tensor(site.head.node)
     if trains is None or not trains.requires_grad:
         return None

@@ -5,8 +5,8 @@ and its loss in one node.
     losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)  none
 
 The options of this function choose how many rows a chunk has and the precision of sums. These
-options do not change the mathematical result, so the pass ignores them; the op
-memeff::linear_cross_entropy adds up at least as precisely.
+options do not change the mathematical result, so the pass ignores these options; the op
+memeff::linear_cross_entropy computes sums at least as precisely as PyTorch's function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def is_chunked(tail: Tail) -> bool:
 
 
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
-    """Return PyTorch's op as an output projection and its loss, which are the same node here."""
+    """Describe PyTorch's op as an output projection and a loss, two objects that both refer to the
+    op's node.
+    """
     call = read_one(node)
     if call is None:
         said = f"`{node_name(node)}` is called with arguments this pass does not read"

@@ -50,7 +50,7 @@ def read_classes(
     node: Node,
     side_of: Callable[[Soft, Node], Side],
 ) -> Classes | None:
-    """Return the match of a gather of several classes per row, or None for any other node."""
+    """Return the match for a node that gathers several classes per row, or None for other nodes."""
     call = read_one(node) if node_name(node) in GATHERS else None
     if call is None or call.op not in (aten.gather.default, aten.take_along_dim.default):
         return None

@@ -1,8 +1,8 @@
 """Recognize divergences between the softmaxes of two logits tensors, independently of how the code
 writes their sums.
 
-The module reads the numbers that a loss sums over the classes as a polynomial in probabilities and
-log-probabilities of student and teacher, and in logarithms of a mixture of both. So `kl_div`,
+The module describes the numbers that a loss sums over the classes as a polynomial in probabilities
+and log-probabilities of student and teacher, and in logarithms of a mixture of both. So `kl_div`,
 hand-written sums, symmetric and Jensen-Shannon divergences, and cross entropies with a teacher's
 probabilities all become the six factors in `Coefficients`.
 """
@@ -44,7 +44,7 @@ class Side:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the output projection and the steps from it to the softmax."""
+        """Return the output projection, and the steps from the output projection to the softmax."""
         if self.chain is None:
             return ()
         return (*self.chain.head.nodes, *(step.node for step in self.chain.steps))
@@ -108,9 +108,9 @@ class Divergence:
 class Group:
     """All divergences of one student's logits, in their order, which are rewritten together.
 
-    If the pass cannot rewrite one of them, the graph must build the logits anyway. So the pass
-    checks all of them before it rewrites the first one, and declines all for the same reason
-    (`refusal`).
+    If the pass cannot rewrite one divergence of the group, the graph must build the logits anyway.
+    So the pass checks all divergences of the group before it rewrites the first one, and if it
+    declines one, it declines all for the same reason (`refusal`).
     """
 
     members: list[Divergence]
@@ -130,7 +130,8 @@ class DivergenceReader:
 
     def divergences(self, node: Node) -> Iterable[Divergence | Decline]:
         """Yield the divergence that ``node`` computes by a sum over the classes, or the reason why
-        the sum cannot be read."""
+        the pass cannot read the sum as a divergence.
+        """
         self.visited = []
         found = self._reduced(node)
         if found is None:
@@ -165,8 +166,9 @@ class DivergenceReader:
         yield match
 
     def _add_totals(self, match: Divergence, reduction: str) -> None:
-        """Include in a divergence later sums over the same two logits tensors that are reduced in
-        the same way and added to it."""
+        """Extend a divergence by later sums over the same two logits tensors, if these sums are
+        reduced in the same way and added to the divergence.
+        """
         node, factor, steps = match.node, 1.0, list[Node]()
         while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
             (user,) = node.users
@@ -199,7 +201,9 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Recognize a sum or mean with a given reduction, multiplied by numbers."""
+        """Recognize a divergence's sum or mean (as the given reduction requires), which may be
+        multiplied by numbers.
+        """
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
             return None
         call, reduced = read_one(node), self._reduced(node)
@@ -458,8 +462,9 @@ class DivergenceReader:
         return self._headless(node)
 
     def side(self, soft: Soft, node: Node) -> Side:
-        """Return the logits of a softmax as student or teacher; for equal softmaxes, return the
-        same object."""
+        """Return the `Side` (student or teacher) with the logits of a softmax; for equal softmaxes,
+        return the same object.
+        """
         chain, trains = soft.chain, self.info.value(node).requires_grad
         rows = tuple(step.effect for step in chain.row_steps)
         points = [(s.kind, s.value) for s in chain.steps if s.kind in ("mul", "div", "tanh")]
@@ -468,8 +473,9 @@ class DivergenceReader:
         return self.sides.setdefault(key, Side(key, chain, None, 1.0, trains, node))
 
     def _headless(self, node: Node) -> Atom | None:
-        """Recognize a softmax of a teacher's logits that no output projection of this graph
-        computes."""
+        """Recognize a softmax of a teacher's logits if these logits come from no output projection
+        of this graph.
+        """
         way: list[Node] = []
         start = back_over(node, _SAME, way)
         call = call_of(start, aten.log_softmax.int, aten.softmax.int)
@@ -557,7 +563,7 @@ class DivergenceReader:
 
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
         """If ``node`` adds another sum over the same two logits tensors to this divergence, or
-        subtracts one, include the other sum.
+        subtracts such a sum, include this sum in the divergence.
 
         The divergence then contains the nodes of both sums.
         """
@@ -676,7 +682,9 @@ _ASSERTIONS = ("_assert_scalar", "_check", "sym_constrain_range_for_size", "_che
 
 
 def _multiplier(call: Any, node: Any) -> float | None:
-    """Return the number by which a node multiplies `node`, or None if it does something else."""
+    """Return the number by which a user of `node` multiplies `node`, or None if the user does
+    something else.
+    """
     a = call.args
     if call.op is aten.neg.default:
         return -1.0
@@ -689,7 +697,9 @@ def _multiplier(call: Any, node: Any) -> float | None:
 
 
 def kl_arguments(node: Node) -> dict[str, Any] | None:
-    """Return the arguments of an F.kl_div call by name, or None if they cannot be read."""
+    """Return the arguments of an F.kl_div call by name, or None if the pass cannot read the
+    arguments.
+    """
     names = ("input", "target", "size_average", "reduce", "reduction", "log_target")
     defaults = {"size_average": None, "reduce": None, "reduction": "mean", "log_target": False}
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -821,8 +831,9 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the coefficients of the six sums that the op knows, or None if there are other
-    terms, such as those of a third softmax."""
+    """Return the coefficients of the six sums that the op can compute, or None if the polynomial
+    has other terms, such as those of a third softmax.
+    """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}
     for atoms, each in terms.items():

@@ -65,7 +65,8 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
     """Combine tails (losses and other results of the logits) that use different ranges of the rows,
-    such as chunks, so that one op call over all rows computes their statistics.
+    such as chunks, so that one op call over all rows computes the per-row numbers for all these
+    tails.
 
     The ranges are not combined if together they have less than half of the rows.
     """
@@ -111,7 +112,9 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Follow a target back over reshapes and copies to a node to which no later node writes."""
+    """Go back from a target through reshapes and copies, as far as no later node writes to the
+    memory; return the node that is reached.
+    """
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
         is_narrower = call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32)
@@ -132,8 +135,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     tail (a loss or another result of the logits).
 
     Such nodes compute targets, such as shifted labels that the graph computes after a z-loss, and
-    are integer views and copies of inputs, so computing them again takes almost no time. If it
-    could give other values, return None.
+    are integer views and copies of inputs, so computing them again takes almost no time. If
+    computing these nodes again could give other values, return None.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -165,7 +168,7 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
     """Return a node that writes to targets or class weights after the op call of ``group`` and
     before the group's last tail (a loss or another result of the logits). The op reads these
-    tensors when it is called, whereas the original graph's losses read them later.
+    tensors when it is called, whereas the losses in the original graph read these tensors later.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -173,7 +176,8 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the op for ``group`` is inserted, and the node's region.
+    """Return the node before which the op for ``group`` is inserted, and the node's region
+    (autograd, autocast and inference modes).
 
     Usually this node computes the group's first loss or other result of the logits. If the first
     result is a metric without a gradient and another result needs gradients, the op is inserted
@@ -263,7 +267,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 
 def gathered(group: Sequence[Tail]) -> list[str]:
-    """Return the names of the values (one per row) that an op call gathers from all ranks."""
+    """Return the names of those per-row values that an op call gathers from all ranks."""
     extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
@@ -271,7 +275,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how many times the ranks gather numbers (one per row) during an op call."""
+    """Return how many times the ranks exchange per-row numbers during an op call."""
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
@@ -355,8 +359,9 @@ class GroupEmitter:
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _call(self, *operands: Node | None, **settings: Any) -> Node:
-        """Insert the op, or the variant for an output projection whose classes are split over
-        ranks."""
+        """Insert a call of the op or, if the output projection's classes are split over ranks, of
+        the op's variant for this case.
+        """
         e, split = self.editor, self.split
         if split is None:
             whole, adapted = op_folder.linear_cross_entropy, op_folder.linear_cross_entropy_adapted
@@ -365,15 +370,16 @@ class GroupEmitter:
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
-        """Return the node of this rank's shard of an operand if the projection is split over ranks,
-        otherwise the operand itself."""
+        """If the projection is split over ranks, return the node of this rank's shard of an
+        operand, otherwise return the operand itself.
+        """
         if self.split is None:
             return node
         return shards.here(self.editor, self.head, node, summed)
 
     def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
-        """Return the inputs of the projection's low-rank products, and the matrices that multiply
-        these inputs.
+        """Return the inputs of the projection's low-rank products (such as LoRA's), and the
+        matrices that multiply these inputs.
 
         Several low-rank products are combined into one, whose rank is the sum of their ranks. The
         scales of these products are applied to the small low-rank inputs, not to V numbers per row.
@@ -401,7 +407,7 @@ class GroupEmitter:
         return replay_rows(e, node, steps[done:], size)
 
     def _scaled(self, node: Node) -> Node:
-        """Multiply a node by the factors of the logits that are equal for all rows."""
+        """Multiply a node by those factors of the logits that are one number for all rows."""
         shared = [factor for factor in self.modifiers.factors if factor.rows is None]
         return self._times(node, shared) if shared else node
 
@@ -426,8 +432,9 @@ class GroupEmitter:
         return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 
     def _columns(self, vector: Node) -> Node:
-        """Return the elements of a vector over all classes that belong to the classes of this
-        rank."""
+        """Take a vector with one element per class, and return the elements for the classes of this
+        rank.
+        """
         if self.split is None:
             return vector
         shard = self.split.shard
@@ -517,7 +524,7 @@ class GroupEmitter:
         return total
 
     def _target_rows(self) -> Node:
-        """Give the targets the leading dimensions of the hidden states."""
+        """Reshape the targets to the leading dimensions of the hidden states."""
         e = self.editor
         rows = partial(e.call, aten.select.int, self.hidden, -1, 0)
         if self.with_target is None or self.with_target.target is None:
@@ -533,8 +540,8 @@ class GroupEmitter:
         return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
-        """Reshape ``node`` to `shape`; if sizes are unknown, reshape it to the shape of the node
-        that ``like`` returns.
+        """Reshape ``node`` to `shape`; if the sizes in `shape` are unknown, reshape ``node`` to the
+        shape of the node that ``like`` returns.
         """
         if same_shape(shape, self.info.value(node).shape):
             return node

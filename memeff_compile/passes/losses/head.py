@@ -8,8 +8,8 @@ An output projection may be a sum of products: one with the full weight, and low
 as those of LoRA adapters.
 
 Row moves (reorderings and selections of rows) give the same result whether they are applied before
-or after the product. So the rewrite applies them to the hidden states. Pointwise steps become the
-arguments ``scale``, ``softcap`` and ``bias`` of the op.
+or after the product. So the rewrite applies row moves to the hidden states. Pointwise steps become
+the arguments ``scale``, ``softcap`` and ``bias`` of the op.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Head:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the nodes of the products, and of the sums that add them, in graph order."""
+        """Return the nodes of the products and the nodes that add them up, in graph order."""
         return (*self.summed, self.node)
 
     @property
@@ -183,7 +183,7 @@ class Chain:
 
     @property
     def moved(self) -> bool:
-        """Return whether the class dimension is dimension 1 instead of the last one."""
+        """Return whether the steps moved the class dimension from the end to dimension 1."""
         return any(s.kind == "move" for s in self.steps)
 
     @property
@@ -193,8 +193,9 @@ class Chain:
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """Return the other tensors that the steps read: row indices and vectors over the
-        vocabulary."""
+        """Return the tensors that the steps read in addition to the logits: row indices and vectors
+        over the vocabulary.
+        """
         readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
         flat = (a for value in readings for a in (value if isinstance(value, list) else [value]))
         vectors = [s.value for s in self.steps if s.kind == "bias"]
@@ -204,8 +205,7 @@ class Chain:
 
 
 def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the classes that remain after some steps, as indices of the classes before the
-    steps."""
+    """Return the classes that remain after some steps, numbered as before these steps."""
     first = None
     for start, stop in (step.classes for step in steps if step.classes is not None):
         first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
@@ -228,7 +228,8 @@ _MAX_PARTS = 8  # low-rank products added to a head's
 
 
 class HeadReader:
-    """The reader of all chains (output projection and steps) in one graph; it reads each node once.
+    """The reader of all chains (output projection and steps) in one graph; the reader analyses each
+    node once.
 
     With ``tracing``, the reader also reads nodes by tracing them, which takes milliseconds.
     """
@@ -239,8 +240,9 @@ class HeadReader:
         self._products = 0  # products of two tensors alike whose operands are being read
 
     def chain(self, node: Node) -> Chain | Decline:
-        """Return the chain that ends in ``node``, or a Decline with the reason why there is
-        none."""
+        """Return the chain (output projection and steps) that ends in ``node``, or a Decline with
+        the reason why there is no such chain.
+        """
         if node not in self._chains:
             self._chains[node] = self._read_chain(node)
         return self._chains[node]
@@ -264,8 +266,9 @@ class HeadReader:
         return self.has_shape_of_head(head) and self.input_in_weight(head) is None
 
     def has_shape_of_head(self, head: Head) -> bool:
-        """Return whether a linear layer has the shape of an output projection rather than of an
-        inner layer."""
+        """Return whether a linear layer has the shape of an output projection, not that of an inner
+        layer.
+        """
         weight, hidden = self.info.tensor(head.weight), self.info.tensor(head.hidden)
         if weight is None or hidden is None:
             return False
@@ -457,7 +460,7 @@ class HeadReader:
         return None
 
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
-        """Return the (V, D) weight whose plain transpose is the (D, V) operand."""
+        """Return the (V, D) weight of which the given (D, V) operand is a plain transpose."""
         call = read_one(node)
         swaps = call is not None and (call.op is aten.t.default or _permutation(call, 2) == [1, 0])
         return (call.args["self"], False) if call is not None and swaps else (node, True)
@@ -691,7 +694,7 @@ class HeadReader:
         return Step(node, "factor", Factor(factor, is_divisor, rows=()))
 
     def _depends_on(self, node: Node, source: Node) -> bool:
-        """Return whether one tensor is computed from another tensor."""
+        """Return whether the graph computes one tensor from another tensor."""
         first, seen, queue = self.info.positions[source], {node}, [node]
         while queue:
             current = queue.pop()
@@ -859,8 +862,9 @@ def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
-    """Insert the row moves among ``steps`` again, applied to the hidden states (with last dimension
-    D instead of V)."""
+    """Insert copies of the row moves among ``steps`` that apply to the hidden states (with last
+    dimension D instead of V).
+    """
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
     return hidden
@@ -948,7 +952,8 @@ def _is_vector(value: torch.Tensor) -> bool:
 
 def _describe(node: Node) -> str:
     """Return the name of a node's operation; if the node is one of several results, return the name
-    of the op that returns them."""
+    of the op that returns these results.
+    """
     return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
 
 

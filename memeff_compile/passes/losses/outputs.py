@@ -69,10 +69,11 @@ class Returned:
 
 
 def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
-    """Return the output projections of a training graph whose logits are among the graph's outputs.
+    """Return those output projections of a training graph whose logits are among the graph's
+    outputs.
 
-    With `narrow`, return instead the linear layers whose result the graph returns, but which are
-    too narrow for an output projection.
+    With `narrow`, return instead those linear layers whose results the graph returns, but which are
+    too narrow to count as output projections.
     """
     if not info.needs_grad or info.parent is not None:
         return []
@@ -255,7 +256,8 @@ def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] |
 
 def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[LogitsOutput]]:
     """Group the outputs that share memory, because they are views of one another or of one tensor
-    that is not returned."""
+    that the graph does not return.
+    """
     groups: list[list[LogitsOutput]] = []
     for output in outputs:
         for group in groups:
@@ -291,7 +293,7 @@ class _Layout:
 
     @property
     def back(self) -> tuple[int, ...]:
-        """Return the order of the base tensor's dimensions in memory."""
+        """Return the order that the base tensor's dimensions have in its memory."""
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property
@@ -300,8 +302,9 @@ class _Layout:
 
 
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
-    """Return how deferred logits can have the memory layout of the given outputs, or the reason why
-    they cannot."""
+    """Return a description of the memory layout of the given outputs, which deferred logits can
+    reproduce, or the reason why they cannot.
+    """
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)
     if any(other.node is not base.node for other in others):
@@ -381,8 +384,9 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Return steps as calls of view operations; sizes that differ between calls become additional
-    outputs of the graph."""
+    """Describe view steps as calls of view operations; sizes that differ from one call of the graph
+    to the next become additional outputs of the graph.
+    """
 
     def given(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):

@@ -34,8 +34,8 @@ HINT = (
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
     """Return the report's sentence about an output projection that is split over ranks.
 
-    The sentence names the classes of this rank, how many times the ranks gather numbers, and how
-    many numbers.
+    The sentence names the classes of this rank, how many times the ranks exchange per-row numbers,
+    and how many numbers they exchange.
     """
     shard = split.shard
     last = shard.first + shard.columns - 1
@@ -48,8 +48,8 @@ def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
 
 
 def moved(node: Node) -> Node | None:
-    """Return the operand of a call that sends data between ranks or takes this rank's shard, or
-    None for another call.
+    """If a call sends data between ranks, or takes this rank's shard of a tensor, return the call's
+    operand, otherwise return None.
     """
     if node_name(node) not in ("redistribute", "to_local", *_CLOSURES) or not node.args:
         return None
@@ -64,8 +64,9 @@ _CLOSURES = (
 
 
 def lost(node: Node) -> Decline | None:
-    """Return the reason why a node, which exchanges data between ranks, leaves logits incomplete
-    (without some classes or rows), or None if they are complete."""
+    """Return the reason why logits are incomplete (lack classes or rows) after a node that
+    exchanges data between ranks, or None if they are complete.
+    """
     source: Any = node.args[0]
     before, after = compat.example_value(source), compat.example_value(node)
     if compat.is_dtensor(after):

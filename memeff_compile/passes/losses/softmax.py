@@ -4,8 +4,8 @@
     logits -> softmax | exp(log-probabilities)              -> {view, slice, cast, detach}*
     logits -> logsumexp | log(sum(exp(x))), where x may be the logits minus their maximum
 
-Reordering or selecting rows before a softmax gives the same result as doing so after it, so such
-row moves after the softmax count as steps that are applied to the logits.
+Reordering or selecting rows gives the same result before and after a softmax, so such row moves
+after the softmax count as steps that are applied to the logits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _TRANSPARENT = ("rows", "reshape", "same", "move", "detach", "to")
 class Soft:
     """Probabilities or log-probabilities that the graph computes from logits.
 
-    It contains the logits, with the row moves (reorderings and selections of rows) that the graph
-    applies to the probabilities, and the nodes from the logits to the probabilities.
+    A `Soft` contains the chain of the logits, extended by the row moves (reorderings and selections
+    of rows) that the graph applies to the probabilities, and the nodes from the logits to the
+    probabilities.
     """
 
     chain: Chain
@@ -47,7 +48,7 @@ class Peak:
     """The maximum of each row's logits, which the graph subtracts from the logits or adds again.
 
     If the maximum is subtracted and later added again, its value does not matter, and the gradients
-    of both uses cancel.
+    of subtraction and addition cancel.
     """
 
     logits: Node
@@ -64,15 +65,17 @@ class Peak:
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether adding ``other`` cancels the subtraction of this maximum, in the values
-        and in the gradients."""
+        """Return whether the addition of the maximum ``other`` cancels the subtraction of this
+        maximum, in the values and in the gradients.
+        """
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
 
 @dataclass(frozen=True)
 class Total:
-    """A log-sum-exp of logits over the classes; if the maximum was subtracted from the logits, it
-    is missing in the sum."""
+    """A log-sum-exp of logits over the classes; if the graph subtracted the maximum from the logits
+    first, this log-sum-exp is smaller by the maximum.
+    """
 
     chain: Chain
     peak: Peak | None
@@ -81,8 +84,9 @@ class Total:
 
 
 class SoftmaxReader:
-    """The reader of softmaxes in one graph; it calls `HeadReader`, which may trace nodes, only
-    where it finds a softmax."""
+    """The reader of softmaxes in one graph; this reader calls `HeadReader`, which may trace nodes,
+    only at nodes where it finds a softmax.
+    """
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
@@ -113,8 +117,9 @@ class SoftmaxReader:
         *,
         signed: bool = False,
     ) -> Soft | Decline | None:
-        """Follow nodes that only move, cast or detach rows back to a softmax, which ``start``
-        recognizes."""
+        """Go back from a node through nodes that only move, cast or detach rows, to a softmax,
+        which the function ``start`` recognizes.
+        """
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:
             found = start(node)
@@ -258,8 +263,8 @@ class SoftmaxReader:
         return self._over(call.args["self"], call.args["dim"], (node,))
 
     def _share(self, node: Node, call: Call) -> Soft | None:
-        """Recognize ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, with or without their
-        maximum subtracted.
+        """Recognize ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, in which the maximum
+        may be subtracted from the logits.
         """
         powers, added = call.args["self"], call_of(call.args["other"], aten.sum.dim_IntList)
         raised = call_of(powers, aten.exp.default)
@@ -294,8 +299,9 @@ class SoftmaxReader:
         return value is not None and (dtype is None or dtype.itemsize >= value.dtype.itemsize)
 
     def _same_values(self, node: Node) -> Node | None:
-        """If a node has the same values as x, because it is ``x.clamp(min=finfo.min)`` or
-        broadcasts x to the shape of x, return x."""
+        """If a node is ``x.clamp(min=finfo.min)``, or broadcasts x to the shape of x, it has the
+        same values as x; return x in this case.
+        """
         operand = broadcast_operand(node)
         if operand is not None:
             before, after = self.info.tensor(operand), self.info.tensor(node)
@@ -325,7 +331,7 @@ def negated(node: Node) -> Node | None:
 def _of_maximum(node: Any) -> tuple[Any, int]:
     """Return the tensor of which ``node`` is the maximum over one dimension, and that dimension.
 
-    The tensor is None if ``node`` is not such a maximum.
+    Return None as the tensor if ``node`` is not such a maximum.
     """
     call = call_of(node, aten.amax.default)
     is_values = True

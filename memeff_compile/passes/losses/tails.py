@@ -110,7 +110,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return the fields of this gather that a `Tail` needs too, such as the class indices."""
+        """Return those fields of this gather that a `Tail` also has, such as the class indices."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -129,8 +129,9 @@ def reads_a_size(node: Node) -> bool:
 
 
 def unread(node: Node) -> list[Node]:
-    """Return a node and all nodes that depend on it, if the graph does not return their results and
-    they have no side effects; otherwise return an empty list."""
+    """Return a node and all nodes that depend on it, if the graph returns no result of these nodes
+    and they have no side effects; otherwise return an empty list.
+    """
     found, queue = dict[Node, None](), [node]
     while queue:
         each = queue.pop()
@@ -177,7 +178,8 @@ class TailReader:
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
         """Yield the losses and other results (tails) that ``node`` computes from logits, or a
-        Decline with the reason why one is not supported."""
+        Decline with the reason why such a result is not supported.
+        """
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
             return
@@ -193,8 +195,8 @@ class TailReader:
             yield Decline("unreadable_loss", said, hint, node)
 
     def chain_of_log_probs(self, node: Node) -> Chain | None:
-        """Return the chain of logits if ``node`` is their log-probabilities or the negative
-        log-probabilities.
+        """If ``node`` is the log-probabilities of logits, or the negative log-probabilities, return
+        the chain (output projection and steps) of these logits.
         """
         soft = self.softmax.signed_log_probs(node)
         return soft.chain if isinstance(soft, Soft) else None
@@ -358,8 +360,9 @@ class TailReader:
         return Decline("rows_differ", said, f"{hint}states to the rows that count", node)
 
     def _entry(self, node: Node, picked: Picked) -> Iterable[Tail | Decline]:
-        """Recognize the element of one class per row from logits, log-probabilities, or negative
-        log-probabilities."""
+        """Recognize a node that takes, from each row, the element of one class out of logits,
+        log-probabilities or negative log-probabilities.
+        """
         source, index = picked.source, picked.index
         soft = self.softmax.signed_log_probs(source)
         if isinstance(soft, Decline):
@@ -709,8 +712,9 @@ def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
 
 
 def _same_logits(a: Chain, b: Chain) -> bool:
-    """Return whether two chains have equal values at the same positions; their gradients may
-    differ."""
+    """Return whether two chains (logits from an output projection and steps) have equal values at
+    the same positions; their gradients may differ.
+    """
     left, right = fold(a), fold(b)
     return (
         a.head.node is b.head.node
@@ -722,8 +726,9 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 
 
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
-    """Return a Decline for a training graph that returns its logits and contains no loss that reads
-    them."""
+    """Return a Decline for a training graph that returns its logits and contains no loss of these
+    logits.
+    """
     for match in returned_logits(info):
         if is_deferrable(info, match):
             continue
@@ -742,8 +747,8 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Return losses and other results of the logits, losses first, without those that are only
-    steps of another one in the list.
+    """Return losses and other results of the logits, losses first, without those results that are
+    only steps in the computation of another one in the list.
 
     For example, a logsumexp may be a step of log-probabilities.
     """
@@ -754,8 +759,8 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph also computes a logsumexp over the rows of `tail`, a gather of
-    logits, so that the two form a loss.
+    """Return whether the graph also computes a logsumexp over the rows of `tail`, which gathers
+    logits; together, the two form a loss.
 
     In a loop over chunks, each logsumexp may cover only some of these rows.
     """

@@ -25,7 +25,9 @@ NUMBERS = range, list, tuple  # Python's own sequences of row positions
 
 
 def indexed_by_numbers(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
-    """Return the tensor and the indices of ``x[range(rows), targets]``, or None."""
+    """If a node is ``x[range(rows), targets]``, return the tensor ``x`` and the indices
+    ``targets``, otherwise return None.
+    """
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return None
     source, indices = node.args[0], node.args[1]
@@ -234,5 +236,5 @@ def _is_plain_scatter(node: Node) -> bool:
 
 
 def _written(info: GraphInfo, nodes: Sequence[Node], first: Node, last: Node) -> bool:
-    """Return whether a node between two given nodes may write to the memory of ``nodes``."""
+    """Return whether any node between two given nodes may write to the memory of ``nodes``."""
     return info.written_between(nodes, first, last) is not None

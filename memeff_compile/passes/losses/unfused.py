@@ -1,8 +1,9 @@
 """Report each output projection of a training graph whose loss was not fused.
 
-An output projection is distinguished from a wide layer inside a model by the use of its result. The
-result of an inner layer is an operand of another matrix product. The result of an output projection
-is reduced to at most one number per row, as in a loss, or is an output of the graph.
+This module tells an output projection from a wide layer inside a model by how the graph uses the
+layer's result. The result of an inner layer is an operand of another matrix product. The result of
+an output projection is reduced to at most one number per row, as in a loss, or is an output of the
+graph.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _PRODUCTS = frozenset(_NAMES.split())
 def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
-    """Yield a Decline for each trained output projection with at least 8,192 classes about which
-    the report says nothing else.
+    """Yield a Decline for each trained output projection with at least 8,192 classes that the
+    report does not mention otherwise.
 
     ``judged`` contains the projections and nodes for which a pass has already reported a change or
     a decline.
@@ -117,8 +118,9 @@ def _elements(info: GraphInfo, node: Node) -> int:
 
 
 def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -> Decline | None:
-    """Return a Decline that names the loss which reads the logits, or how the logits leave the
-    graph."""
+    """Return a Decline that names the loss which reads the logits, or says how the logits leave the
+    graph.
+    """
     classes = compat.size_hint(info.value(head.node).shape[-1])
     for node in ends:
         value = info.tensor(node)
@@ -145,8 +147,9 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _given_in_weight(head: Head, classes: int) -> Decline:
-    """Return a Decline for returned logits if their weight is computed from a graph input that is
-    no parameter or buffer."""
+    """Return a Decline for returned logits if the output projection's weight is computed from a
+    graph input that is neither a parameter nor a buffer.
+    """
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
     said += (
         f"deferred: `{node_name(head.weight)}` computes the head's weight from a tensor that is "

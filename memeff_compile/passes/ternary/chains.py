@@ -47,7 +47,8 @@ class Quantized:
 @dataclass
 class _Chain:
     """The nodes that quantise a tensor, in the order from the last node to the first, and the nodes
-    that compute the numbers that they use, such as scales."""
+    that compute the numbers with which they quantise, such as scales.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     numbers: list[Node] = field(default_factory=list)
@@ -68,7 +69,7 @@ class _Chain:
 
 
 class _Misfit(Exception):
-    """The error that quantising nodes cannot be read."""
+    """The error for quantising nodes of an unsupported form."""
 
     def __init__(self, code: str, sentence: str, hint: str = "") -> None:
         super().__init__(sentence)
@@ -111,7 +112,7 @@ def rounds(node: Any) -> bool:
 
 
 def read_quantized(node: Node) -> Quantized | Unread:
-    """Recognize the quantising nodes that end in `node`."""
+    """Return a description of the quantising nodes that end in `node`."""
     try:
         return _read(node)
     except _Misfit as misfit:
@@ -136,8 +137,8 @@ def _read(node: Node) -> Quantized:
 
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
-    """Recognize the scale of a whole weight; return the weight from which it is computed, and
-    whether the scale is in codes per unit or in units per code.
+    """Recognize the scale of a whole weight; return the weight from which the graph computes the
+    scale, and whether the scale is in codes per unit or in units per code.
     """
     chain = _Chain()
     try:
@@ -269,7 +270,8 @@ def _fake_quantized(
     """Recognize `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
     A mask that keeps the half of a token's elements with the largest magnitudes may be applied
-    before or after the quantisation; if `wanted` is the masked x, only after it.
+    before or after the quantisation; if `wanted` is the masked x, the mask must come after the
+    quantisation.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -416,7 +418,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
 
 
 def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
-    """Recognize `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
+    """Recognize `t.clamp(min=eps)` or `t + eps`; return eps, whether eps is added, and t."""
     call = _call_of(node, "clamp", "clamp_min", "add")
     if call is None:
         said = "its scale is not a bounded maximum or mean of absolute values"
@@ -432,8 +434,9 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
-    """Recognize a max or mean; return whether it is a mean, whether it is over all elements, and
-    its operand."""
+    """Recognize a max or mean; return whether the node is a mean, whether it is over all elements,
+    and its operand.
+    """
     reduced = behind_item(node)
     chain.take(node)
     call = _call_of(reduced, "max", "amax", "mean")
@@ -475,7 +478,9 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
 
 
 def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
-    """Follow detaches, and casts that preserve every value, back to the source."""
+    """Go back from a node through detaches, and casts that preserve every value; return the node
+    that is reached.
+    """
     while (call := call_of(node, aten.to.dtype, aten.detach.default)) is not None:
         held, cast = (compat.example_value(each).dtype for each in (call.args["self"], node))
         if cast not in (held, torch.float32) or held == torch.float64 != cast:
@@ -542,7 +547,9 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _without_casts(chain: _Chain, node: Node, dtypes: tuple[torch.dtype, ...] = _FLOATS) -> Node:
-    """Follow casts to the given dtypes, and aliases, back to the source."""
+    """Go back from a node through casts to the given dtypes, and through aliases; return the node
+    that is reached.
+    """
     while (call := call_of(node, aten.to.dtype, aten.alias.default)) is not None:
         if compat.example_value(node).dtype not in dtypes:
             raise _Misfit("chain_form", f"a cast to {compat.example_value(node).dtype} changes it")
@@ -557,7 +564,7 @@ def _without_detach(chain: _Chain, node: Node) -> Node:
 
 
 def _is_same(a: Any, b: Node) -> bool:
-    """Return whether two nodes have the same value, ignoring aliases and detaches."""
+    """Return whether two nodes are the same node, apart from aliases and detaches."""
     sides = (aten.detach.default, aten.alias.default)
     return back_over(a, sides) is back_over(b, sides)
 

@@ -16,8 +16,8 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     """Recognize `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, with or without a cast.
 
     For such a mask, return x and the nodes of the mask; for any other node, return None. A mask
-    made by scattering the indices of topk is not recognized, because it selects other elements if
-    magnitudes are equal.
+    made by scattering the indices of topk is not recognized, because such a mask selects other
+    elements if magnitudes are equal.
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
@@ -49,8 +49,8 @@ def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
     """Recognize a node that selects the last or the smallest value along the last axis, with
     keepdim.
 
-    Return the tensor from which it selects, and whether this tensor must be sorted, because the
-    node selects the last value.
+    Return the tensor from which the node selects, and whether this tensor must be sorted, because
+    the node selects the last value.
     """
     call = read_one(node)
     if call is None:
@@ -77,7 +77,9 @@ def _absolute(node: Node, chain: list[Node]) -> Node | None:
 
 
 def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> Node:
-    """Follow casts back to the source; with `to_wider`, only casts that preserve all values."""
+    """Go back from a node through casts, and return the node that is cast; with `to_wider`, go only
+    through casts that preserve all values.
+    """
     while (call := call_of(node, aten.to.dtype)) is not None:
         source: Node = call.args["self"]
         before, after = (compat.example_value(n).dtype for n in (source, node))

@@ -34,10 +34,10 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Recognize the norm and the gate that precede `node`, whose only users are `users`.
+    """Recognize the norm and the gate that precede `node`; the only users of `node` are `users`.
 
-    If a node of the norm or gate has other users, it must be computed anyway, so it is not
-    included.
+    If a node of the norm or gate has other users, the graph must compute this node anyway, so the
+    node is not included.
     """
     found = Entering(node)
     norm = _norm(node)
@@ -160,7 +160,7 @@ _MOST_ACTIVATIONS = 4
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
     """Return the activation functions that are applied to the results of two linear layers (gate
-    and up) and the node that multiplies them, or None.
+    and up), and the node that multiplies the two; or None.
 
     No other node may read the results of the linear layers.
     """
@@ -179,8 +179,8 @@ def read_gate(results: Sequence[Node]) -> list[Node] | None:
 
 
 def _activations(node: Node) -> list[Node]:
-    """Follow a value to its only user, as long as that user is an activation function of only this
-    value.
+    """Go from a value to the value's only user, and on from there, as long as the user is an
+    activation function of only this value.
     """
     found = [node]
     for _ in range(_MOST_ACTIVATIONS):
@@ -214,8 +214,9 @@ _COMPUTED = "add mul embedding linear ternary_linear kv_cache_attention"
 
 
 def is_computed(node: Node) -> bool:
-    """Return whether the value of a node is surely computed by a kernel in this graph, and is no
-    input or view of one."""
+    """Return whether it is certain that a kernel of this graph computes the value of a node, and
+    the node is neither an input nor a view of an input.
+    """
     for _ in range(16):
         if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
             return False

@@ -69,7 +69,7 @@ def read_product(info: GraphInfo, node: Node) -> Product | None:
 
 
 def _quantize_of(items: list[Any]) -> Node | None:
-    """Return the call that returned the three given nodes as its results."""
+    """Return the call of which the three given nodes are the results."""
     calls = set()
     for place, item in enumerate(items):
         is_item = isinstance(item, Node) and item.target is operator.getitem
