@@ -315,8 +315,8 @@ def _products(given: _Products) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Run the linear of a dense weight; compressed weights are split into their tensors before this
-    function is called."""
+    """Return the linear of x with a dense weight. This function never gets a compressed weight:
+    another function computes the linear from the tensors that contain its codes."""
     return F.linear(x, weight, bias)
 
 

@@ -74,8 +74,8 @@ def _weights(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
-    """Add the products of two bf16 weights and two bf16 numbers of x, each pair in one 32-bit
-    word."""
+    """Add two products to `acc`: each is a bf16 weight times a bf16 number of x. The two weights
+    are in one 32-bit word, and the two numbers of x in another."""
     if PACKED:
         acc += low_float(pair) * low_float(x)
         return acc + high_float(pair) * high_float(x)

@@ -122,8 +122,8 @@ class Widths(NamedTuple):
 def library_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose the widths of strips and blocks within the workspace; with a workspace of 0, the
-    function chooses a size itself.
+    """Choose how many columns of logits a strip (fp32 products) and a block (their gradients) have,
+    so that both fit in the workspace; with a workspace of 0, the function chooses a size itself.
 
     For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
     gets half of the workspace, and a block of gradients in the input dtype (2 bytes per element).

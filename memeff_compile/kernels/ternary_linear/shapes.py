@@ -47,7 +47,7 @@ class TileShapes:
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the sizes for `tokens` <= 4 that were the fastest, or nearly the fastest, on an H200.
+    """Return the tile sizes for `tokens` <= 4 that were the fastest, or nearly, on an H200.
 
     `words` is the number of 32-bit words in a row of weights; `rows` is the number of rows of all
     matrices of the launch.
