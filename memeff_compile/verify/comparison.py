@@ -162,7 +162,8 @@ class Comparison:
         return {place for place, value in enumerate(values) if value is None}
 
     def make(self, args: Sequence[Any]) -> Verdict:
-        """Compare both graphs without changing the caller's state.
+        """Run the original and the rewritten graph on these arguments and compare their results,
+        without changing the caller's state.
 
         Raise NotRunError if the graph cannot be compared, or memory is too small; raise
         PostponedError if the original graph raises an error for these arguments.

@@ -2,9 +2,9 @@
 """Multiply one token by weights compressed with a lossy mode of the codec win4, in Gluon; the
 kernel decodes the codes to fp16 numbers.
 
-For lossy weights, the decoding instructions take longer than reading the codes. A 4-bit code and at
-most 3 mantissa bits fit into fp16, so one instruction assembles four weights, and another
-instruction expands two of them. The kernel multiplies the sum of products over each group by the
+For lossy weights, the decoding instructions take longer than reading the codes. A weight with a
+4-bit exponent code and at most 3 mantissa bits is an fp16 number, so one instruction assembles the
+bits of four weights, and another one turns two of them into fp16 numbers. The kernel multiplies the sum of products over each group by the
 group's normaliser (scale), instead of multiplying each weight by the normaliser.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below

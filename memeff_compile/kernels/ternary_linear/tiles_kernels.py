@@ -152,7 +152,7 @@ def _quantized_token(
     """Return a token's codes, four per 32-bit word in the order of the columns, the token's scale,
     and the sum of its codes.
 
-    Word 4 t + j contains the columns 16 t + 4 j to 16 t + 4 j + 3.
+    Word w contains the columns 4 w to 4 w + 3.
     """
     norm_eps, kept, eps, eps_rounded = numbers
     offs = tl.arange(0, COLUMNS)
