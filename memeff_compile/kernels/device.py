@@ -59,8 +59,8 @@ def where_it_runs(device: torch.device) -> torch.device:
 
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the Triton kernels support a dtype on a device, or on the planned device if
-    there is one.
+    """Return whether the Triton kernels support a dtype on a device. While a plan for another
+    machine is made, its device counts instead.
     """
     device = where_it_runs(device)
     return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)

@@ -87,8 +87,8 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return two weights in one 32-bit word, with their codes as exponents; the sign and mantissa
-    bits of lossless weights are given as two words.
+    """Return two weights in one 32-bit word, with their codes as exponents. For lossless weights,
+    `fields` is two words, which contain the sign and mantissa bits.
     """
     if FIELD == 8:
         word = fields[PAIR // 2]

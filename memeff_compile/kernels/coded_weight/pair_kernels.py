@@ -258,7 +258,8 @@ def is_win4_patch(pattern, header_ptr):
 
 @triton.jit
 def is_tier_patch(pattern, header_ptr):
-    """Return which 16-bit weight patterns have an exponent outside of all three windows."""
+    """Return which 16-bit weight patterns have an exponent outside of all three windows (ranges of
+    exponents that have codes)."""
     wide = tl.load(header_ptr + 2)
     exponent = (pattern >> 7) & 0xFF
     return ((exponent < wide) | (exponent >= wide + 21)) & (exponent != 0)

@@ -4,8 +4,9 @@ kernel decodes the codes to fp16 numbers.
 
 For lossy weights, the decoding instructions take longer than reading the codes. A weight with a
 4-bit exponent code and at most 3 mantissa bits is an fp16 number, so one instruction assembles the
-bits of four weights, and another one turns two of them into fp16 numbers. The kernel multiplies the sum of products over each group by the
-group's normaliser (scale), instead of multiplying each weight by the normaliser.
+bits of four weights, and another one turns two of them into fp16 numbers. The kernel multiplies the
+sum of products over each group by the group's normaliser (scale), instead of multiplying each
+weight by the normaliser.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below
 2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits; their error is at

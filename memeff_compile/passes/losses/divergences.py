@@ -381,8 +381,8 @@ class DivergenceReader:
         return found
 
     def _selected(self, node: Node, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Recognize the rows that a boolean mask selects; in a sum over all rows, the other rows
-        count as zero.
+        """Recognize the rows that a boolean mask selects. The op sums over all rows, and the
+        other rows add zero to the sum.
 
         Dynamo captures such a selection if `torch._dynamo.config.capture_dynamic_output_shape_ops`
         is set.

@@ -220,8 +220,8 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
 
 
 def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
-    """Make a node that reads the shape of the logits read the shape of a tensor without memory: a
-    column of the hidden states, expanded to the shape of the logits.
+    """Change a node that reads the shape of the logits: let it read this shape from a tensor that
+    needs no memory, a column of the hidden states that is expanded to the shape of the logits.
     """
     head, e = read.chain.head, editor
     depth = compat.known_size(info.value(head.hidden).shape[-1])
