@@ -75,7 +75,7 @@ class RecoverAttention(GraphPass):
     name = "recover_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all attention calls with the same outcome."""
+        """Yield one match for each group of attention calls that are rewritten in the same way."""
         matches: dict[tuple[str, ...], Match] = {}
         for site in find_sites(info):
             answer = site if isinstance(site, Decline) else plan_for(info, site)

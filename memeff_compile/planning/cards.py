@@ -118,7 +118,7 @@ class Target(NamedTuple):
 
     @property
     def gpu(self) -> Gpu:
-        """Return the features of the planned GPU."""
+        """Return the features of the GPU for which the plan is made."""
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:

@@ -540,8 +540,9 @@ class HeadReader:
         """Return whether the first operand of a multiplication is a scale and the second is the
         logits.
 
-        The wider of the two operands is the logits. If both operands have the same width, the one
-        that comes from an output projection is the logits.
+        The scale is the operand with fewer dimensions, or the operand that is a vector or a single
+        column. If both operands have the same shape, the one that comes from an output projection
+        is the logits.
         """
         if same_shape(left_value.shape, right_value.shape):
             return self._products < _MAX_PRODUCTS and self._comes_second(left, right)
