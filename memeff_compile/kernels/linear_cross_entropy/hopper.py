@@ -149,8 +149,7 @@ class Forward(Statistics):
 
 class _Gradient:
     """A kernel launch that writes the logits' gradient G for some rows and classes, from known
-    statistics of the rows.
-    """
+    statistics of the rows."""
 
     def __init__(
         self,
@@ -563,8 +562,7 @@ class Total(ByRows, Statistics):
 
     def meet(self, block: Block, ranks: Ranks) -> None:
         """Exchange the statistics of some rows with other ranks, and compute these rows' losses
-        from the statistics of all ranks.
-        """
+        from the statistics of all ranks."""
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))
@@ -635,6 +633,5 @@ def add_columns(
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
     """Return whether a tile of the logits' gradient G needs no more registers than for a loss
-    without bias, softcap and sums of logits.
-    """
+    without bias, softcap and sums of logits."""
     return bias is None and not (settings.softcap or settings.with_logit_sum)

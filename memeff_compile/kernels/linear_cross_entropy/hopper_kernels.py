@@ -597,8 +597,7 @@ def _linear_cross_entropy_hopper_loss_kernel(
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
     """Write X (the logits' gradient up to a factor per row) at each row's target: (p - 1) / (1 /
     mass). Here p = 2^-nll2 is the target's probability, nll2 the loss in base 2, and mass the sum
-    of the row's exp(z - base).
-    """
+    of the row's exp(z - base)."""
     ptrs, mask = at
     scale, softcap = cap
     x = (tl.exp2(-nll2) - 1.0) * mass

@@ -89,8 +89,7 @@ class Forward(Statistics):
 
 class Backward(Differentiating):
     """A backward pass over blocks of classes, which computes the logits again, one strip of classes
-    after another.
-    """
+    after another."""
 
     def __init__(
         self,
@@ -164,8 +163,7 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """The loss and gradients of a frozen output projection with a LoRA adapter, by blocks of
-    rows."""
+    """The loss and gradients of a frozen head with a LoRA adapter, in blocks of rows."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.request, self.given = given, _readable(given.operands)
@@ -240,8 +238,7 @@ forward, backward, total = Forward, Backward, Total
 
 def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
     """Write the products of the hidden states with the weight's rows for the classes [first, stop)
-    into the fp32 buffer `out`.
-    """
+    into the fp32 buffer `out`."""
     product_into(given.hidden, given.weight[first:stop].t(), out)
     if given.low is not None and given.up is not None:
         product_into(given.low, given.up[first:stop].t(), out, accumulate=True)

@@ -211,8 +211,7 @@ def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
     """Return the same bound as `total_bytes`, for the implementation `library` and a frozen output
-    projection with a LoRA adapter.
-    """
+    projection with a LoRA adapter."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
     return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)

@@ -374,8 +374,7 @@ def _adapted_total(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
 
 def _direct(called: library.Function, compute: library.Function) -> library.Function:
     """Return an op's Python function in the form that the code which Inductor generates calls:
-    optional tensors are passed by keyword.
-    """
+    optional tensors are passed by keyword."""
 
     def direct(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
         named = [settings.pop(name) for name in ("low", "up") if name in settings]

@@ -48,8 +48,7 @@ LOG_ZERO = -1000.0
 
 class Forward(Statistics):
     """A forward pass over blocks of classes, which keeps for each row the maximum and sums relative
-    to this maximum.
-    """
+    to this maximum."""
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.settings, self.rows = settings, given.target.shape[0]
@@ -326,8 +325,7 @@ class Total(Statistics, Differentiating):
             g.div_(self.mass)
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Merge the statistics of all ranks into the losses and probabilities of a block of
-        rows."""
+        """Merge the statistics of all ranks into the losses and probabilities of some rows."""
         own = self.losses.where(self.has_target, 0)
         rows, owner = block.stop - block.first, ranks.owner[self.here]
         whole, losses = ranks.meet(self.lse.squeeze(1), own.squeeze(1), owner, rows)
@@ -358,8 +356,7 @@ class Total(Statistics, Differentiating):
 
     def _columns(self) -> list[tuple[int, int]]:
         """Return ranges of columns for the blocks; if the weight must be converted to a wider
-        dtype, the converted copy of a block's rows is no larger than the buffer of logits.
-        """
+        dtype, the converted copy of a block's rows is no larger than the buffer of logits."""
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]
@@ -390,8 +387,7 @@ def _rows(
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
     """Return a tensor with `rows` rows that contains the rows of `part` at the indices `kept`, and
-    zeros in all other rows.
-    """
+    zeros in all other rows."""
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole

@@ -30,8 +30,7 @@ INSIDE_WIDTH = 3072
 
 def is_minimal(workspace: int) -> bool:
     """Return whether a workspace is so small that only the minimal mode can use it, which has the
-    least temporary memory.
-    """
+    least temporary memory."""
     return 0 < workspace <= MINIMAL_BYTES
 
 
@@ -111,8 +110,7 @@ _SECONDS_PER_BYTE = 1 / 4.28e12
 
 
 class Widths(NamedTuple):
-    """The number of columns of products (`strip`) and of gradients (`block`) that exist at one
-    time."""
+    """How many columns of products (`strip`) and gradients (`block`) exist at one time."""
 
     strip: int
     block: int
@@ -248,8 +246,7 @@ class Shapes(NamedTuple):
 
     def gradient_columns(self, *, is_plain: bool) -> int:
         """Return the number of columns of a tile of the logits' gradient G: fewer if a softcap, a
-        bias or gathered rows need registers.
-        """
+        bias or gathered rows need registers."""
         return self.columns if is_plain else self.rows
 
 
@@ -300,8 +297,7 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
 
 
 def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> float:
-    """Predict the time of the backward pass, in multiples of one loop iteration of an output
-    tile."""
+    """Predict the backward pass's time, in loop iterations of one output tile."""
     whole, rest = divmod(vocab, width)
     units = whole * _block_units(rows, depth, width, shapes)
     return units + (_block_units(rows, depth, rest, shapes) if rest else 0)
@@ -370,8 +366,7 @@ def room_inside(
 
 def slices_of(depth: int, shapes: Shapes) -> int:
     """Return how many slices of SLICE features the weight's gradient has, when its features are
-    padded to whole tiles.
-    """
+    padded to whole tiles."""
     columns = product_tile(depth, shapes)[1]
     return -(-depth // columns) * columns // SLICE
 
@@ -414,8 +409,7 @@ def hopper_rows(
 def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
     """Return the bytes that `hopper` needs for blocks of rows: X (the logits' gradient up to a
     factor per row), statistics for the narrowest tiles, scaled rows and partial sums of a block,
-    and, with several blocks, the scales of the weight's gradient (dC).
-    """
+    and, with several blocks, the scales of the weight's gradient (dC)."""
     width = -(-vocab // shapes.columns) * shapes.columns
     needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))
     of_row = 2 * width + 8 * (width // shapes.rows) + 2 * depth + 4 * (max(needs) - 1) * depth

@@ -209,8 +209,7 @@ def rows_of_a_block(
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
     """Return the arguments of this rank's call for its share of the classes; `gather` is the
-    function with which `Ranks` gathers numbers.
-    """
+    function with which `Ranks` gathers numbers."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

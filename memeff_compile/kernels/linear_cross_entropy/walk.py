@@ -393,8 +393,7 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Exchange the rows' statistics with the other ranks, block by block, with the rows in the
-    order `order`; return the log-sum-exps and losses over all classes.
-    """
+    order `order`; return the log-sum-exps and losses over all classes."""
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
         whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))

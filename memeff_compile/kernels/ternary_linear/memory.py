@@ -1,7 +1,7 @@
-"""The bytes that a ternary linear saves without and with this package's ops, as formulas in N (rows
-of the weight), K (columns of the weight) and M (tokens).
+"""The bytes that a ternary linear stores for the backward pass, without and with this package's ops.
 
-The formulas count the tensors that the forward pass of a linear saves for the backward pass.
+The formulas are in N (rows of the weight), K (columns of the weight) and M (tokens), and count the
+tensors that the forward pass of a linear saves for the backward pass.
 """
 
 from __future__ import annotations
