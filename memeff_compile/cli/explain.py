@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print what the passes would do to the model and the memory that its training needs, write the
-    requested files, and return the exit status."""
+    """Print two things: the rewrites that the passes would make, and the memory that training the
+    model needs. Then write the requested files, and return the exit status."""
     try:
         return _run(given)
     except MemeffError as error:

@@ -179,9 +179,9 @@ def _turned_from(node: Node) -> Node | None:
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
-    """Return phrases that describe what is gained by the second implementation, which calls
-    scaled_dot_product_attention; if the original call uses the second implementation already,
-    return no phrases.
+    """Return phrases that name the advantages of the implementation that calls
+    scaled_dot_product_attention. If the original call uses this implementation already, return no
+    phrases.
     """
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest

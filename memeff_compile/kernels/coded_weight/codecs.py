@@ -48,8 +48,8 @@ class Room:
     """Spare memory in a compressed weight's lists, whose length depends on the weight's values, so
     that later values of the weight fit, too."""
 
-    share: float = 0.0  # memory beyond what is needed now, as a share of that
-    least: int = 0  # memory beyond what is needed now, in elements
+    share: float = 0.0  # spare elements, as a share of the elements that are used now
+    least: int = 0  # the fewest spare elements
 
     def length(self, needed: int) -> int:
         """Return how many elements to allocate for a list of which `needed` elements are used."""

@@ -166,7 +166,7 @@ def test_the_angles_are_those_of_the_layers_that_attend_to_all_tokens() -> None:
 
 
 def test_keys_of_layers_further_apart_merge_only_with_a_report_or_by_force(model: Any) -> None:
-    words = r"between the layers 3-5, .*70 % of perplexity.*values_only=True.*force=True"
+    words = r"between the layers 3-5, .*perplexity by 70 %.*values_only=True.*force=True"
     for merge in ("minicache", MiniCache(start_layer=2)):
         with pytest.raises(UnsupportedInputError, match=words):
             KVCache(model.config, LENGTH, 4, merge=merge, **SHORT)
