@@ -527,6 +527,24 @@ def test_what_inductor_keeps_on_disk_is_tagged(monkeypatch: pytest.MonkeyPatch) 
     assert config.cache_key_tag == ""
 
 
+@probes("cacheable_operations")
+def test_inductor_stores_graphs_that_replay_random_numbers() -> None:
+    from torch._inductor import codecache, config
+    from torch._prims import rng_prims
+
+    graph = torch.fx.Graph()
+    x, state = graph.placeholder("x"), graph.placeholder("state")
+    given = (torch.ops.aten.bernoulli.default, x)
+    op = rng_prims.graphsafe_run_with_rng_state
+    graph.output(graph.call_function(op, given, {"rng_state": state}))
+    gm = GraphModule(nn.Module(), graph)
+    with config.patch(compat.cacheable_operations()):  # type: ignore[attr-defined]
+        codecache.FxGraphCache._check_for_hop(gm)
+    if compat.cacheable_operations():
+        with pytest.raises(codecache.BypassFxGraphCache):
+            codecache.FxGraphCache._check_for_hop(gm)
+
+
 @probes("op_fingerprint")
 def test_fingerprint_follows_schemas_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import memeff_compile.kernels.linear_cross_entropy  # noqa: F401  (registers an op)
