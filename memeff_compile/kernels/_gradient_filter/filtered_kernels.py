@@ -514,10 +514,10 @@ def _gradient_filter_list_kernel(
     BLOCK: tl.constexpr,
 ):
     """List the tiles that the filter keeps, in the order that one of the two matrix products (with
-    the weight, or with the hidden states) needs; one program handles one group of rows and one
-    pass.
+    the weight, or with the hidden states) needs.
 
-    One pass of the kernels covers consecutive tiles of classes, for all groups of rows.
+    A pass of the kernels covers consecutive tiles of classes, for all groups of rows; one program
+    lists the tiles of one group in one pass.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)

@@ -8,7 +8,7 @@ tensor core, four words at a time, so threads need not exchange data. The order 
 sum along K is free, as long as the weights and x are permuted in the same way.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
-codes.
+32-bit words of codes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
     """Return two weights in one 32-bit word, with their codes as exponents. For lossless weights,
-    `fields` is two words, which contain the sign and mantissa bits.
+    the argument `fields` is a pair of 32-bit words with the sign and mantissa bits.
     """
     if FIELD == 8:
         word = fields[PAIR // 2]
@@ -101,8 +101,8 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
-    """Load the 7-bit normalisers (scales) of two neighbouring groups of weights, for both halves of
-    a warp."""
+    """Load two 7-bit normalisers (scales) for each group of weights: one for the weights of a
+    warp's first sixteen threads, and one for those of its last sixteen threads."""
     if C.BLOCK == 0:
         first = group  # which is not read
     else:
@@ -120,7 +120,7 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
     """Return 32-bit words that each contain the same bf16 number twice: a block's normaliser
-    (scale) times 2^base.
+    (scale) times 2^base, where `base` is the exponent to which the codes are added.
     """
     scale = power
     if C.BLOCK > 0:
@@ -506,7 +506,7 @@ def _half_operand(
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
     """Return 32-bit words that each contain the same bf16 number twice: the normaliser (scale) of a
-    row's block times 2^base.
+    row's block times 2^base, where `base` is the exponent to which the codes are added.
     """
     if C.BLOCK == 0:
         return power

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of the implementation `sorted`: one for runs inside one chunk, one for runs that
-cross chunks.
+"""The two kernels of the implementation `sorted`, which sum the gradients of runs: one kernel for
+the runs inside one chunk, one for the runs that cross chunks.
 
 After the sort, tokens with the same id are neighbours: a run is all tokens with one id. A chunk is
 CHUNK consecutive positions in sorted order. The program for a chunk sums and writes each run that

@@ -29,8 +29,8 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether a workspace is so small that only the minimal mode can use it, which has the
-    least temporary memory."""
+    """Return whether a workspace is so small that only the minimal mode, the mode with the least
+    temporary memory, can use it."""
     return 0 < workspace <= MINIMAL_BYTES
 
 
