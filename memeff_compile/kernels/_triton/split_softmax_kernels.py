@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def step(score, largest, AXIS: tl.constexpr):
-    """Return the softmax weights of a tile, the factor by which earlier sums are reduced, and the
-    new largest score.
+    """Return the softmax weights of a tile, the factor by which the sums over earlier tiles must be
+    multiplied, and the new largest score.
     """
     higher = tl.maximum(largest, tl.max(score, axis=AXIS))
     base = tl.where(higher == float("-inf"), 0.0, higher)

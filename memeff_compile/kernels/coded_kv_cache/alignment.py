@@ -122,7 +122,8 @@ def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tup
 
     The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
     these sums are the rotations. `rows` and `counted` have the same meaning as in `fit`. `slots`
-    are the slots that were fitted to other rows before, or None.
+    contains, for each head of the upper layer, the matching head of the lower layer that an earlier
+    call chose; None means that this call chooses it.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)

@@ -36,8 +36,8 @@ def bits_of(C, IS_VALUE):
 
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
-    """Return x / step, rounded to the nearest fp32 number; with IS_FAST, fused multiply-adds
-    replace the branches of a division.
+    """Return x / step, rounded to the nearest fp32 number; with IS_FAST, the function computes the
+    quotient with fused multiply-adds, without the branches that a division has.
     """
     if IS_FAST:
         # Scaling by powers of two keeps the following numbers away from the limits of fp32.

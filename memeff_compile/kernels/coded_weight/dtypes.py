@@ -43,7 +43,7 @@ def split(weight: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def join(upper: Tensor, rest: Tensor, form: Format, shape: Sequence[int]) -> Tensor:
-    """Return the weight that `split` separated."""
+    """Join the two tensors that `split` returned to the original weight."""
     patterns = upper.reshape(-1).view(torch.int16)
     count = math.prod(shape)
     if form.dtype == "fp32":

@@ -191,8 +191,8 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches (weights stored whole) of some rows; the warps of a
-    program share the work.
+    """Add the products of x with the patches (weights stored whole) of some rows to `acc`; the
+    warps of a program share the work.
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -254,8 +254,8 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add the products of patches (weights stored whole) with the columns of x that belong to these
-    patches.
+    """Add to `acc` the products of patches (weights stored whole) with the columns of x that belong
+    to these patches.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
@@ -278,8 +278,8 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with patches (weights stored whole) as `patched` does, but leave out
-    the first ROUNDS rounds of its loop.
+    """Add the products of x with patches (weights stored whole) to `acc` as `patched` does, but
+    leave out the first ROUNDS rounds of its loop.
 
     This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
     One function for all rounds took more registers, which made products with few mantissa bits
@@ -338,8 +338,8 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
-    """Add the products of two of the four pairs of weights that each lane of a warp has in a
-    group.
+    """Each lane of a warp has four pairs of weights in a group: add the products of two of these
+    pairs to `acc`.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
     power, zeros, lane = place

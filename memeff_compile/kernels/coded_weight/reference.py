@@ -407,8 +407,9 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 def with_signs(
     parts: Sequence[Tensor], form: Format, whole: Tensor, patterns: Tensor
 ) -> list[Tensor]:
-    """Return the coded exponents `parts` together with the sign and mantissa fields of `patterns`;
-    each patch (a weight stored whole) gets its bits from `whole`, the weight to encode.
+    """Return the tensors `parts`, which encode the exponents, together with the sign and mantissa
+    fields of `patterns`. The bits of a patch (a weight stored whole) come from `whole`, the weight
+    to encode.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

@@ -14,9 +14,10 @@ bytes; the results would also depend on the order in which warps read and write.
 
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
 implementation processes blocks of rows instead. For each such block, it computes S for the whole
-vocabulary once and adds the low-rank product. A kernel computes the rows' statistics from S, and
-then the logits' gradient G from S. Products with G are the hidden states' gradient (dE) and the
-gradient of `low` for these rows. The gradient of `up` is summed over the blocks in fp32.
+vocabulary once and adds the adapter's product `low @ up.T`. A kernel computes the rows' statistics
+from S, and then the logits' gradient G from S. Products with G are the gradients of these rows'
+hidden states (dE), and of these rows' `low` (the adapter's input to `up`). The gradient of `up` is
+summed over the blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
 on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.

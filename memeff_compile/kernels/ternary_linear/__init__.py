@@ -9,7 +9,8 @@ dense bf16 matrices instead.
   these 2-bit codes.
 - `ternary_linear_quantize` encodes tokens as int8 codes with one scale per token.
 - `ternary_linear` multiplies tokens by one or more packed matrices, for inference.
-- `ternary_linear_product` multiplies encoded tokens by weights, with straight-through gradients.
+- `ternary_linear_product` multiplies encoded tokens by packed matrices, with straight-through
+  gradients.
 - `ternary_linear_product_backward` returns the gradients of x, weight and bias.
 
 The ops sum the integer products exactly.

@@ -294,7 +294,7 @@ def _ternary_linear_tiles_tokens_kernel(
 
 @triton.jit
 def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
-    """Add the products of four unsigned bytes and four signed bytes."""
+    """Multiply four unsigned bytes by four signed bytes, and add the four products to `acc`."""
     if BYTEWISE:
         for byte in tl.static_range(4):
             acc += ((code >> (8 * byte)) & 255) * ((x << (24 - 8 * byte)) >> 24)
