@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Softmax over keys that a kernel reads tile by tile, or that several programs share.
+"""Softmax over keys that a kernel reads tile by tile, or that are divided among several programs.
 
 Scores are multiplied by log2(e), so that the kernels compute powers of 2 instead of e. A row's
 largest score is minus infinity until one of its keys has been read.

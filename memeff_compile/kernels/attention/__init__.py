@@ -9,7 +9,8 @@ mask from memory, tile by tile.
 - `attention` computes softmax attention over the keys for which all given conditions hold.
 - `attention_backward` computes the gradients of q, k and v; it computes the scores again, tile by
   tile.
-- `attention_mask_tiles` finds, on the GPU, which tiles of a mask are empty and which are full.
+- `attention_mask_tiles` finds, on the GPU, the tiles of a mask in which every key is hidden, and
+  the tiles in which every key is visible.
 
 If several query heads share a key-value head, the kernels read that head without copying it.
 """

@@ -57,7 +57,7 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The tensors that two layers share whose keys and values are merged."""
+    """The tensors that two layers share if their keys and values are merged."""
 
     # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; PLAIN rows are numbers
     k_codes: Any

@@ -6,10 +6,10 @@ In a bf16 weight, the sign and mantissa bits are almost random, and the 8 expone
 - `win4` stores 4 bits for an exponent in a range (window) of 15 exponents. It is the fastest codec,
   and needs about 12.0 bits per weight.
 - `tier` stores 2, 4 or 8 bits, fewer for frequent exponents: about 10.7 to 11.1 bits per weight.
-- `rans` is the entropy coder of the paper. It needs the fewest bits, about 10.6 to 11.0 per weight,
-  and is the slowest codec.
+- `rans` is NeuZip's entropy coder. It needs the fewest bits, about 10.6 to 11.0 per weight, and is
+  the slowest codec.
 
-The package has one tensor class and two ops:
+Callers use one tensor class and two ops:
 
 - `CodedWeight` is the tensor that replaces the dense weight.
 - `coded_weight_linear` computes x @ W.T + bias; its backward pass decodes the weight again.

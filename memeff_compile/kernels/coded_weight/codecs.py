@@ -482,8 +482,8 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the decoded bit patterns of a weight to a buffer whose size is a multiple of the chunk
-    size, and zeros after them.
+    """Write the decoded bit patterns of a weight, followed by zeros, to a buffer whose size is a
+    multiple of the chunk size.
 
     With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight;
     for win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit

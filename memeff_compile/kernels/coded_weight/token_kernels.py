@@ -14,8 +14,8 @@ most 2^-39 times the largest number. The tensor core multiplies 16 rows by 8 col
 are the same token.
 
 The kernel may permute the columns (K), as long as weights and x have the same order. Word w of a
-group of 256 columns contains the columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
-operand 2 o + h contains, for every word, the columns with i = 0 and with i = 1.
+group of 256 columns contains the eight columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
+from every word, operand 2 o + h of the tensor core takes the two columns with this o and h.
 
 The letters for axes are explained in `matrix_kernels`.
 """

@@ -1,5 +1,5 @@
-"""The implementation `split` of attention over a cache: several programs share the keys. This
-implementation needs a CUDA GPU of sm_80 or later.
+"""The implementation `split` of attention over a cache: the keys are divided among several
+programs. This implementation needs a CUDA GPU of sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, and the launch grid depends only on static
 sizes, so a CUDA graph can capture the calls and replay them while the cache fills up. The kernels

@@ -10,8 +10,8 @@ The backward pass usually processes blocks of R rows one after another. For each
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
 vocabulary. From the logits' gradient G, the kernels compute the complete hidden-state gradient dE
 of these rows, and add the block's contribution to the weight gradient dC. Until the last block, the
-weight's gradient (dC) is stored in fp16, because its sums need three more bits than bf16 has; each
-class and SLICE features share a power of two as scale.
+weight's gradient (dC) is stored in fp16, because its sums need three more bits than bf16 has; the
+sums of a class in SLICE features share a power of two as their scale.
 
 A second form of the backward pass processes blocks of W classes one after another. This form takes
 less memory than the first form, and supports fp16 and a workspace limit. For each block, it writes

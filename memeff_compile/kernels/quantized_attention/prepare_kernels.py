@@ -7,8 +7,8 @@ if the queries' means are subtracted. A kernel's name contains its step:
 - `settle` combines the chunks' results to means, the scales of values, and the common direction of
   queries.
 - `write` writes the codes of keys and values, and the sum of the values in each block.
-- `total` computes running sums of the values' rounding errors: for each block, over all blocks up
-  to it.
+- `total` computes running sums of the values' rounding errors: for each block, the sum over this
+  block and all earlier blocks.
 - `correct` computes the scores of the queries' means with the keys, if these means are subtracted.
 
 The kernels read all values, but only every SAMPLE-th key, because the mean of the keys may be
