@@ -247,8 +247,8 @@ def _old_scales(scales, block, column, C: gl.constexpr):
 
 @gluon.jit
 def _add_to(part, held, old, scales, at, C: gl.constexpr):
-    """Write some columns of the weight's gradient (dC) to shared memory, added to the old values
-    there.
+    """Write some columns of the weight's gradient (dC) to shared memory, after adding the old
+    values that are there.
 
     While the weight's gradient (dC) is summed over several blocks of rows, dC is stored in fp16.
     Each slice (range of columns) of each class has its own scale, a power of two: divided by this

@@ -207,8 +207,8 @@ def tier_order(flat: Tensor) -> Tensor:
 
 
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Pack the codes of each chunk that belong to one bit stream; return the words, and the number
-    of words per chunk."""
+    """Pack, for each chunk, the codes of one bit stream; return the words, and the number of words
+    per chunk."""
     per_word = 32 // bits
     codes, is_in = codes.flatten(1), is_in.flatten(1)
     rank = is_in.cumsum(1) - 1

@@ -262,8 +262,8 @@ def slots_for(
 
 
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
-    """Return for how many rows a teacher's logits, and the maxima and sums of the tiles of student
-    and teacher, fit into the memory of a weight's gradient.
+    """Return the number of rows for which the teacher's logits, and the maxima and sums of the
+    tiles of student and teacher, fit into the memory of a weight's gradient.
     """
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)
