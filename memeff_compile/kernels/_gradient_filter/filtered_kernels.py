@@ -453,8 +453,8 @@ def _gradient_filter_word_kernel(
     """Write one word per class, with a bit for each group of rows that keeps the class.
 
     The first group of rows has the highest bit of the word. After sorting by these words, classes
-    that the same groups keep are next to each other. With this order of bits, the filter keeps all
-    classes of more tiles than with the reverse order.
+    that the same groups keep are next to each other. With this order of bits, more tiles consist
+    only of classes that the filter keeps than with the reverse order.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -514,10 +514,10 @@ def _gradient_filter_list_kernel(
     BLOCK: tl.constexpr,
 ):
     """List the tiles that the filter keeps, in the order that one of the two matrix products (with
-    the weight, or with the hidden states) needs; one program handles one group of rows and one
-    pass.
+    the weight, or with the hidden states) needs.
 
-    One pass of the kernels covers consecutive tiles of classes, for all groups of rows.
+    A pass of the kernels covers consecutive tiles of classes, for all groups of rows; one program
+    lists the tiles of one group in one pass.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)

@@ -128,7 +128,9 @@ def filter_capacity(
 
 
 def filter_splits(rows: int, depth: int, groups: int, shapes: FilterShapes) -> int:
-    """Return how many programs share the sum for one tile of the hidden states' gradient (dE)."""
+    """Return among how many programs the sum for one tile of the hidden states' gradient (dE) is
+    divided.
+    """
     items = groups * -(-depth // shapes.product_columns)
     fitting = FILTER_SUMS_BYTES // (4 * rows * depth)
     return max(1, min(-(-FILTER_ITEMS * shapes.programs // items), fitting))

@@ -116,7 +116,7 @@ def scaled_gradients(
 
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
     """Return a gradient multiplied by a number, as a new tensor; the product is computed in the
-    wider of the two dtypes.
+    wider one of the gradient's dtype and the number's dtype.
     """
     return (gradient.to(by.dtype) * by).to(gradient.dtype)
 

@@ -1,4 +1,5 @@
-"""Sizes that all losses share: ranges of blocks, and how many elements one program reads at a time.
+"""Sizes that all losses share, such as how many elements one program reads at a time, and functions
+that divide an axis into ranges.
 
 The letters for axes are: N rows (tokens), D hidden size, V vocabulary (classes), R rows of a block,
 W classes of a block.

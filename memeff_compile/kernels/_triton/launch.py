@@ -211,9 +211,7 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
     """Return the properties on which the compiled kernel depends, the arguments with tensors
-    replaced by addresses, and the combined address bits.
-
-    An address bit is set in the result if it is set in at least one address.
+    replaced by addresses, and the bitwise "or" of all addresses.
     """
     seen: list[Any] = []
     given: list[Any] = []

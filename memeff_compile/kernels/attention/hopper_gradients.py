@@ -38,7 +38,7 @@ LONG = 16384
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes for which a kernel is compiled."""
+    """The tile sizes and other constants for which a kernel is compiled."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile

@@ -369,7 +369,8 @@ def _attention_hopper_gradients_query_kernel(
 @gluon.jit
 def _key_tile(turn, bounds_ptr, work, C: gl.constexpr):
     """Return the tile of keys that a program computes in a round, the tile's sequence and key head
-    (as one index, and as two), and the tiles of queries that the program visits.
+    (first as one combined index, then as two indices), and the tiles of queries that the program
+    visits.
     """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
     # The first keys are seen by most queries under causal masks: they come first.

@@ -5,7 +5,8 @@ differ mostly by a mean and a rotation. The maps of a pair of layers are: the me
 rows; for each head of the upper layer, the matching head of the lower layer; and an orthogonal
 matrix per head, which rotates the upper layer's rows towards those of the lower layer. An aligned
 row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer, where `turn`
-is the orthogonal matrix; the number of the lower layer's head is its *slot* in the shared tensors.
+is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its matching head
+in the lower layer; the shared tensors are ordered by slot.
 
 These functions copy no value from the GPU to the CPU, and use only matrix products.
 """
@@ -116,12 +117,13 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the slot (the matching head of the lower layer) of each head of the upper layer, (H),
-    which is the same for all sequences, and the sums of products.
+    """Return two tensors: the slot (the matching head of the lower layer) of each head of the upper
+    layer, (H), equal for all sequences; and the sums of products of the two layers' rows.
 
     The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
     these sums are the rotations. `rows` and `counted` have the same meaning as in `fit`. `slots`
-    are the slots that were fitted to other rows before, or None.
+    contains, for each head of the upper layer, the matching head of the lower layer that an earlier
+    call chose; None means that this call chooses it.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)

@@ -3,11 +3,11 @@
 tokens exactly, and encode groups of other tokens.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
-tokens in order. When the window is full, a program encodes the oldest group. If several tokens are
-appended, as for a prompt, another launch directly encodes the groups that contain only new tokens,
-with more programs; these groups are never stored exactly. Programs read the cache's number of
-tokens from GPU memory. The last program to finish writes the new number of tokens, after all
-programs have read the old number.
+tokens in order. When the window (the memory for the latest tokens, which are stored exactly) is
+full, a program encodes the oldest group of tokens. If several tokens are appended, as for a prompt,
+another launch directly encodes the groups that contain only new tokens, with more programs; these
+groups are never stored exactly. Programs read the cache's number of tokens from GPU memory. The
+last program to finish writes the new number of tokens, after all programs have read the old number.
 
 The codes equal the codes of the reference implementation: divisions are rounded to the nearest fp32
 number, and a quotient halfway between two codes is rounded up.
@@ -36,8 +36,8 @@ def bits_of(C, IS_VALUE):
 
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
-    """Return x / step, rounded to the nearest fp32 number; with IS_FAST, fused multiply-adds
-    replace the branches of a division.
+    """Return x / step, rounded to the nearest fp32 number; with IS_FAST, the function computes the
+    quotient with fused multiply-adds, without the branches that a division has.
     """
     if IS_FAST:
         # Scaling by powers of two keeps the following numbers away from the limits of fp32.
@@ -131,8 +131,9 @@ def _put(
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Add the codes of one column block to the bytes that are being packed, and to the high bits of
-    3-bit codes, and return the bytes and the high bits; 8-bit codes are stored immediately.
+    """Add the codes of one column block to the bytes that are being packed, and return these bytes.
+    With 3-bit codes, the highest bit of each code goes to a second tensor, which is also returned;
+    8-bit codes are stored immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -158,8 +159,9 @@ def _store_bytes(
     """Store the bytes with the codes of all column blocks, for some tokens and some columns of each
     block.
 
-    With 3-bit codes, the high bits of two tokens share a byte: for keys the two tokens are
-    neighbours, for values they come from the two halves of `token`.
+    With 3-bit codes, the high bits of two tokens share a byte: for keys, of two neighbouring
+    tokens; for values, of a token in the first half of the argument `token` and the token at the
+    same position in its second half.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -423,8 +425,8 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
 
 @triton.jit
 def _begin(pool, C: tl.constexpr):
-    """Return the number of tokens in the cache, the number of tokens stored as codes, and this
-    sequence's first token."""
+    """Return the number of tokens in the cache, the number of tokens stored as codes, and the
+    position of this sequence's first token."""
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)
     first = length * 0

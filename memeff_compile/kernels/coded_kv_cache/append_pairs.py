@@ -108,8 +108,8 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge the first tokens of an empty cache with kernels; the cache then contains the same as
-    after `pair_reference.merge`.
+    """Merge, by kernels, the first tokens that an empty cache gets; the cache then contains the
+    same as after `pair_reference.merge`.
     """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
@@ -239,8 +239,8 @@ _TILE = 64
 
 
 def _shares(count: int, programs: int, like: Tensor) -> tuple[int, int]:
-    """Return the number of programs that share the tokens of one head, and the number of tokens
-    that each program processes."""
+    """Return the number of programs among which the tokens of one head are divided, and the number
+    of tokens that each program processes."""
     wanted = max(1, 4 * processors(like.device) // programs)
     share = -(-max(1, count) // wanted)
     share = max(_LEAST, -(-share // _TILE) * _TILE)
@@ -307,7 +307,7 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors with equal strides; a tensor is copied if necessary.
+    """Return the two given tensors with equal strides; a tensor is copied if necessary.
 
     The stride between tokens must be a multiple of the row size.
     """

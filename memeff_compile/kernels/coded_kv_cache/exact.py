@@ -31,7 +31,9 @@ _KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def announce_exact(keeper: Keeper) -> None:
-    """Register a cache, so that reports of graphs that read the cache name its exact layers."""
+    """Register a cache: if a graph reads a tensor of this cache, the graph's report then names the
+    layers that the cache stores exactly.
+    """
     _KEEPERS.add(keeper)
 
 

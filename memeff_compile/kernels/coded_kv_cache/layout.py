@@ -57,7 +57,7 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The tensors that the two layers of a merged pair share."""
+    """The tensors that two layers share if their keys and values are merged."""
 
     # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; PLAIN rows are numbers
     k_codes: Any
@@ -73,7 +73,7 @@ class Shared(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The tensors that are separate for each layer of a merged pair, named as in `Pool`.
+    """The tensors that each of two merged layers has for itself, named as in `Pool`.
 
     `norms`, (B, H, groups * group, 2), contains the norm of each token's key and value; a negative
     norm of a key marks a token that is stored unmerged.
@@ -143,7 +143,9 @@ class ValuePair(NamedTuple):
 
 
 def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """Return the ten tensors that the view and attention of one layer of a `ValuePair` take."""
+    """Return the ten tensors that the ops for view and attention take, for one layer of a
+    `ValuePair`.
+    """
     v_codes, v_scales, _, places = shared
     k_codes, k_scales, *rows, counts = own
     return [k_codes, v_codes, k_scales, v_scales, *rows, places, counts]

@@ -75,12 +75,14 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), above which a row stays unmerged; if `reading` is ``similar``,
-    rows below this distance stay unmerged.
+    """Return the distance, (B, H), that decides which rows stay unmerged: the rows above it or, if
+    `reading` is ``similar``, the rows below it.
 
     The function uses only the distances (B, H, N) for which `counted` is true; if `counted` is true
-    for no row, the function returns nan. `gamma` is the fraction of the range of distances in which
-    rows stay unmerged. A larger fraction keeps more rows unmerged, and 1 keeps all rows unmerged.
+    for no row, the function returns nan. `gamma` says how much of the range from the smallest to
+    the largest distance stays unmerged: 0.1 stands for the tenth of this range at its upper end or,
+    if `reading` is ``similar``, at its lower end. A larger fraction keeps more rows unmerged, and 1
+    keeps all rows unmerged.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)

@@ -19,7 +19,7 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """The compile-time sizes of the attention kernel."""
+    """The constants of the attention kernel: warps, pipeline stages, and the work of a program."""
 
     warps: int  # warps per program
     stages: int  # turns in flight

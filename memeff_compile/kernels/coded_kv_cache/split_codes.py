@@ -5,7 +5,7 @@ The CPU never waits for the GPU or reads a value from it, and the launch grid de
 sizes, so a CUDA graph can capture the calls and replay them while the cache fills up. The kernels
 use no atomic operations, so the same inputs give the same bits.
 
-The lower bound of a launch's time is reading the codes and their scales once.
+The lower bound of a launch's time is the time to read the codes and their scales once.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ def _moved(name, source, right):
 
 @triton.constexpr_function
 def _take_two(BITS, PART, BYTE):
-    """Return assembly code that converts the codes of one channel block, in either byte of two
-    16-bit words, to numbers. For 3-bit codes, the third bit comes from a second operand, and the
-    last channel block is stored separately.
+    """Return assembly code that converts the codes of one channel block to numbers: the codes in
+    byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the third bit comes from a
+    second operand, and the last channel block is stored separately.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS
@@ -215,8 +215,9 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """For each column of a tile, return the vector that belongs to the column's half of the tile,
-    as (tokens, columns); without halves, return the single vector as (tokens, 1)."""
+    """Return the vector that each column of a tile needs, as (tokens, columns). If the tile's
+    columns are divided into halves, each half has its own vector; otherwise return the only vector,
+    as (tokens, 1)."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:

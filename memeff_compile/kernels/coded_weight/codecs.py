@@ -201,8 +201,8 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int32; only every `every`-th run of
-    consecutive weights is counted.
+    """Return how often each of the 256 exponents occurs, as int32; the weights are read in runs
+    (stretches of consecutive weights), of which only one in `every` is counted.
     """
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (
@@ -251,7 +251,8 @@ def encode_soon(
     refuge: Tensor | None = None,  # spill buffer for `Outcome.shelter`
     counts: Tensor | None = None,  # the result of `step`, if that made the weight
 ) -> Outcome | bool:
-    """Encode a new value of a weight into its existing tensors, with the existing exponent windows.
+    """Encode a new value of a weight into its existing tensors, with the exponent windows (the
+    ranges of exponents that have a code) of its old value.
 
     Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
     GPU. If the codes did not fit, the tensors are invalid, and only the spill buffer (memory for a
@@ -278,8 +279,9 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
     """Write the codes and signs of a weight; if `by`, an optimizer step, is given, first update the
     weight.
 
-    Return the counts of patches (weights whose exponent is outside of the window) that `_list_win4`
-    takes. The old weight's patches are read only if there is an optimizer step.
+    Return the numbers of patches (weights whose exponent is outside of the window, the range of
+    exponents that have a code) in the form that the function `_list_win4` needs. The old weight's
+    patches are read only if there is an optimizer step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -480,8 +482,8 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the decoded bit patterns of a weight to a buffer whose size is a multiple of the chunk
-    size, and zeros after them.
+    """Write the decoded bit patterns of a weight, followed by zeros, to a buffer whose size is a
+    multiple of the chunk size.
 
     With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight;
     for win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit
@@ -771,8 +773,8 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x with its columns in the order in which the wide kernel of `matrix_kernels` reads
-    them, and the transpose of x.
+    """Return x with its columns in the order in which the kernel
+    `_coded_weight_matrix_win4_wide_kernel` reads them, and the transpose of x.
 
     The transpose is padded to a multiple of sixteen tokens; the padding contains arbitrary values.
     """

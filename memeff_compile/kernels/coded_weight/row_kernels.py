@@ -85,7 +85,7 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 
 @triton.jit
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
-    """Add the products of x with the eight weights of each word.
+    """Add the products of x with the eight weights of each word to `acc`.
 
     If PACKED is set, the scale 2^base is given twice in one 32-bit word, otherwise as a single
     number.
@@ -234,7 +234,7 @@ def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr
 def _narrow_product(
     fields, codes, norms, power, lane, x_ptr, at, is_in, acc, C: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Add the products of x with one pair of weights in each word."""
+    """Add the products of x with one pair of weights in each word to `acc`."""
     scale = (norms[0].to(tl.int32)[:, :, None] | power) * 0x00010001
     if C.BLOCK == 32:
         other = (norms[1].to(tl.int32)[:, :, None] | power) * 0x00010001

@@ -134,8 +134,9 @@ LEAST_FULL = 0.6
 
 
 def _fills_rounds(programs: int, places: int) -> bool:
-    """Return whether programs keep the GPU busy, which runs `places` programs at a time: all
-    programs run at the same time (in one round), or in several rounds that use most of the places.
+    """Return whether the given number of programs keeps the GPU busy, which runs up to `places`
+    programs at the same time. The result is true if all programs run at the same time, or if they
+    run in several rounds that fill most of these `places`.
     """
     rounds = -(-programs // places)
     return rounds == 1 or programs >= LEAST_FULL * rounds * places

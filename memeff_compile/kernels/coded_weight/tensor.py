@@ -110,7 +110,7 @@ class UnsettledTogether:
 
     def __init__(self, by: codecs.Step, like: Tensor, encode_now: Callable[[], None]) -> None:
         """Collect weights that one optimizer step updates, as long as their gradients have the same
-        stream and device as this weight's gradient.
+        stream and device as the tensor `like`.
 
         The function `encode_now` updates and encodes the collected weights.
         """

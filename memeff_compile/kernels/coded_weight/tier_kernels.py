@@ -72,7 +72,9 @@ def _long_window(stream_ptr, at, is_read):
 
 @triton.jit
 def _windows(header_ptr):
-    """Return the start of each of the windows of 3, 6 and 21 exponents."""
+    """Return the start of each of the windows, which are the ranges of 3, 6 and 21 exponents that
+    have codes.
+    """
     return tl.load(header_ptr), tl.load(header_ptr + 1), tl.load(header_ptr + 2)
 
 
@@ -201,7 +203,8 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
     """Count a chunk's words in the second stream, its words in the third stream, and its patches
     (weights stored whole).
 
-    A weight is stored whole, as a patch, if its exponent is outside of all windows.
+    A weight is stored whole, as a patch, if its exponent is in none of the three windows (ranges of
+    exponents that have codes).
     """
     chunk = tl.program_id(0).to(tl.int64)
     windows = _windows(header_ptr)
@@ -237,7 +240,7 @@ def _put(pattern, FIELD: tl.constexpr, made, windows):
 
 @triton.jit
 def _append(stream_ptr, bits, start, at, room, is_any):
-    """Set up to 64 bits in a zeroed stream, starting `at` bits after the word `start`.
+    """Set at most 64 bits in a zeroed stream, starting `at` bits after the word `start`.
 
     No other thread sets the same bits, so the order of threads does not matter. Bits after
     the stream's `room` words are dropped.

@@ -7,7 +7,7 @@ signs and mantissas. No weight depends on its neighbours, so kernels need only a
 per weight.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
-codes.
+32-bit words of codes.
 """
 
 from __future__ import annotations
@@ -383,8 +383,8 @@ def _coded_weight_win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of columns of x twice: in the order that the wide kernel of `matrix_kernels`
-    reads, and transposed.
+    """Write one group of columns of x twice: in the order that the kernel
+    `_coded_weight_matrix_win4_wide_kernel` reads, and transposed.
     """
     group = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)

@@ -22,8 +22,8 @@ def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Overwrite ``gate`` with its gradient, ``up`` with its gradient, and ``grad`` with the
-    product.
+    """Overwrite ``gate`` with its gradient, ``up`` with its gradient, and ``grad`` with the product
+    act(gate) * up.
 
     The arguments are the same as for `reference.gradients`, in bf16, fp16 or fp32.
     """

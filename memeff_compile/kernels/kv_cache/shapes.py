@@ -34,7 +34,7 @@ _LEAST = 0.9
 
 @dataclass(frozen=True)
 class Shapes:
-    """The compile-time sizes of the attention kernel."""
+    """The compile-time constants of the attention kernel: tile size, warps and pipeline stages."""
 
     keys: int  # keys per tile
     warps: int  # warps per program

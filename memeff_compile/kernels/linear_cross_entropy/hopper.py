@@ -10,14 +10,14 @@ The backward pass usually processes blocks of R rows one after another. For each
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
 vocabulary. From the logits' gradient G, the kernels compute the complete hidden-state gradient dE
 of these rows, and add the block's contribution to the weight gradient dC. Until the last block, the
-weight's gradient (dC) is stored in fp16, with one power of two for each class and SLICE features,
-because its sums need three more bits than bf16 has.
+weight's gradient (dC) is stored in fp16, because its sums need three more bits than bf16 has; the
+sums of a class in SLICE features share a power of two as their scale.
 
 A second form of the backward pass processes blocks of W classes one after another. This form takes
 less memory than the first form, and supports fp16 and a workspace limit. For each block, it writes
-the rows of dC once, and adds the product of G and the block's rows of C to dE in fp32, with one
-reduction per element and launch. With the minimal workspace, the logits' gradient G and the fp32
-sums use memory of the weight's gradient.
+the rows of dC once, and adds the product of G and the block's rows of C to dE in fp32; each launch
+adds to an element of dE once. With the minimal workspace, the logits' gradient G and the fp32 sums
+use memory of the weight's gradient.
 
 A loss that is a single number takes three matrix products for each block of rows. The first product
 writes X (the probabilities up to one factor per row) in 16 bits, and computes fp32 statistics from
@@ -35,9 +35,9 @@ the time of four matrix products, and of reading and writing the sums of dE once
 that is a single number should take 3 * 2NDV / 700e12 seconds. For a loss that is a single number,
 the lower bounds of the time (at 790e12 operations per second) and the predicted times are:
 
-    N, D, V = 8192, 4096, 128256    32.7 and 38 ms
-    N, D, V = 8192, 2304, 256000    36.7 and 45 ms
-    N, D, V = 16384, 2048, 128256   32.7 and 39 ms
+- for N, D, V = 8192, 4096, 128256: at least 32.7 ms, and 38 ms predicted;
+- for N, D, V = 8192, 2304, 256000: at least 36.7 ms, and 45 ms predicted;
+- for N, D, V = 16384, 2048, 128256: at least 32.7 ms, and 39 ms predicted.
 """
 
 from __future__ import annotations

@@ -628,9 +628,9 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the loss of a row from the numbers of all ranks.
+    """Compute the loss of a row from the statistics that all ranks sent.
 
-    The kernel merges these numbers in the order of the ranks, so all ranks get the same loss.
+    The kernel merges the statistics in the order of the ranks, so all ranks get the same loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -700,8 +700,8 @@ def _linear_cross_entropy_hopper_products_kernel(
     to the weight's gradient (dC), in one launch.
 
     The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
-    computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
-    the other multiprocessors busy meanwhile, and afterwards keep all multiprocessors busy. A
+    computed first. The many tiles of the weight's gradient (dC), which are sums over the rows, give
+    work to the multiprocessors that have no tile of dE, and afterwards to all multiprocessors. A
     program that has finished a tile takes the next tile that no program has taken. One program
     computes all of a tile, so the order in which programs take tiles does not change the results.
     """

@@ -14,23 +14,24 @@ bytes; the results would also depend on the order in which warps read and write.
 
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
 implementation processes blocks of rows instead. For each such block, it computes S for the whole
-vocabulary once and adds the low-rank product. A kernel computes the rows' statistics from S, and
-then the logits' gradient G from S. Products with G are the hidden states' gradient (dE) and the
-gradient of `low` for these rows. The gradient of `up` is summed over the blocks in fp32.
+vocabulary once and adds the adapter's product `low @ up.T`. A kernel computes the rows' statistics
+from S, and then the logits' gradient G from S. Products with G are the gradients of these rows'
+hidden states (dE), and of these rows' `low` (the adapter's input to `up`). The gradient of `up` is
+summed over the blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
 on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.
 
-On an H200, forward plus backward pass take at least this many seconds:
-    4 * 2NDV / 790e12       four products (forward, recompute, dC, dE)
-    + 10 NV / 4.28e12       S read in forward; S read and G written in backward (16-bit inputs)
-    + 8 ND * blocks / 4.28e12   dE read and written once per block
-    (+ 8 NV / 4.28e12       S written twice, partly hidden behind the product that writes it)
-For N, D, V = 16384, 2048, 128256, these terms are 43.6 + 4.9 + 2.0 (+ 3.9) ms; for N, D, V = 8192,
-2304, 256000, they are 48.9 + 4.9 + 2.4 (+ 3.9) ms. A frozen output projection with an adapter takes
-at least 2 * 2NDV / 790e12 and, in 16 bits, 26 NV / 4.28e12 seconds (S written, added to and read
-twice; G written once and read by three products). For N, D, V = 8192, 4096, 128256, these two
-terms are 21.8 and 6.4 ms.
+On an H200, forward plus backward pass take at least the sum of the first three times, in seconds:
+- 4 * 2NDV / 790e12 for four products: forward, recomputation, dC and dE;
+- 10 NV / 4.28e12 to read S in both passes and to write G in the backward pass (16-bit inputs);
+- 8 ND * blocks / 4.28e12 to read and write dE once per block;
+- 8 NV / 4.28e12 to write S in both passes, partly while the product that computes S runs.
+For N, D, V = 16384, 2048, 128256, these four times are 43.6, 4.9, 2.0 and 3.9 ms; for N, D, V =
+8192, 2304, 256000, they are 48.9, 4.9, 2.4 and 3.9 ms. A frozen projection with an adapter takes at
+least 2 * 2NDV / 790e12 seconds for products and, in 16 bits, 26 NV / 4.28e12 seconds to write S,
+add to it and read it twice, and to write G once and read it in three products. For N, D, V = 8192,
+4096, 128256, these two times are 21.8 and 6.4 ms.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """The loss and gradients of a frozen head with a LoRA adapter, in blocks of rows."""
+    """The loss and gradients of a frozen projection with a LoRA adapter, in blocks of rows."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.request, self.given = given, _readable(given.operands)

@@ -3,9 +3,9 @@
 Two ops compute the loss, and the first of them has a backward op; these three ops optionally take a
 LoRA adapter of the output projection:
 
-    linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
-    linear_cross_entropy_total  one number and the gradients of that number,
-                                total = (sum over rows i of row_weight_i * nll_i) / norm
+- `linear_cross_entropy` returns, per row: nll, lse, sum of logits, entropy, likeliest class.
+- `linear_cross_entropy_total` returns one number and the gradients of that number, which is
+  (sum over rows i of row_weight_i * nll_i) / norm.
 
 The op `linear_cross_entropy` saves its inputs, one lse per row and, if requested, one entropy per
 row; its backward op computes the logits again. The forward pass of the op

@@ -29,8 +29,8 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether a workspace is so small that only the minimal mode can use it, which has the
-    least temporary memory."""
+    """Return whether a workspace is so small that only the minimal mode, the mode with the least
+    temporary memory, can use it."""
     return 0 < workspace <= MINIMAL_BYTES
 
 
@@ -418,7 +418,7 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 
 @lru_cache(maxsize=1024)
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
-    """Return how many programs share the sum for one tile of the hidden states' gradient (dE).
+    """Return how many programs divide the sum for one tile of dE among themselves.
 
     A tile of the hidden states' gradient (dE) is a long sum over the vocabulary, and a block with
     few rows has few such tiles. With one program per tile, a few programs would still compute the

@@ -7,9 +7,9 @@ the logits again, and gradients from them. A loss that is a single number takes 
 rows, if the implementation supports this: the loop computes a block's statistics and then the
 block's gradients. Between these two steps, ranks with different classes exchange statistics.
 
-    `reference`: blocks of classes for a loss per row, blocks of rows for a single number
-    `library`:   the same blocks; a single number only for a frozen projection with LoRA adapter
-    `hopper`:    blocks of rows; the backward pass of a loss per row may use blocks of classes
+- `reference` has blocks of classes for a loss per row, and blocks of rows for a single number.
+- `library` has the same blocks, but for a single number only with a frozen weight and an adapter.
+- `hopper` has blocks of rows; the backward pass of a loss per row may have blocks of classes.
 
 An implementation is imported when it runs for the first time; before that, no module with kernels
 is imported.

@@ -261,8 +261,8 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
 
 
 def _by_block(rest: Tensor) -> Tensor:
-    """Return the running sums of numbers per key, `rest` (B, G, N, D), over blocks of keys, (B, G,
-    blocks + 1, D); the first sum is zero.
+    """Return sums of `rest`, which contains numbers per key (B, G, N, D): element i of the third
+    axis of the result, (B, G, blocks + 1, D), is the sum over the first i blocks of keys.
     """
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))

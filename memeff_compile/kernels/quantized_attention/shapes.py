@@ -14,7 +14,7 @@ from .settings import NARROWEST
 
 @dataclass(frozen=True)
 class Shape:
-    """The compile-time sizes of the attention kernel."""
+    """The compile-time constants of the attention kernel: tile sizes, warps and pipeline stages."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile; divides `settings.BLOCK`
