@@ -96,8 +96,8 @@ def _is_wave(info: GraphInfo, node: Node) -> bool:
 
 
 def _table(info: GraphInfo, wave: Node) -> Node | None:
-    """Return the node of a cosine or sine table that layers read, after a scale or a cast if there
-    is one.
+    """Return the node from which layers read a table of cosines or sines: the node that computes
+    the table, or the scale or cast that follows this node.
 
     If too few layers read the node, return None.
     """

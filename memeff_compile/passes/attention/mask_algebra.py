@@ -162,8 +162,8 @@ class Flag(_OfRead):
 
 @dataclass(frozen=True)
 class Not:
-    """The negation of a flag or an equality. To negate any other formula, `negated` negates its
-    subformulas."""
+    """The negation of a boolean that is read from a tensor (`Flag`), or of an equality (`IsZero`).
+    To negate any other formula, `negated` negates its subformulas."""
 
     part: Formula
 
@@ -228,7 +228,8 @@ def _joined(
 
 
 def negated(formula: Formula) -> Formula:
-    """Return the negation of a formula, in which ``Not`` only surrounds flags and equalities."""
+    """Return the negation of a formula; in the result, ``Not`` surrounds only booleans read from
+    tensors (`Flag`) and equalities (`IsZero`)."""
     match formula:
         case Fixed(value):
             return Fixed(not value)
@@ -340,8 +341,8 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a scalar with `change` applied to its sums, reads and subformulas, and then
-    simplified."""
+    """Apply `change` to each formula, sum and index that a scalar contains, and return the
+    simplified result."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))

@@ -141,8 +141,8 @@ def _with_part(form: Form, part: Formula, rank: int) -> Form:
 
 
 def _is_length(part: Formula) -> bool:
-    """Return whether a condition is an upper or lower bound for an index, given by a number read
-    from a tensor.
+    """Return whether a condition bounds an index from above or below, and the bound is a number
+    that is read from a tensor.
     """
     if not isinstance(part, AtLeastZero):
         return False
@@ -258,11 +258,11 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
     """Replace comparisons of positions by comparisons of indices, for queries and keys whose ids
     are equal.
 
-    ``positions`` maps a read of an id to the position at the same index; from one index to the
-    next, the position increases by one if the two ids are equal. The last two axes are query and
-    key.
+    ``positions`` maps each element of a tensor of sequence ids (a `Read`) to the position of the
+    same token; where two neighbouring tokens have equal ids, the position increases by one. The
+    last two axes are query and key.
 
-    Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
+    Example: ``ids[q] == ids[k] and P[k] <= P[q]`` becomes ``ids[q] == ids[k] and k <= q``.
     """
     if not isinstance(formula, algebra.All):
         return formula

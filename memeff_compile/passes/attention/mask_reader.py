@@ -196,8 +196,9 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether the reader should apply a rule to a node. A mask may depend on an input that
-    most nodes of the model compute; the reader should apply no rules to such nodes.
+    """Return whether the reader should apply a rule to a node. A node for which no rule exists
+    becomes an unknown; the reader then need not visit the nodes before it, which may be most of the
+    model.
     """
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
@@ -264,7 +265,7 @@ class _Operands:
         return torch.fx.node.map_arg(self.given(name), _size_of)
 
     def has(self, name: str) -> bool:
-        """Return whether the call has an argument."""
+        """Return whether the call has an argument with this name."""
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:
@@ -327,8 +328,8 @@ def _filled(fill: Any, given: _Operands) -> Value:
 
 
 def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
-    """Return the rule for a tensor filled with one number, by default a number among the call's
-    arguments."""
+    """Return the mask reader's rule for an op that fills a tensor with one number; if `fill` is
+    None, the number is an argument of the call."""
     return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
 
@@ -505,8 +506,8 @@ def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
 def _comparison(
     of_sums: Callable[[Linear], Formula], of_numbers: Callable[[float, float], bool]
 ) -> Callable[[_Operands], Value]:
-    """Return the rule for a comparison operator, given functions that return the comparison's
-    result for ``left - right`` (sums) and for two numbers.
+    """Return the mask reader's rule for a comparison operator: `of_sums` compares two integer sums,
+    given their difference ``left - right``, and `of_numbers` compares two numbers.
     """
 
     def rule(given: _Operands) -> Value:
@@ -673,7 +674,7 @@ def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
 
 
 def _triangle(sign: int) -> Callable[[_Operands], Value]:
-    """Return the rule for tril (sign 1) or triu (sign -1)."""
+    """Return the mask reader's rule for tril (sign 1) or triu (sign -1)."""
 
     def rule(given: _Operands) -> Value:
         value = given.value()

@@ -73,7 +73,8 @@ class Site:
 
     @property
     def chain(self) -> str:
-        """Return the names of the calls in the chain."""
+        """Return the names of the calls that compute the attention, from the product of queries and
+        keys to the product with the values."""
         assert self.product is not None
         capped = "tanh, " if self.softcap else ""
         return f"{node_name(self.product)}, {capped}softmax, {node_name(self.node)}"
@@ -494,8 +495,9 @@ class _Read:
     factors: _Factors = field(default_factory=lambda: _Factors())
 
     def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
-        """Add one node of the chain to the known facts; return the reason why this node is not
-        supported, or None.
+        """Read one node between the softmax and the product of queries and keys, and record its
+        scale, softcap, mask or cast; return a Decline if the node does none of these, otherwise
+        None.
         """
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
@@ -531,7 +533,8 @@ class _Read:
         return None
 
     def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
-        """Add the facts of the matrix product of queries and keys, the last node of the walk."""
+        """Read the matrix product of queries and keys, and return it with the recorded mask, scale
+        and softcap; return a Decline if this product cannot be rewritten."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -591,8 +594,7 @@ class _Factors:
         return self.product() * self.cap, self.cap
 
     def product(self) -> float:
-        """Return the product of all factors found so far; if a tanh is found next, this product is
-        the softcap."""
+        """Return the product of all factors recorded so far."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
@@ -621,7 +623,8 @@ _STEPS = named("to mul div add tanh masked_fill where cat sub")
 
 
 def _scores_operand(info: GraphInfo, call: Call) -> Any:
-    """Return which operand of a step contains the scores."""
+    """Return the operand that contains the scores, for a node between the product of queries and
+    keys and the softmax."""
     given, op = call.args, call.op.overloadpacket
     if op is aten.cat:
         return given["tensors"][0]
@@ -669,8 +672,8 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return the description of how the scores are masked, without the mask's dtype if a later cast
-    turns the number that the mask adds to hidden keys' scores into minus infinity.
+    """Return `masking` without the mask's dtype if a later cast turns the number that hides keys
+    into minus infinity; otherwise return it unchanged.
     """
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max

@@ -245,8 +245,9 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a node and, if the node is an input of a checkpoint's body, the nodes of the
-    surrounding graphs that are passed for it, each under its graph.
+    """Return pairs of a graph and a node: first the given pair; if the node is an input of a
+    checkpoint's body, also the node that the surrounding graph passes for this input, and so on
+    outwards.
     """
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
@@ -379,8 +380,8 @@ def name_of(info: GraphInfo, node: Node) -> str:
 
 
 def _told(name: str, table: Table | None) -> str:
-    """Return the name of a table with the names of the one or two graph inputs from which it is
-    computed, or "" if there is no table."""
+    """Return the report's text for a table: its name, and the graph inputs from which it is
+    computed if there are one or two; return "" if there is no table."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})

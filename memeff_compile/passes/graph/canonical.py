@@ -117,8 +117,8 @@ def _written_where_true(target: Any, index: Any, value: Any) -> Call:
 
 
 def call_of(node: Any, *ops: OpOverload) -> Call | None:
-    """Return the ATen call of ``node`` if the node is exactly one call of one of ``ops``, otherwise
-    None."""
+    """If ``node`` stands for a single ATen call, and the op of this call is in ``ops``, return the
+    call, otherwise None."""
     call = read_one(node)
     return call if call is not None and call.op in ops else None
 

@@ -31,8 +31,8 @@ _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def is_chunked(tail: Tail) -> bool:
-    """Return whether a loss is written as PyTorch's own op, which does not build N x V logits
-    either."""
+    """Return whether a loss and its output projection are PyTorch's own single op, which builds no
+    N x V logits either."""
     return tail.node is tail.chain.head.node
 
 

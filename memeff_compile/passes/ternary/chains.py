@@ -138,7 +138,7 @@ def _read(node: Node) -> Quantized:
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
     """Recognize the scale of a whole weight; return the weight from which the graph computes the
-    scale, and whether the scale is in codes per unit or in units per code.
+    scale, and whether the graph multiplies or divides by the scale to get codes.
     """
     chain = _Chain()
     try:
@@ -394,8 +394,8 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
-    """Recognize `levels / t`, or for a scale in units per code `t / levels`; return t and the
-    levels."""
+    """Recognize a scale `levels / t` or, with ``is_step``, `t / levels` (by which the graph
+    divides); return t and the levels."""
     if is_step:
         call = _call_of(scale, "div")
         if call is None:
