@@ -5,11 +5,14 @@ and caches are read and written at their addresses. So a recording is valid only
 same addresses, sizes and Python numbers, and each call looks up its recording by these three
 properties. The results of a replay are cloned, so that the next replay does not overwrite them.
 
-    a call with these addresses      the result
-    the first of all                 the compiled step runs
-    the second                       it runs on static buffers, and loads every kernel
-    the third                        it is recorded, and replayed
-    the first with other addresses   the same, if earlier recordings were worthwhile
+In calls with the same addresses, sizes and numbers:
+
+- the first call runs the compiled step;
+- the second call runs the step on static buffers, and so loads every kernel;
+- the third call records the step as a CUDA graph; this call and all later calls replay the graph.
+
+After a step has run on static buffers, a call with other addresses is recorded immediately, if
+earlier recordings were replayed often enough.
 """
 
 from __future__ import annotations

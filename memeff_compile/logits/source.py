@@ -237,7 +237,8 @@ def _watch_optimizers() -> None:
 
 @compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark each source as changed whose output projection the optimizer has just updated."""
+    """Mark each `LogitsSource` as changed if the optimizer has just updated its output
+    projection."""
     waiting = [source for source in list(_live) if source.stepped_by is None]
     if not waiting:
         return

@@ -122,7 +122,8 @@ class Target(NamedTuple):
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
-        """Return a context in which this package chooses kernels as on the planned device."""
+        """Return a context in which this package chooses kernels as on the device for which memory
+        is planned."""
         return planned_for(torch.device(self.device, 0), self.gpu)
 
 

@@ -75,8 +75,8 @@ def _compressed(
 ) -> Iterator[Kind]:
     """Yield a setting once per codec of compressed weights.
 
-    `write` contains abbreviations of the lines of user code; in `write`, `{}` stands for the first
-    letter of the codec.
+    `write` is a template for the lines of user code, each abbreviated to one letter; `{}` is
+    replaced by the first letter of the codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}

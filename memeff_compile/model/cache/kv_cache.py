@@ -152,7 +152,8 @@ class KVCache(Cache):
 
     def merged(self) -> list[dict[str, Any]]:
         """Return one dictionary per pair of merged layers (layers that share directions of their
-        older tokens). The CPU waits for the device, because these numbers are stored on the device.
+        older tokens). This property makes the CPU wait for the device, because the numbers are
+        stored on the device.
 
         A dictionary contains the numbers of the pair's `layers`; the number of `merged` tokens;
         `kept`, the mean number of tokens per sequence and head that stayed unmerged, not counting
