@@ -152,7 +152,8 @@ class LogitsSource:
             )
 
     def change(self) -> str | None:
-        """Return the name of a tensor that has changed since this source was created, or None."""
+        """Return the name of a tensor that has changed since this `LogitsSource` was created, or
+        None."""
         change = self._visible_change()
         if change is not None or self._sample is None:
             return change

@@ -75,7 +75,7 @@ class FuseLinearCrossEntropy(GraphPass):
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield one site for each output projection with a loss, and a Decline for each loss
+        """Yield one match for each output projection and its losses, and a Decline for each loss
         without a projection."""
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)

@@ -319,8 +319,8 @@ _MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
-    """Return the tensors of a layer of any class; of several layers that share tensors, only one
-    returns them.
+    """Return the tensors of a layer of any class; if several layers share tensors, return these
+    tensors for only one of the layers.
     """
     if isinstance(layer, InPlace):
         return list(layer.tensors())

@@ -251,7 +251,7 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return every two layers of one kind that follow each other among the layers whose kind is
-    not None; a layer may belong to two pairs."""
+    """Among the layers whose kind is not None, return each two neighbours of equal kind; a layer
+    may belong to two pairs."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

@@ -529,7 +529,8 @@ _Looked: TypeAlias = tuple[_Place, str]
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Yield each parameter with more than one dimension once, with all modules that use it."""
+    """Yield each parameter that has more than one dimension, with all modules that use it; a shared
+    parameter is yielded once."""
     found: dict[int, _Place] = {}
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():

@@ -97,8 +97,8 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Sort the conditions of a mask into a `Form`; the last two axes of the mask's shape are query
-    and key."""
+    """Sort the conditions of a mask into a `Form` (bounds, tables, comparisons and the rest); the
+    last two axes of the mask's shape are query and key."""
     formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()
@@ -185,7 +185,7 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Return the form with a new bound; if the form already bounds the same index, keep the
+    """Add a bound to the mask's conditions (`Form`); if they already bound the same index, keep the
     stricter of the two bounds.
 
     If it is not known which bound is stricter, the new bound is added to ``rest``.
@@ -200,7 +200,7 @@ def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
 
 
 def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
-    """Remove each bound on the key's index that another bound of the form implies."""
+    """Remove each bound on the key's index that another bound of the mask implies."""
     causal, bound = form.causal, form.keys
     if causal is not None and bound is not None:
         if compat.statically_true(bound >= queries + causal):
@@ -230,7 +230,7 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
     """Return whether it can be proved that each query sees at least one of two keys: the key at the
-    query's own index, or the last key that the bounds of the form allow.
+    query's own index, or the last key that the mask's bounds allow.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
@@ -286,8 +286,8 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
-    """If a sum is the difference of two reads, return the two reads in both orders; otherwise
-    return an empty list."""
+    """If a sum is the difference of two elements of tensors (`Read`), return these two elements in
+    both orders; otherwise return an empty list."""
     terms = list(total.terms.items())
     if total.constant != 0 or len(terms) != 2 or {times for _, times in terms} != {1, -1}:
         return []

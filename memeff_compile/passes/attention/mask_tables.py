@@ -35,8 +35,8 @@ class Table:
     dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
     def written(self, editor: Editor) -> Node:
-        """Return the node that computes the table in the editor's graph; the node is inserted once
-        for all its users.
+        """Return the node that computes this table (the mask's condition on each key or query) in
+        the editor's graph; the node is inserted once for all its users.
         """
         sizes = tuple(map(str, self.sizes))
         key = (self.content, self.along, sizes, self.device, self.anchor, self.dtype)
@@ -51,7 +51,8 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return the node after which a table can be computed, and the graph of this node, or None.
+    """Return the node after which a table (the mask's condition on each key or query) can be
+    computed, and the graph of this node, or None.
 
     That node is the last one that the table reads; until then, the graph must not have changed the
     memory of the nodes that the table reads.
@@ -96,8 +97,8 @@ class _Writer:
         self.batch, self.length = table.sizes
 
     def write(self) -> Node:
-        """Insert all nodes of the table, and return the last one, a new contiguous tensor of shape
-        (batch or 1, length)."""
+        """Insert all nodes that compute the table (the mask's condition on each key or query), and
+        return the last one, a new contiguous tensor of shape (batch or 1, length)."""
         content = self.table.content
         node = self.sum(content) if isinstance(content, Linear) else self.truth(content)
         node = self.editor.cast(node, self.table.dtype)
@@ -180,8 +181,8 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor that a formula reads, if its axes are already the axes of the table, in
-        the same order; otherwise return None.
+        """Return the tensor that a formula reads, if the tensor already has the axes of the table
+        that is written, in the same order; otherwise return None.
         """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)

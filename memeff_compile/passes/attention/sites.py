@@ -6,8 +6,9 @@ and a softmax.
     out = matmul(dropout(softmax(scores, -1).to(dtype), 0.0), v)
 
 The products may be written in any way (:mod:`..graph.products`), with batch and heads as two axes
-or as one joined axis. In-place writes to the scores are steps of the chain, too. A chain matches
-only if no node outside of it uses a value that is computed between its two matrix products.
+or as one joined axis. In-place writes to the scores count as operations between the products, too.
+Such a chain of products and softmax matches only if no node outside of it uses a value that is
+computed between its two matrix products.
 """
 
 from __future__ import annotations
@@ -263,8 +264,8 @@ _ANY_PRODUCT = ("matmul", "einsum")
 def _site(
     info: GraphInfo, softmax: Node, sizes: dict[str, Any], scores: _Scores, weights: _Weights
 ) -> Site | Decline:
-    """Return the attention that a chain of nodes computes, or the reason why the chain cannot be
-    rewritten.
+    """Return the attention that matrix products and a softmax compute, or the reason why these
+    nodes cannot be rewritten.
     """
     given, walks = (scores.query, scores.key, weights.value), (scores.walk, weights.walk)
     kind = kind_among(each.node for each in given)
@@ -486,8 +487,8 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The facts about the scores (mask, scale, softcap) that have been found so far, while a chain
-    is followed from the softmax back to the product.
+    """The mask, scale and softcap that have been found so far, on the way from the softmax back to
+    the product of queries and keys.
     """
 
     casts: list[torch.dtype]
@@ -567,8 +568,8 @@ class _Read:
 
 @dataclass
 class _Factors:
-    """The factors between the product of queries and keys and the mask, in the order in which they
-    are found, from the mask back to the product: softcap, tanh, scale.
+    """The factors that are applied between the mask and the product of queries and keys, in the
+    order in which they are found (softcap, tanh, scale), from the mask back to the product.
 
     The object does not record the sign of each factor, only the sign of their product, because tanh
     is odd.

@@ -64,8 +64,8 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Return the ATen calls of ``node`` according to the table, or None if the table has no entry
-    for it.
+    """Return the ATen calls to which ``node`` is equivalent, according to this module's table of
+    names, or None if the table has no entry for the node.
 
     For example, ``x.float()`` becomes ``(Call(aten.to.dtype, {"self": x, "dtype": float32,
     ...}),)``.
@@ -671,8 +671,8 @@ def trace(node: Node) -> Reading | None:
     """Return the ATen calls that ``node`` makes, found by running the node on fake operands, or
     None.
 
-    Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in the table;
-    the tests compare the table with the trace.
+    Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in this
+    module's table of names; the tests compare the table with the trace.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

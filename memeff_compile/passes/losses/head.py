@@ -156,7 +156,7 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two chains with the same rows in the same order.
+        """Return a key that is equal for two chains whose logits have the same rows in order.
 
         The key contains one entry per row move, up to the last one that selects or reorders rows.
         """
@@ -165,8 +165,8 @@ class Chain:
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether every row of this chain is also a row of the other chain, and both have
-        the same output projection."""
+        """Return whether the logits of this chain (output projection and steps) contain only rows
+        that the logits of the other chain contain too, and both have the same output projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
@@ -786,7 +786,7 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Turn the pointwise steps of a chain, in order, into arguments of the op.
+    """Turn the pointwise steps after an output projection, in order, into arguments of the op.
 
     The arguments are scale, softcap, bias, the tensors that multiply the logits, and the remaining
     classes.

@@ -90,7 +90,8 @@ def may_round(gm: GraphModule) -> bool:
 
 
 def rounds(node: Any) -> bool:
-    """Return whether a node a few steps earlier rounds a value or takes its sign."""
+    """Return whether a node, or one of the few nodes from which its value is computed, rounds a
+    value or takes its sign."""
     pending, seen = [(node, 0)], set()
     while pending:
         current, depth = pending.pop()
