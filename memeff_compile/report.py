@@ -324,7 +324,7 @@ class LogitsUse:
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
-        """Return a copy of the current counts."""
+        """Return a copy of the current counts of calls and of computed logits."""
         return replace(
             self, fused=dict(self.fused), computed=dict(self.computed), readers=dict(self.readers)
         )

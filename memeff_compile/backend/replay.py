@@ -95,7 +95,7 @@ class Recorder:
         self._is_stopped = False
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step, or replay its recording."""
+        """Run the compiled decoding step, or replay its CUDA graph."""
         if not self._is_stopped and self._engine.is_free():
             with self._engine.lock:
                 key = self._key(args)

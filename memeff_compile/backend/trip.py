@@ -242,7 +242,8 @@ def replay(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def put_back(compiled: Compiled, trip: Trip) -> Compiled:
-    """Return None in the positions of outputs that were removed."""
+    """Wrap the compiled callable so that it returns None in the positions of outputs that were
+    removed from the graph."""
     return compiled if trip.present is None else with_missing_outputs(compiled, trip.present)
 
 

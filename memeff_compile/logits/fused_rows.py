@@ -381,8 +381,8 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply the gradient by the probabilities; the gradient must be that of a sum over the
-        classes.
+        """Multiply the gradient by the probabilities; only the gradient of a sum over the classes
+        can be multiplied.
         """
         return replace(self, total=None, lse=self.total)
 

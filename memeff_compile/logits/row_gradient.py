@@ -198,7 +198,7 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
-    """Return the sum of the gradients as a dense tensor."""
+    """Return the sum of gradients that each cover some rows, as a dense tensor."""
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)

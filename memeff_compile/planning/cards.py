@@ -154,9 +154,7 @@ def card_of(name: str) -> Card:
 
 
 def given_memory(memory: str | int | None, gpu: str | None) -> tuple[Card | None, int]:
-    """Return the GPU (card) for which memory is planned, or None, and the memory of the planned
-    device.
-    """
+    """Return the GPU (card) for which memory is planned, or None, and the memory of the device."""
     card = None if gpu is None else card_of(gpu)
     if memory is not None:
         return card, read_memory(memory)

@@ -209,7 +209,7 @@ class Comparison:
         return ""
 
     def is_written(self, place: int) -> bool:
-        """Return whether either graph may write to an input."""
+        """Return whether the original or the rewritten graph may write to an input."""
         return self.original.is_written[place] or self.rewritten.is_written[place]
 
     def _compare_group(

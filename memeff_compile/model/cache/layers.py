@@ -196,7 +196,7 @@ class InPlace(CacheLayerMixin):
         return (query_length if self.is_empty else self.room), 0
 
     def get_max_length(self) -> int:
-        """Return the largest number of tokens that fit."""
+        """Return the largest number of tokens that fit into this layer."""
         return self.max_cache_len
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

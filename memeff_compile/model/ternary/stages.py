@@ -95,7 +95,7 @@ class TernaryStages:
 
     @property
     def stage(self) -> int:
-        """Return the stage of the next step: 1 or 2."""
+        """Return the training stage, 1 or 2, to which the next training step belongs."""
         return 2 if self.done >= self.switch_after else 1
 
     def step(self) -> None:

@@ -186,15 +186,15 @@ class TooLarge(Exception):
 
 
 def at_least_zero(total: Linear) -> Formula:
-    """Return the condition ``total >= 0``, or TRUE or FALSE if the condition has this value at
-    every index.
+    """Return the condition ``total >= 0``; if it is true at every index, or false at every index,
+    return TRUE or FALSE.
     """
     return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
 
 def is_zero(total: Linear) -> Formula:
-    """Return the condition ``total == 0``, or TRUE or FALSE if the condition has this value at
-    every index.
+    """Return the condition ``total == 0``; if it is true at every index, or false at every index,
+    return TRUE or FALSE.
     """
     return _settled(IsZero(total), total.constant == 0, total.constant != 0)
 
@@ -245,8 +245,8 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula, in which TRUE or FALSE replaces each condition that has this value at
-    every index of the shape.
+    """Return the formula with each condition that is true (or false) at every index of the shape
+    replaced by TRUE (or FALSE).
     """
     match formula:
         case AtLeastZero(total) | IsZero(total):

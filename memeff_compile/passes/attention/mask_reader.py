@@ -228,7 +228,7 @@ def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
 
 
 def _rounded(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return a scalar whose numbers are rounded to a dtype."""
+    """Return the formula of an element (a scalar), with its numbers rounded to a dtype."""
     if not isinstance(scalar, Cases) or not dtype.is_floating_point:
         return scalar
     with compat.outside_dispatch_modes():
@@ -257,7 +257,7 @@ class _Operands:
         self.shape: tuple[Size, ...] = tuple(result.shape)
 
     def given(self, name: str) -> Any:
-        """Return an argument as it was passed."""
+        """Return an argument of the ATen call as the graph passes it."""
         return self._call.args[name]
 
     def plain(self, name: str) -> Any:
@@ -346,7 +346,7 @@ def _cast(given: _Operands) -> Value:
 
 
 def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return a scalar cast to a dtype."""
+    """Return the formula of an element (a scalar), cast to a dtype."""
     if _fits(scalar, dtype):
         _require(not isinstance(scalar, (Unknown, Magnitude)))
         _require(dtype.is_floating_point or not isinstance(scalar, Cases))
@@ -361,7 +361,7 @@ def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
 
 
 def as_condition(scalar: Scalar) -> Formula:
-    """Return the condition that a scalar is not zero."""
+    """Return the condition that an element, given by its formula, is not zero."""
     if isinstance(scalar, Linear):
         return algebra.negated(algebra.is_zero(scalar))
     if isinstance(scalar, Cases):

@@ -109,7 +109,7 @@ class _Writer:
         return self.editor.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def truth(self, formula: Formula) -> Node:
-        """Insert the nodes that compute a boolean."""
+        """Insert the nodes that compute a condition of the mask (a boolean formula)."""
         call = self.editor.call
         match formula:
             case algebra.Fixed(value):
@@ -139,7 +139,8 @@ class _Writer:
         return self.editor.call(aten.full.default, [1, 1], value, **how)
 
     def sum(self, total: Linear) -> Node:
-        """Insert the nodes that compute an integer sum, in 64 bits."""
+        """Insert the nodes that compute an integer sum (`Linear`) of the mask's formula, in 64
+        bits."""
         call = self.editor.call
         found: Node | None = None
         for term, times in sorted(total.terms.items(), key=str):

@@ -151,7 +151,7 @@ class Chain:
 
     @property
     def row_steps(self) -> tuple[Step, ...]:
-        """Return the steps that change the leading dimensions."""
+        """Return those steps that change the leading dimensions of the logits."""
         return tuple(s for s in self.steps if s.kind in ("rows", "reshape"))
 
     @property
@@ -188,7 +188,7 @@ class Chain:
 
     @property
     def detached(self) -> bool:
-        """Return whether a step stops the gradient."""
+        """Return whether one of the steps detaches the logits, which stops the gradient."""
         return any(s.kind == "detach" for s in self.steps)
 
     @property
