@@ -47,7 +47,7 @@ class RowStep(NamedTuple):
 class Piece(NamedTuple):
     """The gradient of some rows, and the steps (`RowStep`) that select these rows from all rows.
 
-    The list of steps starts with the last one.
+    In the list, the step that selects rows last comes first.
     """
 
     rows: Tensor | FusedRows

@@ -362,8 +362,8 @@ class _Expansion:
         """Return the 3D tensor that the first linear layer gets, and the index of its batch axis, 0
         or 1.
 
-        With ``batch_first``, the module swaps these two axes of its inputs. This pass applies the
-        first linear layer before the swap, so the swap needs no copy.
+        With ``batch_first``, nn.MultiheadAttention swaps the batch and length axes of its inputs.
+        This pass applies the first linear layer before the swap, so the swap needs no copy.
         """
         node = self.info.current(source)
         if not self.is_batched:

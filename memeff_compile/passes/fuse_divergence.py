@@ -13,10 +13,11 @@ A match of the first kind (first example) is one number per row (token) that com
 a student's output projection with a teacher's softmax. The teacher's logits come from another
 output projection of this graph, or exist already as a tensor. `losses/divergences.py` recognises
 the different ways to write such a divergence. If the rest of the graph only masks, scales and sums
-these numbers, the op returns the sum and its gradients, with four matrix products in all; otherwise
-the backward pass computes the logits again. A match of the second kind (second example) reads the
-log-probabilities of k classes per row (`losses/classes.py`), because a teacher often provides only
-its k most likely classes. The rest of such a loss stays in the graph and uses these k numbers.
+a divergence's numbers per row, the op returns the sum and its gradients, with four matrix products
+in all; otherwise the backward pass computes the logits again. A match of the second kind (second
+example) reads the log-probabilities of k classes per row (`losses/classes.py`), because a teacher
+often provides only its k most likely classes. The rest of such a loss stays in the graph and uses
+these k numbers.
 
 The pass declines if the teacher requires a gradient, if other nodes read the logits, if the logits
 have a softcap or a vector over the vocabulary is added to the logits, if a node writes to the

@@ -4,7 +4,7 @@ in the kernels of every layer.
     before: c = to(cos(angles)); layer 1: q * c + ..; layer 2: q * c + ..
     after:  c = as_strided(to(cos(angles)), ..); layer 1: q * c + ..; layer 2: q * c + ..
 
-The pass does not change any number. A cosine table is a pointwise function of the positions, and
+The pass does not change any result. A cosine table is a pointwise function of the positions, and
 Inductor recomputes pointwise values in every kernel that reads them: each layer, forward and
 backward, would compute the cosine of each angle once per head. If a node depends on the strides of
 a tensor, Inductor must store the tensor in memory. So the pass inserts a view (as_strided) that

@@ -348,7 +348,7 @@ def _with_memory_of_its_own(part: Tensor) -> Tensor:
     """Return a tensor with a storage of its own, which can be saved; the coded tensors of a weight
     may share one storage.
 
-    A copy is in CPU memory, so saving needs no GPU memory.
+    If this function copies the tensor, the copy is in CPU memory, so saving needs no GPU memory.
     """
     return part.to("cpu", copy=True) if part.nbytes != part.untyped_storage().nbytes() else part
 

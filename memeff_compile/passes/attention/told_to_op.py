@@ -8,8 +8,8 @@ scaled_dot_product_attention cannot describe.
 The op's arguments describe the mask: bounds on the key's position relative to the query's, one
 table that tells which keys are visible, and one pair of id tables (a query sees a key if their ids
 are equal). A softcap is an argument too. The pass uses these arguments only if every query then
-sees the same keys as with the mask. If a query may see no key at all, the op must return the same
-result for this query as the original graph; if that is not possible, the pass declines.
+sees the same keys as with the mask. If the mask may hide all keys from a query, the op must return
+the same result for this query as the original graph; if that is not possible, the pass declines.
 
 If the arguments cannot describe a mask, for example a graph input or a mask that adds numbers, the
 op's kernel reads the mask itself at run time, tile by tile. A kernel determines, once for all
@@ -64,7 +64,7 @@ class Said:
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
     """Return the op's arguments that describe a mask, or the reason why no arguments do.
 
-    The reason is a Decline if some query may see no key, otherwise a string.
+    The reason is a Decline if the mask may hide all keys from some query, otherwise a string.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can express it"
