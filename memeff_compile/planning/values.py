@@ -76,7 +76,7 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Return a fake tensor that has the known values, or the real tensor if it has no axes."""
+            """Return a fake tensor with the known values, or the real tensor if it has no axes."""
             value = next(made)
             if not compat.is_fake(fake):
                 return fake
