@@ -361,8 +361,8 @@ def fresh_capture() -> Iterator[None]:
     """Isolate captures in this context from other compilations of the process.
 
     Inside this context, graphs of other compilations do not count for Dynamo's recompilation limit.
-    After the context, Dynamo also forgets the sizes that it saw inside; otherwise, Dynamo would
-    make a size that differs dynamic in the next compilation.
+    After the context, Dynamo also forgets the sizes that it saw inside; otherwise, a size that
+    differs in the next compilation would become dynamic.
     """
     from torch._dynamo import config, pgo
 

@@ -556,8 +556,8 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
-    """Make the gradient of selected rows a RowGradient, which stores only these rows; the autograd
-    node of the selection would otherwise make a dense gradient."""
+    """Turn the gradient of selected rows into a RowGradient, which stores only these rows; the
+    autograd node of the selection would otherwise make a dense gradient."""
     is_part = view.window is None and prod(view.dims) < prod(base.dims)
     if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook

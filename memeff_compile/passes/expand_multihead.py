@@ -212,8 +212,8 @@ def _scores(info: GraphInfo, match: Multihead) -> str:
 
 
 def _form(info: GraphInfo, match: Multihead) -> Form | None:
-    """Return the attention mask as a condition on query and key index, or None if no rule can read
-    the mask."""
+    """Return the attention mask as a condition on query and key index, or None if the mask reader
+    cannot describe the mask."""
     mask = match.attention
     if mask is None or info.value(mask.node).dim() != 2:
         return None

@@ -62,7 +62,8 @@ class KeepRotaryTables(GraphPass):
         return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
-        """Make the nodes that read a table read a view of the table, which has the same layout."""
+        """Give the nodes that read a table a view of the table instead; the view has the same
+        layout."""
         readers = 0
         for table in match:
             users = _readers(table)

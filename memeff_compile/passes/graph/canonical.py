@@ -534,8 +534,8 @@ _CUTS = named(
 
 
 def _axes_taken(item: Any) -> int:
-    """Return from how many axes of a tensor one index selects; a boolean mask selects from as many
-    axes as the mask has.
+    """Return how many axes of a tensor one index uses; a boolean mask uses as many axes as the mask
+    has.
     """
     value = compat.example_value(item) if _is_tensor(item) else None
     return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
