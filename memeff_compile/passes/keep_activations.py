@@ -215,8 +215,8 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
     per byte.
 
     Among equal results, those of later blocks come first, because the backward pass frees their
-    memory before most of the weights' gradients exist. Results whose size depends on values are not
-    included, because they could exceed any limit.
+    memory before most of the weights' gradients exist. Results whose size depends on the values of
+    tensors are not included, because they could exceed any limit.
     """
     left = limit
     known = (product for product in products if product.bytes)

@@ -190,8 +190,8 @@ class _Norms:
         return [torch.where(fair, part, zero).abs().square().sum().double() for part in parts]
 
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
-        """Return the gap (the relative difference, and the allowed relative difference), which is
-        computed from these norms and divided by `scale`.
+        """Return the gap (the relative difference, and the allowed relative difference), computed
+        from the norms in this object and divided by `scale`.
         """
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale

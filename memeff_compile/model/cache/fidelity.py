@@ -67,15 +67,15 @@ class FidelityReport(VerbReport):
             model's dtype (`before`), and the `ratio` `before` / `bytes`.
         merged: `KVCache.merged` for the last input.
         codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other caches,
-            for comparison. Four do not merge layers: one has as many bits as the measured cache,
-            one 3 bits, one 2 bits, and one 3 bits for keys and 2 for values (its entry has
-            `value_bits`). The fifth has 3 bits for keys and 2 for values too, and merges the values
-            of all layers (its entry has `values_merged`).
-        maps: for each of these pairs of layers, the maps that align the upper layer with the lower
-            one, fitted to all inputs: the rotations of keys and of values, (heads, 2, depth,
-            depth), and, for each head of the upper layer, the matching head of the lower layer. A
-            cache that is created with `MiniCache(fidelity=report)` uses these maps from its first
-            token on. The JSON does not contain the maps.
+            for comparison. Four of these caches do not merge layers: one has as many bits as the
+            measured cache, one 3 bits, one 2 bits, and one 3 bits for keys and 2 for values (its
+            entry has `value_bits`). The fifth has 3 bits for keys and 2 for values too, and merges
+            the values of all layers (its entry has `values_merged`).
+        maps: for each pair in `pairs`, the maps that align the upper layer with the lower one,
+            fitted to all inputs: the rotations of keys and of values, (heads, 2, depth, depth),
+            and, for each head of the upper layer, the matching head of the lower layer. A cache
+            that is created with `MiniCache(fidelity=report)` uses these maps from its first token
+            on. The JSON does not contain the maps.
     """
 
     settings: dict[str, Any]

@@ -79,10 +79,11 @@ class MiniCache:
         t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``.
             The value 0 gives the lower layer's direction, the value 1 the upper layer's. The
             default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
-        gamma: which tokens stay unmerged. A token's distance is that of its vectors in the two
-            layers. A token stays unmerged if its distance differs from the largest distance (with
-            ``reading="similar"``, from the smallest) by at most `gamma` times the range of all
-            distances. A larger number keeps more tokens unmerged, and 1 keeps all that fit.
+        gamma: which tokens stay unmerged. A token's distance is the distance between its vectors
+            in the two layers. A token stays unmerged if its distance differs from the largest
+            distance (with ``reading="similar"``, from the smallest) by at most `gamma` times the
+            range of all distances. A larger number keeps more tokens unmerged, and 1 keeps all that
+            fit.
         retained: the memory for unmerged tokens, as a share of `max_cache_len`. Tokens that differ
             most between the layers are kept first.
         reading: which tokens stay unmerged: with ``distinct`` those that differ most between the

@@ -187,7 +187,7 @@ class MemeffQuantizer(HfQuantizer):
         return Encode(self)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
-        """Return the conversions from tensors in the folder to weights of the model.
+        """Return the conversions from tensors in the saved folder to weights of the model.
 
         If the folder contains a compressed model, its tensors already have the names of the model's
         parameters, so no other conversions are needed. If the folder contains a dense model, the

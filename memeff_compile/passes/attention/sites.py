@@ -581,7 +581,7 @@ class _Factors:
     is_negative: bool = False
 
     def add(self, factor: float, *, is_division: bool) -> None:
-        """Record that the scores are also multiplied by a number."""
+        """Record a number by which the scores are multiplied or divided."""
         (self.divided if is_division else self.multiplied).append(abs(float(factor)))
         self.is_negative ^= factor < 0
 

@@ -1,8 +1,8 @@
 """Answer questions about a captured graph, such as: which inputs are parameters, where gradients
 are enabled, which nodes write in place, and which line of user code made a node.
 
-This module never changes the graph. Sizes of tensors may be symbolic. No answer replaces a symbol
-by a number, because that would add a guard and cause recompilations.
+This module never changes the graph. Sizes of tensors may be symbolic. The methods of this module
+never replace a symbol by a number, because that would add a guard and cause recompilations.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ class DivergenceReader:
         return Expression(terms), reduction, a["self"]
 
     def expression(self, node: Any, depth: int = 0) -> Expression | None:
-        """Return a node that has one value per class as a polynomial, or None for other nodes."""
+        """Return the polynomial of a node with one value per class, or None for other nodes."""
         number = constant(node)
         if number is not None:
             return Expression({(): number})

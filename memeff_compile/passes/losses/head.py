@@ -156,7 +156,7 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two chains whose logits have the same rows in order.
+        """Return a key that two chains share if their logits have the same rows in the same order.
 
         The key contains one entry per row move, up to the last one that selects or reorders rows.
         """

@@ -376,5 +376,5 @@ def broadcast_operand(node: Node) -> Node | None:
 
 
 def class_position(chain: Chain, rank: int) -> int:
-    """Return the dimension of the classes in a chain's logits, which have ``rank`` dimensions."""
+    """Return the classes' dimension in the logits of ``chain``, which have ``rank`` dimensions."""
     return 1 if chain.moved and rank > 1 else max(rank, 1) - 1
