@@ -19,10 +19,15 @@ kind (second example) reads the log-probabilities of k classes per row (`losses/
 because a teacher often provides only its k most likely classes. The rest of such a loss stays in
 the graph and uses these k numbers.
 
-The pass declines if the teacher requires a gradient, if other nodes read the logits, if the logits
-have a softcap or a vector over the vocabulary is added to the logits, if a node writes to the
-logits in place before the divergence, or if an operand is a tensor subclass.
-docs/passes/fuse-divergence.md lists the codes of all reasons.
+The pass declines if one of these conditions holds:
+
+- the teacher requires a gradient;
+- other nodes read the logits;
+- the logits have a softcap, or a vector over the vocabulary is added to the logits;
+- a node writes to the logits in place before the divergence;
+- an operand is a tensor subclass.
+
+The page docs/passes/fuse-divergence.md lists the codes that the report shows for these reasons.
 """
 
 from __future__ import annotations

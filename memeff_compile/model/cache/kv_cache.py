@@ -155,10 +155,14 @@ class KVCache(Cache):
         older tokens). This property makes the CPU wait for the device, because the numbers are
         stored on the device.
 
-        A dictionary contains the numbers of the pair's `layers`; the number of `merged` tokens;
-        `kept`, the mean number of tokens per sequence and head that stayed unmerged, not counting
-        the exact first tokens; and `left_over`, the number of tokens per sequence and head that
-        should have stayed unmerged but did not fit.
+        Each dictionary has these keys:
+
+        - `layers`: the numbers of the pair's two layers;
+        - `merged`: the number of merged tokens;
+        - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not counting
+          the exact first tokens;
+        - `left_over`: the number of tokens per sequence and head that should have stayed unmerged
+          but did not fit.
         """
         found = []
         for layer in self.layers:
