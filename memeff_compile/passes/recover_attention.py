@@ -8,11 +8,11 @@ enable_gqa, for which PyTorch uses faster kernels.
 
 The pass does not match the nodes of a mask against patterns: it turns them into a formula over
 batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed only if it is
-proved, for all sizes for which the graph is compiled, that the new arguments show every query the
-same keys as the mask. PyTorch's call has no arguments for padding, packed sequences, windows and
-softcaps. For such masks the pass uses memeff::attention, if that op has a kernel for the device
-(told_to_op); the op can also read any other mask at run time. All other attention calls are
-reported and not changed.
+proved, for all sizes for which the graph is compiled, that with the new arguments every query
+attends to the same keys as with the mask. PyTorch's call has no arguments for padding, packed
+sequences, windows and softcaps. For such masks the pass uses memeff::attention, if that op has a
+kernel for the device (told_to_op); the op can also read any other mask at run time. All other
+attention calls are reported and not changed.
 """
 
 from __future__ import annotations

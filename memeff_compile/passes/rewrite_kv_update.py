@@ -60,7 +60,7 @@ class Cache:
 @dataclass(frozen=True)
 class Visible:
     """The keys that queries may attend to: the keys up to ``bound`` - ``minus``, or the keys that a
-    mask shows.
+    mask makes visible.
     """
 
     mask: Node | None

@@ -317,8 +317,8 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return the formula that holds for the keys that a mask shows (a boolean mask is true for
-    these keys, a floating-point mask adds zero to their scores).
+    """Return the formula that holds for the keys that a mask makes visible (a boolean mask is true
+    for these keys, a floating-point mask adds zero to their scores).
 
     A floating-point mask must add `MASKED` or a lower number to the score of every other key; if
     the mask adds other numbers to these scores, as a bias does, return None.
@@ -341,8 +341,8 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to each formula, sum and index that a scalar contains, and return the
-    simplified result."""
+    """Apply `change` to each formula, sum and index in a scalar (the formula of an element), and
+    return the simplified result."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))
@@ -364,8 +364,8 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
-    """Return a scalar, a `Linear` or a `Read`, in which each axis index that is a key of the
-    dictionary ``by`` is replaced by that key's sum.
+    """Return a scalar (the formula of an element), a `Linear` or a `Read`, in which each axis index
+    that is a key of the dictionary ``by`` is replaced by that key's sum.
     """
     if not isinstance(scalar, Linear):
         return rebuilt(scalar, lambda part: substituted(part, by))
@@ -392,14 +392,15 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes on whose index a scalar, a `Linear` or a `Read` depends."""
+    """Return the axes on whose index a scalar (the formula of an element), a `Linear` or a `Read`
+    depends."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
     return own.union(*map(axes_in, _parts_of(scalar)))
 
 
 def reads_in(scalar: Any) -> set[Read]:
-    """Return each `Read` (an element of a tensor) on which a scalar depends, including elements
-    that are used as an index of another tensor."""
+    """Return each `Read` (an element of a tensor) on which a scalar (the formula of an element)
+    depends, including elements that are used as an index of another tensor."""
     own = {scalar} if isinstance(scalar, Read) else set[Read]()
     return own.union(*map(reads_in, _parts_of(scalar)))
 

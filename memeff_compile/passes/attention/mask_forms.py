@@ -48,8 +48,8 @@ class Form:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the mask depends on sizes only, and shows at least one key to every
-        query."""
+        """Return whether the mask depends on sizes only, and makes at least one key visible to
+        every query."""
         return not (self.reads_data or self.positions or self.rest or self.empty)
 
     @property

@@ -27,7 +27,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
-    """The error for a node that no rule can read."""
+    """The error for a node to which no rule of the mask reader applies."""
 
 
 def _require(holds: bool) -> None:
@@ -56,8 +56,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that a mask shows, and the number that the mask adds to the scores of all other
-    keys."""
+    """The keys that a mask makes visible, and the number that the mask adds to the scores of all
+    other keys."""
 
     formula: Formula  # which keys count
     added: frozenset[float] = frozenset()  # the numbers; empty for a mask of truth values
@@ -81,8 +81,8 @@ class MaskReader:
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask shows, as a formula over the axes of the scores, or None if the
-        mask may be a bias (add other numbers than zero to visible keys)."""
+        """Return which keys a mask makes visible, as a formula over the axes of the scores, or None
+        if the mask may be a bias (add other numbers than zero to visible keys)."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)
@@ -196,7 +196,7 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether the reader should apply a rule to a node. A node for which no rule exists
+    """Return whether the mask reader should apply a rule to a node. A node for which no rule exists
     becomes an unknown; the reader then need not visit the nodes before it, which may be most of the
     model.
     """
@@ -216,8 +216,8 @@ def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
 
 
 def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
-    """Return whether a scalar is of the kind (integer, boolean or floating-point) that tensors of a
-    given dtype contain."""
+    """Return whether a scalar (the formula of an element) is of the kind (integer, boolean or
+    floating-point) that tensors of a given dtype contain."""
     if isinstance(scalar, (Linear, Magnitude)):
         return dtype in _INTEGERS
     if isinstance(scalar, Cases):
@@ -571,8 +571,8 @@ def _one_where(condition: Formula) -> Cases:
 
 
 def _whole_number(scalar: Scalar) -> int:
-    """Return the integer that a scalar stands for; the scalar must be a sum with the same value at
-    every index.
+    """Return the integer that a scalar (the formula of an element) stands for; the scalar must be a
+    sum with the same value at every index.
     """
     total = _sum(scalar)
     if not total.is_constant or not isinstance(total.constant, int):
