@@ -299,8 +299,8 @@ class LogitsUse:
         self.is_counted = False
 
     def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
-        """Count a call of the fused op, and add up the bytes of the logits that the call did not
-        build."""
+        """Count a call of the fused op, and keep the largest number of bytes of logits that one
+        call did not build."""
         self.unbuilt = max(self.unbuilt, unbuilt)
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
@@ -324,7 +324,7 @@ class LogitsUse:
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
-        """Return a copy of the current counts."""
+        """Return a copy of the current counts of calls and of computed logits."""
         return replace(
             self, fused=dict(self.fused), computed=dict(self.computed), readers=dict(self.readers)
         )
@@ -362,8 +362,8 @@ class LogitsUse:
 
     @property
     def bytes_saved(self) -> int:
-        """Return the bytes of logits that the largest loss did not build, or 0 if code built logits
-        anyway."""
+        """Return the largest number of bytes of logits that one loss did not build, or 0 if code
+        built logits anyway."""
         return 0 if self.computed else self.unbuilt
 
     def __str__(self) -> str:

@@ -109,7 +109,8 @@ class Hooks:
         return Undone()
 
     def guard(self, graph: Graph) -> None:
-        """Add guards to a graph for inputs that cannot require a gradient."""
+        """Replace Dynamo's guards on the system's tensors among the graph's inputs; this method is
+        called only for graphs without gradients."""
 
     def forget(self) -> None:
         """Free all memory that the system (such as KV caches) keeps between calls;

@@ -56,7 +56,7 @@ class Call(NamedTuple):
     device: torch.device
 
     def launches(self, *, trains: bool) -> list[Launch]:
-        """Return the kernels that the op and its gradient launch."""
+        """Return the kernels that this call's op and the op's gradient launch."""
         found: list[Launch] = []
         mode: Any = None
 

@@ -34,8 +34,8 @@ _in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def notice(inputs: Iterable[object]) -> list[Tensor]:
-    """Return the weights among the inputs of a graph that FSDP2 has gathered, and record the
-    modules to which they belong.
+    """Return those inputs of a graph that are weights gathered by FSDP2, and record the modules to
+    which these weights belong.
     """
     weights = [each for each in inputs if isinstance(each, Tensor) and compat.fsdp_group(each)]
     for weight in weights:

@@ -173,9 +173,8 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let the parts of the library that define tensor classes (such as those of KV caches) add
-        Dynamo guards for those inputs of the graph that are such tensors and cannot require a
-        gradient.
+        """Let each system (such as KV caches) replace Dynamo's guards on its tensors among the
+        graph's inputs, unless gradients are enabled in the graph or the graph is exported.
         """
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
@@ -243,7 +242,8 @@ def replay(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def put_back(compiled: Compiled, trip: Trip) -> Compiled:
-    """Return None in the positions of outputs that were removed."""
+    """Wrap the compiled callable so that it returns None in the positions of outputs that were
+    removed from the graph."""
     return compiled if trip.present is None else with_missing_outputs(compiled, trip.present)
 
 

@@ -165,7 +165,7 @@ def packs_saved_tensors() -> bool:
 
 
 def is_under_checkpoint() -> bool:
-    """Return whether a non-reentrant checkpoint surrounds this code, in its forward pass or
+    """Return whether the running code is inside a non-reentrant checkpoint, in its forward pass or
     recomputation."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     name = getattr(hooks and hooks[0], "__qualname__", "").partition(".")[0]

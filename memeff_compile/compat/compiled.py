@@ -192,7 +192,7 @@ def compiling_is_off() -> bool:
 
 
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
-    """Wrap the compiled call of a module that was compiled in place."""
+    """Replace the compiled call of a module that was compiled in place by ``wrap(call)``."""
     module = without_compile(module)
     around = wrap(module._compiled_call_impl)
     around.__wrapped__ = module._compiled_call_impl

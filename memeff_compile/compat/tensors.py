@@ -1,4 +1,4 @@
-"""Private names for tensors and ops: subclasses, dispatch modes, fake tensors, memory, and op
+"""Private names of PyTorch for subclasses of tensors, dispatch modes, fake tensors, memory, and op
 schemas."""
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Some rows of logits, stored as hidden states and output projection, whose product they are.
-    All tensors are detached from autograd."""
+    """Some rows of logits, stored as their two factors: the hidden states and the output
+    projection. All tensors are detached from autograd."""
 
     hidden: Tensor  # (..., hidden), one per row
     weight: Tensor  # as a `LogitsRecipe` takes them
@@ -180,7 +180,7 @@ class Head:
     def logits(self, recipe: LogitsRecipe) -> Tensor:
         """Compute the logits of these rows by the steps of `recipe`.
 
-        `recipe` is the recipe (list of steps) of these logits, or its first steps only.
+        `recipe` contains all steps that compute these logits, or only the first of these steps.
         """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
@@ -381,8 +381,8 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply the gradient by the probabilities; the gradient must be that of a sum over the
-        classes.
+        """Multiply the gradient by the probabilities; only the gradient of a sum over the classes
+        can be multiplied.
         """
         return replace(self, total=None, lse=self.total)
 
@@ -460,7 +460,8 @@ class FusedRows:
         """Return the gradients of the tensors from which the deferred logits are computed: hidden
         states, weight, bias and the vectors that the recipe (list of steps) applies.
 
-        `base` is the recipe of the deferred logits; the recipe of this object must begin with it.
+        `base` is the recipe of the deferred logits; this object's recipe must start with the steps
+        of `base`.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head

@@ -64,7 +64,7 @@ class Statistics(NamedTuple):
         """Return the statistics of the rows of `view`, or None if they were not computed.
 
         The statistics are recorded for one view. They apply if `view` has the same rows as the
-        recorded view, or is one index of the recorded view's dimension 0.
+        recorded view, or was selected from the recorded view by one index of dimension 0.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:

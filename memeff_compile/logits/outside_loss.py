@@ -320,8 +320,8 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
-        """Save for the backward pass `others` and the tensors from which the values of `view` are
-        computed, if gradients are needed.
+        """If gradients are needed, save `others`, and the tensors from which the values of `view`
+        are computed, for the backward pass.
 
         Return the data that autograd cannot save, because it is not a tensor.
         """
@@ -344,7 +344,7 @@ class _Kept(NamedTuple):
         )
 
     def after_a_backward(self) -> _Kept:
-        """Return the part of this data that is still needed after one backward pass."""
+        """Return those of the stored data that are still needed after one backward pass."""
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:

@@ -359,8 +359,8 @@ def _with_sizes(arg: object, results: Sequence[Any]) -> object:
 
 
 def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
-    """Return the index of the first graph output that is a size needed by the planned views of the
-    logits, or None.
+    """Return the index of the first graph output that is a size, which views of the logits need, or
+    None.
     """
     calls = [view.calls for entry in plan for view in entry.views]
     sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]

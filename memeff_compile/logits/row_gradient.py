@@ -47,7 +47,7 @@ class RowStep(NamedTuple):
 class Piece(NamedTuple):
     """The gradient of some rows, and the steps (`RowStep`) that select these rows from all rows.
 
-    The list of steps starts with the last one.
+    In the list, the step that selects rows last comes first.
     """
 
     rows: Tensor | FusedRows
@@ -198,7 +198,7 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
-    """Return the sum of the gradients as a dense tensor."""
+    """Return the sum of gradients that each cover some rows, as a dense tensor."""
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)

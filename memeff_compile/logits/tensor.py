@@ -113,8 +113,8 @@ class DeferredLogits(LazyTensor):
         return self.whole(Memory(memory.source, recipe, rows, shape, origin), self.dims)
 
     def as_plain(self) -> Tensor:
-        """Return an ordinary tensor that is a view of the deferred tensor, so that autograd records
-        operations on it and writes to it change the deferred tensor."""
+        """Return an ordinary tensor that is a view of the deferred tensor: autograd records
+        operations on this view, and a write to the view changes the deferred tensor."""
         self._memory()
         return self.to_read()
 
@@ -254,7 +254,7 @@ def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute the values, and run one ATen operation on them."""
+    """Compute the logits, and run one ATen operation on them."""
     schema = compat.schema(func)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
         raise UnsupportedInputError(_OTHER_MEMORY.format(schema.name.split("::")[-1]))
@@ -322,7 +322,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
-        """Run the operation on another tensor in place of the deferred logits."""
+        """Run the operation on another tensor instead of the deferred logits."""
         return self.func(tensor, *self.args, **self.kwargs)
 
 
@@ -556,8 +556,8 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
-    """Make the gradient of selected rows a RowGradient, which stores only these rows; the autograd
-    node of the selection would otherwise make a dense gradient."""
+    """Turn the gradient of selected rows into a RowGradient, which stores only these rows; the
+    autograd node of the selection would otherwise make a dense gradient."""
     is_part = view.window is None and prod(view.dims) < prod(base.dims)
     if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook

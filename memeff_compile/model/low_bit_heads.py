@@ -2,8 +2,8 @@
 (use_low_bit_heads_).
 
 A model trained in this way adapts to a cache that stores keys and values in few bits
-(`KVCache(scheme="per_head")`). The method is the one that table 3 of BitNet a4.8 evaluates. The
-function needs transformers, and imports it when it is called.
+(`KVCache(scheme="per_head")`). The method is the one that table 3 of BitNet a4.8 evaluates.
+`use_low_bit_heads_` needs transformers, and imports it when it is called.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _bits(view: Node) -> int | None:
 
 
 def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
-    """Return the number of bits of the codes of values."""
+    """Return the number of bits with which a low-bit cache stores values."""
     k_block, v_block = (compat.size_hint(each.shape[3]) for each in (codes, of_values))
     return op_folder.value_bits_of(k_block, v_block, bits)
 

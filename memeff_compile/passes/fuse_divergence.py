@@ -9,19 +9,25 @@ memeff::linear_divergence, which builds no N x V logits.
     before: s = log_softmax(linear(h, W)).gather(-1, i)
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
 
-A match of the first kind (first example) is one number per row (token) that compares the softmax of
-a student's output projection with a teacher's softmax. The teacher's logits come from another
-output projection of this graph, or are a tensor. `losses/divergences.py` recognises the different
-ways to write such a divergence. If the rest of the graph only masks, scales and sums these numbers,
-the op returns the sum and its gradients, with four matrix products in all; otherwise the backward
-pass computes the logits again. A match of the second kind (second example) reads the
-log-probabilities of k classes per row (`losses/classes.py`), because a teacher often provides only
-its k most likely classes. The rest of such a loss stays in the graph and uses these k numbers.
+A match of the first kind (first example) computes one number per row (token), which compares the
+softmax of a student's output projection with a teacher's softmax. The teacher's logits come from
+another output projection of this graph, or exist already as a tensor. `losses/divergences.py`
+recognises the different ways to write such a divergence. If the rest of the graph only masks,
+scales and sums a divergence's numbers per row, the op returns the sum and its gradients, with four
+matrix products in all; otherwise the backward pass computes the logits again. A match of the second
+kind (second example) reads the log-probabilities of k classes per row (`losses/classes.py`),
+because a teacher often provides only its k most likely classes. The rest of such a loss stays in
+the graph and uses these k numbers.
 
-The pass declines if the teacher requires a gradient, if other nodes read the logits, if the logits
-have a softcap or a vector over the vocabulary is added to the logits, if a node writes to the
-logits in place before the divergence, or if an operand is a tensor subclass.
-docs/passes/fuse-divergence.md lists the codes of all reasons.
+The pass declines if one of these conditions holds:
+
+- the teacher requires a gradient;
+- other nodes read the logits;
+- the logits have a softcap, or a vector over the vocabulary is added to the logits;
+- a node writes to the logits in place before the divergence;
+- an operand is a tensor subclass.
+
+The page docs/passes/fuse-divergence.md lists the codes that the report shows for these reasons.
 """
 
 from __future__ import annotations
@@ -111,8 +117,8 @@ class FuseDivergence(GraphPass):
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
-        """Return the bytes of the student's and teacher's logits, and the bytes of the blocks of
-        logits that the op computes, one block at a time, instead.
+        """Return the bytes of the student's and teacher's logits before the rewrite, and the bytes
+        of the blocks of logits that the op computes one at a time after it.
         """
         if isinstance(match, Divergence) and match.group.members[0] is not match:
             return None  # the first divergence of these logits has counted them
@@ -146,9 +152,7 @@ class FuseDivergence(GraphPass):
         return [*heads, match.node]
 
     def rewrite(self, info: GraphInfo, match: Divergence | Classes, editor: Editor) -> Done:
-        """Insert the op before the match, and convert the op's result to the form of the original
-        result.
-        """
+        """Insert the op before the match, and compute the original result from the op's result."""
         for side in match.sides:
             for step in () if side.chain is None else side.chain.steps:
                 compat.hold_constant(step.symbol)

@@ -367,8 +367,8 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """Return whether a node that reads looked-up rows, of which each rank has a partial sum, first
-    adds up these partial sums over ranks.
+    """On each rank, looked-up rows may be partial sums; return whether a node that reads such rows
+    first adds up the partial sums over ranks.
 
     If the node does so, every rank gets the complete rows.
     """
@@ -381,8 +381,8 @@ def _reads_sums(user: Node) -> bool:
 
 
 def _hand_over(editor: Editor, parts: dict[Node, Node]) -> None:
-    """Make the nodes that read looked-up rows read the DTensors that the rewritten lookups
-    return."""
+    """Replace looked-up rows, in the nodes that read them, by the DTensors that the rewritten
+    lookups return."""
     added: dict[Node, Node] = {}
     for user in dict.fromkeys(user for node in parts for user in node.users):
         moves = node_name(user) in _MOVES

@@ -20,11 +20,18 @@ cross_entropy, log_softmax + nll_loss or gather, logsumexp (z-loss), and metrics
 share one call of the op. Sums and means over rows stay ATen nodes, so the mean of a batch without
 any counted token is nan, as in eager PyTorch.
 
-The pass declines if the targets are class probabilities, if other nodes of the graph use the
-logits, if a node writes to the logits or to an operand in place before the loss, if some losses of
-the logits have gradients and others do not, if the weight is an integer tensor or a tensor
-subclass, if a scale is a tensor, or if the output projection is in another graph. The page
-docs/passes/fuse-linear-cross-entropy.md lists every code.
+The pass declines if one of these conditions holds:
+
+- the targets are class probabilities;
+- other nodes of the graph use the logits;
+- a node writes to the logits or to an operand in place before the loss;
+- some losses of the logits have gradients and others do not;
+- the weight is an integer tensor or a tensor subclass;
+- a scale is a tensor;
+- the output projection is in another graph.
+
+The page docs/passes/fuse-linear-cross-entropy.md lists the code that the report shows for each
+condition.
 """
 
 from __future__ import annotations
@@ -75,7 +82,7 @@ class FuseLinearCrossEntropy(GraphPass):
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield one site for each output projection with a loss, and a Decline for each loss
+        """Yield one match for each output projection and its losses, and a Decline for each loss
         without a projection."""
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)

@@ -215,8 +215,8 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
     per byte.
 
     Among equal results, those of later blocks come first, because the backward pass frees their
-    memory before most of the weights' gradients exist. Results whose size depends on values are not
-    included, because they could exceed any limit.
+    memory before most of the weights' gradients exist. Results whose size depends on the values of
+    tensors are not included, because they could exceed any limit.
     """
     left = limit
     known = (product for product in products if product.bytes)
@@ -302,8 +302,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Follow a node's value through ops that only move data; return the first ops that do more,
-    among which may be the node's own op.
+    """Go forward from a node through ops that only move data; return the first other ops on each
+    path, or the node's own op if the node itself does more than move data.
     """
     found: list[Any] = []
     ways, seen = [node], {node}
@@ -338,7 +338,8 @@ def _is_made_op_by_op(value: torch.Tensor) -> bool:
     a plain matrix product.
 
     PyTorch chooses the kernel of an attention call when Dynamo traces the call, for example under
-    `sdpa_kernel`. For a planned GPU, the kernel that PyTorch would choose is unknown.
+    `sdpa_kernel`. If the passes plan for a GPU that this machine does not have, the kernel that
+    PyTorch would choose is unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

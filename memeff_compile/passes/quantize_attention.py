@@ -1,4 +1,4 @@
-"""Rewrite attention without gradients into memeff::quantised_attention, if the user requests
+"""Rewrite attention without gradients into memeff::quantized_attention, if the user requests
 low-bit attention.
 
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -72,8 +72,8 @@ class Asked:
 
 @dataclass
 class Site:
-    """An attention call: the node with its result, the node that is the call, and the call's
-    arguments."""
+    """An attention call: the node of the call, the node of the attention result (another one if the
+    call returns several tensors), and the call's arguments."""
 
     node: Node
     call: Node
@@ -289,10 +289,11 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
 def _without_gain(
     info: GraphInfo, node: Node, asked: Asked, query: torch.Tensor, key: torch.Tensor
 ) -> Decline | None:
-    """Return the reason why low bits would not be faster, or None.
+    """Return the reason why attention in low bits would not be faster than exact attention, or
+    None.
 
-    Low bits are faster above a measured number of tokens; a limit that the user sets takes
-    precedence.
+    Attention in low bits is faster if there are more tokens than a measured limit; a limit that the
+    user sets takes precedence.
 
     If the number of tokens differs between calls, a guard compares it with the limit, so Dynamo
     compiles the graph again for a call on the other side of the limit.

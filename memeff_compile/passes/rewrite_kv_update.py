@@ -60,7 +60,7 @@ class Cache:
 @dataclass(frozen=True)
 class Visible:
     """The keys that queries may attend to: the keys up to ``bound`` - ``minus``, or the keys that a
-    mask shows.
+    mask makes visible.
     """
 
     mask: Node | None
@@ -138,8 +138,8 @@ class RewriteKVUpdate(cached.CachedPass):
         return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Combine the two writes into one op if that is safe, and make attention read the caches
-        directly."""
+        """Combine the writes of new keys and of new values into one op if that is safe, and make
+        attention read the caches directly."""
         sentence, (key, value), visible = _sentence(info, match), match.caches, match.shown
         chain = [n for n in (*key.chain, *value.chain) if not _is_cache_write(n)]
         match.owned = [match.node, *chain]
@@ -310,8 +310,8 @@ def _is_per_query(info: GraphInfo, node: Node) -> bool:
 
 
 def _bound(editor: Editor, visible: Visible) -> Node:
-    """Return the last key that each query may attend to, (B or 1, M or 1), from the positions in
-    the mask's comparison."""
+    """Return a tensor of shape (B or 1, M or 1) with the last key that each query may attend to,
+    from the positions with which the mask compares key indices."""
     positions = visible.bound
     assert positions is not None
     has_heads = compat.example_value(positions).dim() == 4
@@ -479,7 +479,8 @@ def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
 def _nothing_between(
     info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor]
 ) -> bool:
-    """Return whether no node between the two writes reads one of the caches."""
+    """Return whether no node between the write of new keys and the write of new values reads one of
+    the caches."""
     held = set(map(compat.storage_key, caches))
     lo, hi = info.positions[first], info.positions[second]
     if any(lo < write.position < hi for write in info.writes):

@@ -14,7 +14,7 @@ exactly, whereas a dense linear rounds both operands first. In training, the op 
 the backward pass (two bits per weight and eight per input element) instead of two full tensors; the
 backward pass decodes the codes to the values that the model itself would multiply. Linears with the
 same input share the codes of that input. If no gradient is needed, the pass inserts a single op
-instead of these three.
+instead of the three ops that quantise the input, pack the weight and multiply the two.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class Target(NamedTuple):
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
-        """Return a context in which this package chooses kernels as on the planned device."""
+        """Return a context in which this package chooses kernels as on the device for which memory
+        is planned."""
         return planned_for(torch.device(self.device, 0), self.gpu)
 
 
@@ -153,9 +154,7 @@ def card_of(name: str) -> Card:
 
 
 def given_memory(memory: str | int | None, gpu: str | None) -> tuple[Card | None, int]:
-    """Return the GPU (card) for which memory is planned, or None, and the memory of the planned
-    device.
-    """
+    """Return the GPU (card) for which memory is planned, or None, and the memory of the device."""
     card = None if gpu is None else card_of(gpu)
     if memory is not None:
         return card, read_memory(memory)

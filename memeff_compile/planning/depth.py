@@ -1,8 +1,9 @@
 """Capture a deep model with only some of its repeated blocks, which show the memory of every kind
 of block.
 
-Of each list of blocks, the first and the last block are captured, and between them one block of
-each kind, which represents all blocks of its kind, because their tensors have the same sizes.
+Of each list of blocks, the first and the last block are captured, and one block of each kind from
+between the two; this block represents all blocks of its kind, because their tensors have the same
+sizes.
 """
 
 from __future__ import annotations

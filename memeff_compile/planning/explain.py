@@ -64,7 +64,7 @@ def explain(
         *args: arguments of the model; tensors may be on "meta".
         options: the backend's options, as in `torch.compile(options=...)`. If the option
             "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
-        device: the planned device: "cuda" or "cpu".
+        device: the device that the plan is made for: "cuda" or "cpu".
         gpu: the name of a GPU, such as "rtx4090", for whose kernels and memory the plan is made; by
             default, the kernels of an H100 or H200.
         progress: whether to show progress on stderr; by default only if stderr is a terminal.

@@ -75,8 +75,8 @@ def _compressed(
 ) -> Iterator[Kind]:
     """Yield a setting once per codec of compressed weights.
 
-    `write` contains abbreviations of the lines of user code; in `write`, `{}` stands for the first
-    letter of the codec.
+    `write` is a template for the lines of user code, each abbreviated to one letter; `{}` is
+    replaced by the first letter of the codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -157,8 +157,8 @@ class Fit(VerbReport):
 
     @property
     def first(self) -> Row | None:
-        """Return the first row of the table that uses this package and fits into memory. Rows that
-        change training less come first."""
+        """Return the first row of the table that uses this package and fits into memory. Rows whose
+        settings change the training less come first."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property

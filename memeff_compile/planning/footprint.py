@@ -142,7 +142,7 @@ def footprint(
 def _largest(replay: _Replay) -> tuple[Moment, ...]:
     """Return the moments at which memory is largest for at least one batch and length.
 
-    Only moments are compared at which decoded weights take the same number of bytes.
+    Two moments are compared only if decoded weights take the same number of bytes in both.
     """
     scale = replay.scale
     every = [

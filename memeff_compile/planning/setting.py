@@ -259,7 +259,7 @@ def value_of(formula: sympy.Expr, batch: int, length: int) -> int:
 
 
 def peak(candidates: Sequence[Moment], batch: int, length: int) -> tuple[Moment, int]:
-    """Return the moment with the largest total, and its bytes."""
+    """Return the moment at which the most memory is in use, and the bytes in use at that moment."""
     sized = [(moment, value_of(moment.total, batch, length)) for moment in candidates]
     return max(sized, key=lambda pair: pair[1])
 

@@ -46,10 +46,12 @@ class Calibration(VerbReport, dict[str, Any]):
     """The result of `calibrate_attention`, a dictionary: the low-bit level of each attention
     module, for the option `memeff.attention`.
 
-    It can be stored as JSON. Its keys are: `levels`, which maps each attention module to a level,
-    or to a list with a level per call; `scores`, which contains for each attention, level and call
-    the mean and standard deviation of the score over inputs, and the worst score; and `min_score`,
-    or `share` if `share` was passed.
+    It can be stored as JSON, and it has these keys:
+
+    - `levels` maps each attention module to a level, or to a list with a level per call;
+    - `scores` contains, for each attention, level and call, the mean and standard deviation of the
+      score over inputs, and the worst score;
+    - `min_score`, or `share` if `share` was passed, is the argument of the calibration.
     """
 
     def __str__(self) -> str:

@@ -152,12 +152,17 @@ class KVCache(Cache):
 
     def merged(self) -> list[dict[str, Any]]:
         """Return one dictionary per pair of merged layers (layers that share directions of their
-        older tokens). The CPU waits for the device, because these numbers are stored on the device.
+        older tokens). This property makes the CPU wait for the device, because the numbers are
+        stored on the device.
 
-        A dictionary contains the numbers of the pair's `layers`; the number of `merged` tokens;
-        `kept`, the mean number of tokens per sequence and head that stayed unmerged, not counting
-        the exact first tokens; and `left_over`, the number of tokens per sequence and head that
-        should have stayed unmerged but did not fit.
+        Each dictionary has these keys:
+
+        - `layers`: the numbers of the pair's two layers;
+        - `merged`: the number of merged tokens;
+        - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not counting
+          the exact first tokens;
+        - `left_over`: the number of tokens per sequence and head that should have stayed unmerged
+          but did not fit.
         """
         found = []
         for layer in self.layers:
@@ -318,8 +323,8 @@ _MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
-    """Return the tensors of a layer of any class; of several layers that share tensors, only one
-    returns them.
+    """Return the tensors of a layer of any class; if several layers share tensors, return these
+    tensors for only one of the layers.
     """
     if isinstance(layer, InPlace):
         return list(layer.tensors())

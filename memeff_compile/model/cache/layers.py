@@ -196,7 +196,7 @@ class InPlace(CacheLayerMixin):
         return (query_length if self.is_empty else self.room), 0
 
     def get_max_length(self) -> int:
-        """Return the largest number of tokens that fit."""
+        """Return the largest number of tokens that fit into this layer."""
         return self.max_cache_len
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -340,8 +340,8 @@ class WindowLayer(AsTheyCome):
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         """Write tokens to all positions of the memory in one index_copy_, as exact layers do.
 
-        With copy_ instead, the keys and values that all layers take from a prompt were in memory at
-        the same time when the GPU's memory use was highest.
+        With copy_, the keys and values of the prompt in all layers stayed in memory at the same
+        time, which raised the peak of the GPU's memory.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -502,8 +502,8 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the tensors that align a merged layer with the layer with which it shares
-        directions; return an empty tuple for other layers.
+        """Return the tensors that align a merged layer with the other layer of its pair; return an
+        empty tuple for other layers.
 
         These tensors are the last arguments of the cache ops.
         """

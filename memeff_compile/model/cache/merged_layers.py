@@ -2,10 +2,11 @@
 direction of their keys (and one of their values) and a separate length for each layer.
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
-exist. So when one token is appended, the lower layer writes it to its exact tokens, and later the
-upper layer's append merges the groups of tokens that are now complete. When several tokens are
-appended at once, the lower layer keeps them aside until the upper layer's tokens arrive. Other
-layers, with a sliding window, may run between the two; they are not part of this module.
+exist. So when one token is appended, the lower layer first stores the token exactly; when the upper
+layer gets the same token, it merges the groups of tokens that are now complete. When several tokens
+are appended at once, the lower layer keeps them aside until the upper layer's tokens arrive. Other
+layers, with a sliding window, may run between the two layers of a pair; they are not part of this
+module.
 """
 
 from __future__ import annotations
@@ -208,8 +209,8 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise an error for unsuitable tokens, or if an interrupted forward pass has left
-        different tokens in the two layers."""
+        """Raise an error for tokens that do not match the cache, or if an interrupted forward pass
+        has left different tokens in the two layers."""
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)

@@ -76,13 +76,14 @@ class MiniCache:
             ``none`` merges without these three steps, as the paper does.
         rule: how one direction is computed from two: ``slerp``, a point on the arc between them;
             ``average``, their weighted mean; ``max_norm``, the direction of the longer vector.
-        t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``:
-            0 gives the lower layer's direction, 1 the upper layer's; by default 0.7 if keys and
-            values of aligned layers are merged, otherwise 0.5.
-        gamma: a token stays unmerged if its distance between the two layers differs from the
-            largest distance (with ``reading="similar"``, from the smallest) by at most this share
-            of the range of distances; a larger share keeps more tokens unmerged, and 1 keeps all
-            that fit.
+        t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``.
+            The value 0 gives the lower layer's direction, the value 1 the upper layer's. The
+            default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
+        gamma: which tokens stay unmerged. A token's distance is the distance between its vectors
+            in the two layers. A token stays unmerged if its distance differs from the largest
+            distance (with ``reading="similar"``, from the smallest) by at most `gamma` times the
+            range of all distances. A larger number keeps more tokens unmerged, and 1 keeps all that
+            fit.
         retained: the memory for unmerged tokens, as a share of `max_cache_len`. Tokens that differ
             most between the layers are kept first.
         reading: which tokens stay unmerged: with ``distinct`` those that differ most between the
@@ -95,9 +96,9 @@ class MiniCache:
             have no effect.
         fidelity: the result of `fidelity_report` for the model. Without this report, creating a
             cache with merged layers shows a warning, and raises an error if the cache would merge
-            keys of layers that have other layers between them. With it, the cache raises an error
-            for a pair of layers whose mean cosine is below `ALIKE`. The report's rotations are used
-            if the cache's first tokens are too few to fit rotations.
+            keys of layers that have other layers between them. With this report, the cache
+            raises an error for a pair of layers whose mean cosine is below `ALIKE`. The report's
+            rotations are used if the cache's first tokens are too few to fit rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
             and without a warning.
 
@@ -251,7 +252,7 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return every two layers of one kind that follow each other among the layers whose kind is
-    not None; a layer may belong to two pairs."""
+    """Among the layers whose kind is not None, return each two neighbours of equal kind; a layer
+    may belong to two pairs."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

@@ -389,9 +389,9 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     Args:
         model: Any module that contains ternary linear layers.
-        layers: Further classes of linear layers: subclasses of nn.Linear that quantise weights by
-            their mean absolute value. Each value of this mapping is a kind of token quantisation:
-            "int8", "int4", "fp4" or "topk8".
+        layers: Further classes of linear layers to pack, each with the kind of its input
+            quantisation: "int8", "int4", "fp4" or "topk8". The classes must be subclasses of
+            nn.Linear that quantise weights by their mean absolute value.
 
     Raises:
         OptionError: There is no linear to pack, or a linear has hooks or parametrisations.

@@ -391,7 +391,8 @@ def name_in_folder(
     name: str,
     saved: Mapping[str, str],
 ) -> str | None:
-    """Return the name that a weight of the model has in the folder, or None.
+    """Return the name that a weight of the model has in the saved folder, or None if the folder
+    does not contain the weight.
 
     A base model can be loaded from the folder of a model with an output projection, and vice versa.
     """

@@ -187,7 +187,7 @@ class MemeffQuantizer(HfQuantizer):
         return Encode(self)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
-        """Return the conversions from tensors in the folder to weights of the model.
+        """Return the conversions from tensors in the saved folder to weights of the model.
 
         If the folder contains a compressed model, its tensors already have the names of the model's
         parameters, so no other conversions are needed. If the folder contains a dense model, the
@@ -348,7 +348,7 @@ def _with_memory_of_its_own(part: Tensor) -> Tensor:
     """Return a tensor with a storage of its own, which can be saved; the coded tensors of a weight
     may share one storage.
 
-    A copy is in CPU memory, so saving needs no GPU memory.
+    If this function copies the tensor, the copy is in CPU memory, so saving needs no GPU memory.
     """
     return part.to("cpu", copy=True) if part.nbytes != part.untyped_storage().nbytes() else part
 

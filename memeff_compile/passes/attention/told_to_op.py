@@ -8,8 +8,8 @@ scaled_dot_product_attention cannot describe.
 The op's arguments describe the mask: bounds on the key's position relative to the query's, one
 table that tells which keys are visible, and one pair of id tables (a query sees a key if their ids
 are equal). A softcap is an argument too. The pass uses these arguments only if every query then
-sees the same keys as with the mask. If a query may see no key at all, the op must return the same
-result for this query as the original graph; if that is not possible, the pass declines.
+sees the same keys as with the mask. If the mask may hide all keys from a query, the op must return
+the same result for this query as the original graph; if that is not possible, the pass declines.
 
 If the arguments cannot describe a mask, for example a graph input or a mask that adds numbers, the
 op's kernel reads the mask itself at run time, tile by tile. A kernel determines, once for all
@@ -64,7 +64,7 @@ class Said:
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
     """Return the op's arguments that describe a mask, or the reason why no arguments do.
 
-    The reason is a Decline if some query may see no key, otherwise a string.
+    The reason is a Decline if the mask may hide all keys from some query, otherwise a string.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can express it"
@@ -245,8 +245,9 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a node and, if the node is an input of a checkpoint's body, the nodes of the
-    surrounding graphs that are passed for it, each under its graph.
+    """Return pairs of a graph and a node: first the given pair; if the node is an input of a
+    checkpoint's body, also the node that the surrounding graph passes for this input, and so on
+    outwards.
     """
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
@@ -379,8 +380,8 @@ def name_of(info: GraphInfo, node: Node) -> str:
 
 
 def _told(name: str, table: Table | None) -> str:
-    """Return the name of a table with the names of the one or two graph inputs from which it is
-    computed, or "" if there is no table."""
+    """Return the report's text for a table: its name, and the graph inputs from which it is
+    computed if there are one or two; return "" if there is no table."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})

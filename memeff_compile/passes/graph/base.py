@@ -142,7 +142,7 @@ class GraphPass(ABC):
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return further codes and sentences about a match, for the report."""
+        """Return further notes about a match for the report: reason codes and sentences."""
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:

@@ -1,8 +1,8 @@
 """Answer questions about a captured graph, such as: which inputs are parameters, where gradients
 are enabled, which nodes write in place, and which line of user code made a node.
 
-This module never changes the graph. Sizes of tensors may be symbolic. No answer replaces a symbol
-by a number, because that would add a guard and cause recompilations.
+This module never changes the graph. Sizes of tensors may be symbolic. The methods of this module
+never replace a symbol by a number, because that would add a guard and cause recompilations.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the nodes among the candidates at which no earlier search of the pass raised an
+        """Yield the given nodes, except those at which an earlier search of this pass raised an
         error.
         """
         outer = self.candidate
@@ -231,8 +231,8 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """Follow ``node`` out of the graphs of activation checkpoints to a placeholder of the whole
-        graph, if the value of ``node`` comes from a placeholder.
+        """If ``node`` is an input of a checkpoint's graph, return the input of the whole graph that
+        is passed for it; if an earlier node computes the value, return None.
         """
         if node.op != "placeholder":
             return None

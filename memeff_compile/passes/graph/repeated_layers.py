@@ -135,8 +135,8 @@ def _operations(info: GraphInfo) -> int:
 
 
 def _operations_of(node: Node, *, needs_grad: bool) -> int:
-    """Return the number of floating-point operations of a node that is a linear layer: a product of
-    a matrix and an input as wide as the matrix.
+    """Return the number of floating-point operations of a node that is a linear layer: the product
+    of a weight (a matrix that is a graph input) and a tensor with a matching last axis.
     """
     result = _floating(node)
     if result is None or result.dim() < 2:

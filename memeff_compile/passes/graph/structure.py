@@ -47,7 +47,8 @@ def structure(
 
 
 def with_names(key: Hashable, names: Mapping[str, str]) -> Hashable:
-    """Return a key in which size symbols are renamed."""
+    """Return a key in which the names of size symbols are replaced as the mapping ``names``
+    says."""
     if isinstance(key, tuple):
         return tuple(with_names(each, names) for each in key)
     if isinstance(key, str) and key:

@@ -130,8 +130,8 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a Decline if a loss is detached from autograd, or if some of the steps that compute
-    the loss are. Metrics may be detached.
+    """Return a Decline if a loss, or some of the steps that compute the loss, are detached from
+    autograd. Metrics may be detached.
     """
     trains = info.tensor(site.head.node)
     if trains is None or not trains.requires_grad:

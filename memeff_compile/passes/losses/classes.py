@@ -79,8 +79,8 @@ def read_classes(
 
 
 def _comes_from(info: GraphInfo, index: Node, head: Node) -> bool:
-    """Return whether the class indices of a gather are computed from the same logits, as in a
-    router that chooses experts."""
+    """Return whether the class indices of a gather are computed from the logits that it reads, as
+    in a router that chooses experts."""
     seen, queue, first = set[Node](), [index], info.positions[head]
     while queue:
         node = queue.pop()

@@ -426,8 +426,8 @@ class GroupEmitter:
         return e.cast(node, dtype)
 
     def _cut(self, node: Node, dim: int, classes: tuple[int, int] | None = None) -> Node:
-        """Return a view without the classes that no loss reads; the gradient of these classes is
-        zero."""
+        """Return a view of a weight or bias without the classes that no loss reads; their gradient
+        is zero."""
         classes = classes or self.modifiers.classes
         return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 

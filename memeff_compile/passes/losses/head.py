@@ -120,11 +120,11 @@ class Step:
 
     kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
     (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (selects some
-    classes), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with
-    its value. If the graph computes the value from a number that the user passed (``dynamic=True``
-    turns such numbers into symbols), a guard on ``symbol`` keeps the value constant. The field
-    ``classes`` has the index of the first selected class and the index after the last one. If a
-    step also moves rows, ``whole`` is the complete ATen call of its node.
+    classes), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias`` or ``factor``, whose
+    operand is ``value``. If the operand is a number that the user passed (``dynamic=True`` turns
+    such numbers into symbols), a guard on ``symbol`` keeps it constant. The field ``classes`` has
+    the index of the first selected class and the index after the last one. If a step also moves
+    rows, ``whole`` is the complete ATen call of its node.
     """
 
     node: Node
@@ -151,12 +151,12 @@ class Chain:
 
     @property
     def row_steps(self) -> tuple[Step, ...]:
-        """Return the steps that change the leading dimensions."""
+        """Return those steps that change the leading dimensions of the logits."""
         return tuple(s for s in self.steps if s.kind in ("rows", "reshape"))
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two chains with the same rows in the same order.
+        """Return a key that two chains share if their logits have the same rows in the same order.
 
         The key contains one entry per row move, up to the last one that selects or reorders rows.
         """
@@ -165,8 +165,8 @@ class Chain:
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether every row of this chain is also a row of the other chain, and both have
-        the same output projection."""
+        """Return whether the logits of this chain (output projection and steps) contain only rows
+        that the logits of the other chain contain too, and both have the same output projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
@@ -188,7 +188,7 @@ class Chain:
 
     @property
     def detached(self) -> bool:
-        """Return whether a step stops the gradient."""
+        """Return whether one of the steps detaches the logits, which stops the gradient."""
         return any(s.kind == "detach" for s in self.steps)
 
     @property
@@ -261,8 +261,8 @@ class HeadReader:
         return self.extend(Chain(head, (), node), upwards[::-1])
 
     def is_wide(self, head: Head) -> bool:
-        """Return whether a linear layer is an output projection, judged by the shape and source of
-        its weight."""
+        """Return whether a linear layer is an output projection, judged by its weight's shape and
+        by the graph inputs from which the weight is computed."""
         return self.has_shape_of_head(head) and self.input_in_weight(head) is None
 
     def has_shape_of_head(self, head: Head) -> bool:
@@ -321,8 +321,8 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return ``chain`` extended by later nodes, as long as each of them is a step of one of
-        ``kinds``."""
+        """Return ``chain`` extended by later nodes, or a Decline if one of them is no step whose
+        kind is in ``kinds``."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
@@ -508,7 +508,7 @@ class HeadReader:
         return read(node) or (trace(node) if self.tracing else None)
 
     def _chain_operand(self, node: Node) -> Node | None:
-        """Return the operand of ``node`` that contains logits, judged by its shape and source."""
+        """Return the operand that has logits, judged by shapes and by the nodes it comes from."""
         if node.op not in ("call_function", "call_method"):
             return None
         if (source := shards.moved(node)) is not None:
@@ -786,7 +786,7 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Turn the pointwise steps of a chain, in order, into arguments of the op.
+    """Turn the pointwise steps after an output projection, in order, into arguments of the op.
 
     The arguments are scale, softcap, bias, the tensors that multiply the logits, and the remaining
     classes.

@@ -335,8 +335,8 @@ def _behind(output: LogitsOutput, base: LogitsOutput) -> tuple[Step, ...]:
 def rewrite(
     info: GraphInfo, outputs: Sequence[LogitsOutput], editor: Editor
 ) -> tuple[list[DeferredOutput], list[Note]]:
-    """Replace the outputs by hidden states (or None); return the plan, and the notes for the
-    report."""
+    """Replace returned logits by hidden states or None; return the plan from which the backend
+    makes deferred logits, and the notes for the report."""
     if not outputs:
         return [], []
     values: Any = info.output.args[0]

@@ -185,7 +185,7 @@ def _scattered(
 
 
 def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
-    """Return a new tensor and the calls that write to it before ``reader``, or None."""
+    """Return the node that creates a tensor, and all writes to it before ``reader``, or None."""
     nodes = [node]
     while nodes[0].op == "call_method" and str(nodes[0].target) in ("fill_", "scatter_", "zero_"):
         given = nodes[0].args[0]

@@ -160,7 +160,7 @@ def _given_in_weight(head: Head, classes: int) -> Decline:
 
 
 def _before(node: Node) -> set[Node]:
-    """Return the nodes, a few calls earlier, from which a node may get logits."""
+    """Return the node and the nodes from whose values it is computed, up to a limit."""
     found, queue = {node}, [node]
     while queue and len(found) < _MAX_NODES:
         fresh = [n for n in queue.pop().all_input_nodes if n not in found]
