@@ -20,11 +20,11 @@ MOST_CODE = 127
 
 TURNED = {
     "small": {64: (8, 8), 128: (8, 8), 256: (8, 8)},
-    "8 bits": {64: (4, 8), 128: (1, 1), 256: (1, 1)},
+    "8 bits": {64: (4, 8), 128: (1, 1), 256: (8, 8)},
 }
 """Channels of a padded head that are Hadamard transformed together: equally far apart, and next to
-each other. A thread loads eight neighbours. For wider heads and 8-bit codes, the transform would
-take too much time.
+each other. A thread loads eight neighbours. For heads of 128 and 8-bit codes, the transform would
+take too much time for what it gains.
 """
 
 MOST_SMALL = 7

@@ -137,9 +137,10 @@ def test_heads_of_4_bits_are_turned_and_keys_have_a_scale_each(
     assert found <= 0.95 * relative_l1(ours(case, level="4b")[0], wanted)
 
 
-def test_heads_of_8_bits_are_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("depth", [64, 200, 256])
+def test_heads_of_8_bits_are_turned(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it 8 bits are further away."""
-    case = biased(draw(1, 2, 2, 384, 384, 64, torch.float32), "channels")
+    case = biased(draw(1, 2, 2, 384, 384, depth, torch.float32), "channels")
     wanted = exact(case)[0]
     found = relative_l1(ours(case, level="8b+f16")[0], wanted)
     monkeypatch.setattr(reference, "turned", unturned)
