@@ -164,9 +164,9 @@ def of_design(name: str) -> str:
     family, _, rest = name.partition(", ")
     if family == "codes":
         bits, _, how = rest.partition(" bits, ")
-        other = re.fullmatch(r"(keys|values) of (\d) bits", how)
-        if other:
-            keys, values = (other[2], bits) if other[1] == "keys" else (bits, other[2])
+        uneven = re.fullmatch(r"(keys|values) of (\d) bits", how)
+        if uneven:
+            keys, values = (uneven[2], bits) if uneven[1] == "keys" else (bits, uneven[2])
             return f"{keys}-bit keys, {values}-bit values"
         return CODES[how].format(n=bits)
     if family == "scores":
