@@ -218,7 +218,7 @@ def table(given: argparse.Namespace) -> int:
         print(f"{within} of {len(alone)} pairs alone cost at most {100 * ALLOWED:g} %; the least:")
         for row in cheap[:3]:
             print(f"  {row['pair']} {100 * row['change']:+.1f} % ({100 * row['change_se']:.1f})")
-        heads = "number of merged pairs of layers | merged pairs"
+        heads = "number of merged pairs of layers | chosen pairs"
         print(f"\n| {heads} | change of perplexity (standard error) |\n|---:|---|---:|")
         for row in rows.latest([r for r in here if r["part"] == "pairing"], "count", "chosen"):
             change = f"{100 * row['change']:+.1f} % ({100 * row['change_se']:.1f})"
