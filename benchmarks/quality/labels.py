@@ -134,10 +134,11 @@ SCORES = {
     "keys' mean of all keys": "with the mean of all keys subtracted from the keys",
     "channels not evened": "without scaling queries and keys to equal energy in each channel",
     "keys rounded for the mean query everywhere": (
-        "with keys rounded with regard to the mean query in every layer"
+        "with keys rounded, in every layer, so that their product with the mean query has a "
+        "small error"
     ),
     "keys never rounded for the mean query": (
-        "with keys rounded without regard to the mean query in every layer"
+        "with each key rounded to the nearest code in every layer"
     ),
     "queries without their mean, a scale a key": (
         "with the mean query of each block subtracted from the queries and one scale per key"
