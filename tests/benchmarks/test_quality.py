@@ -68,6 +68,7 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 @pytest.mark.slow
 def test_every_mode_has_a_row_of_the_same_tokens(measured: tuple[Path, Any]) -> None:
+    from benchmarks.quality import labels
     from benchmarks.quality.modes import modes, reported_modes
 
     names = [mode.name for mode in (*modes(LAYERS), *reported_modes(LAYERS))]
@@ -85,8 +86,9 @@ def test_every_mode_has_a_row_of_the_same_tokens(measured: tuple[Path, Any]) -> 
         assert {"commit", "torch", "transformers", "date", "cpu", "digest"} <= set(row)
     shown = script("lossy_modes", "table", "--out", str(out))
     assert "126 tokens, exact perplexity " in shown
-    assert "pass keys found of 3, the exact model " in shown
-    assert all(f"| {name} |" in shown for name in names)
+    assert "pass keys found of 3 (exact model: " in shown
+    assert all(f"| {labels.of_mode(name)} |" in shown for name in names)
+    assert len({labels.of_mode(name) for name in names}) == len(names)
 
 
 @pytest.mark.slow
@@ -335,6 +337,7 @@ def test_the_page_shows_the_bytes_of_gemmas_merged_layers() -> None:
     ["codes3", "codes4", "weights", "errors", "formats", "attention", "scores", "tables"],
 )
 def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part: str) -> None:
+    from benchmarks.quality import labels
     from benchmarks.quality.designs import PARTS
 
     out = tmp_path / "designs.jsonl"
@@ -352,7 +355,8 @@ def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part
         assert kl["1 bits, blocks of 512"] < kl["0 bits, blocks of 512"]
         assert kl["int8"] < kl["nf4"] < kl["0 bits, blocks of 512"]
     shown = script("designs", "table", "--out", str(out))
-    assert all(f"| {row['mode']} | " in shown for row in rows)
+    assert all(f"| {labels.of_design(row['mode'])} | " in shown for row in rows)
+    assert len({labels.of_design(row["mode"]) for row in rows}) == len(rows)
     first, *others = rows
     assert "kl_beside" not in first
     for row in others:
@@ -483,14 +487,16 @@ def test_pairs_are_chosen_greedily_and_their_rows_keep_their_lengths(subject: An
 
 
 def test_pairings_run_from_end_to_end(folder: Path, tmp_path: Path) -> None:
+    from benchmarks.quality import layer_pairs
+
     out = tmp_path / "pairs.jsonl"
     given = ["measure", "--model", str(folder), "--texts", "prose", "--length", "256"]
     given += ["--prompt", "192", "--sequences", "2", "--counts", "1", "2", "--out", str(out)]
     script("layer_pairs", *given)
     shown = script("layer_pairs", "table", "--out", str(out))
     assert "of 6 pairs alone" in shown
-    assert shown.count("| by cosine |") == shown.count("| by cost alone |") == 2
-    assert shown.count("| neighbours |") == 1, "from the middle on there is one pair"
+    counts = {way: shown.count(f"| {label} |") for way, label in layer_pairs.WAYS.items()}
+    assert counts == {"by cosine": 2, "by cost alone": 2, "neighbours": 1}, "one pair of neighbours"
 
 
 @pytest.mark.slow
