@@ -295,6 +295,22 @@ def test_the_page_shows_the_rows_of_gemmas_merged_layers() -> None:
         assert f"| {change} | {row['kl']:.4f} ({row['kl_se']:.4f}) |" in table, row["mode"]
 
 
+def test_the_page_shows_the_rows_of_gemmas_merged_layers_on_a_gpu() -> None:
+    page = (ROOT / "docs" / "measured" / "real-models.md").read_text()
+    table = page.partition("| cache of Gemma 3 270M on an H200 |")[2].partition("\n\n")[0]
+    rows = ROOT / "benchmarks" / "results" / "nvidia-h200" / "quality-aligned.jsonl"
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    found = [row for row in found if row["commit"] == "7ff2f42a" and row["text"] != "keys"]
+    names = {"prose": "prose", "source": "source code"}
+    wanted = {
+        f"| {names[row['text']]} | {100 * row['change']:+.2f} % | {100 * row['change_se']:.2f} % "
+        f"| {row['kl']:.4f} |"
+        for row in found
+    }
+    shown = ["| " + line.split("| ", 2)[2] for line in table.splitlines()[2:]]
+    assert set(shown) == wanted and len(shown) == len(wanted) == 13
+
+
 def test_the_page_shows_the_bytes_of_gemmas_merged_layers() -> None:
     """One key-value head of 256; three layers attend to all tokens, 15 to a window of 512."""
     page = (ROOT / "docs" / "measured" / "real-models.md").read_text()
