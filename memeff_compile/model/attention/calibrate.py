@@ -8,7 +8,9 @@ diffusion models, per time step. A level is acceptable if its worst score over a
 enough; the mean score does not count.
 
 If a share of the calls gets the more precise level, the calls are compared by their effect on the
-model's output: for each call, the model runs again with only this call at the less precise level. A
+model's output: for each call, the model runs again with only this call in low bits, once at each of
+two levels. The difference of the two changes of the output counts. Any change makes the rest of a
+16-bit model round differently, more so in early layers, and this part cancels in the difference. A
 layer whose own result changes little may change the output much, and the reverse.
 """
 
@@ -41,6 +43,8 @@ SHARED_LEVELS = ("4b", "8b")
 LEAST_SCORE = 0.98
 MEASURES = ("output", "attention")
 """What is compared with exact attention: the output of the model, or the result of the call."""
+FINEST = "8b+f16"
+"""The level that shows the effect of rounding alone, if the more precise level is exact."""
 MOST_DRIFT = 0.1
 """The largest change of the output between two exact runs, relative to the largest change by a call
 in low bits, with which the changes by calls have a meaning.
@@ -60,8 +64,9 @@ class Calibration(VerbReport, dict[str, Any]):
     It can be stored as JSON. Its keys are: `levels`, which maps each attention module to a level,
     or to a list with a level per call; `scores`, which contains for each attention, level and call
     the mean and standard deviation of the score over inputs, and the worst score; and `min_score`,
-    or `share` and `by` if `share` was passed. If `by` is "output", `changes` contains the change of
-    the model's output for each attention and call, as the mean over inputs.
+    or `share` and `by` if `share` was passed. If `by` is "output", `changes` contains, for each
+    attention and call, how much more the model's output changes at the first level than at the
+    second, as the mean over inputs.
     """
 
     def __str__(self) -> str:
@@ -167,13 +172,13 @@ def calibrate_attention(
         levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
             reaches the score, `exact` is chosen. With `share`, there must be two levels, by default
             `4b` and `8b`; the second may be `exact`.
-        by: How `share` measures harm. "output": for each call, the model runs again with only this
-            call at the first level, and the change of the model's output counts, as the mean over
-            inputs. The change is the KL divergence if the output has `logits`, otherwise the
-            relative squared error of the largest output tensor. "attention": the worst score
-            counts, as in SageAttention2. By default "output" if each attention is called once per
-            input and the output contains a floating-point tensor that is the same in a second run,
-            otherwise "attention".
+        by: How `share` measures harm. "output": for each call and input, the model runs twice more,
+            with only this call at the first and at the second level. The difference of the changes
+            of the model's output counts, as the mean over inputs. A change is the KL divergence if
+            the output has `logits`, otherwise the relative squared error of the largest output
+            tensor. "attention": the worst score counts, as in SageAttention2. By default "output"
+            if each attention is called once per input and the output contains a floating-point
+            tensor that is the same in a second run, otherwise "attention".
         run: A function that runs the model on one input, if `model(input)` does not; for example a
             whole sampling loop. For `by="output"`, it returns the model's output.
 
@@ -204,7 +209,8 @@ def calibrate_attention(
         one = _Run(model, run or call, each)
         places = one.score([level for level in levels if level != EXACT], found)
         if changes is not None:
-            problem = one.compare(places, levels[0], changes, are_single=by is None)
+            pair = levels[0], FINEST if levels[1] == EXACT else levels[1]
+            problem = one.compare(places, pair, changes, are_single=by is None)
             if problem and by is not None:
                 raise CalibrationError(problem)
             changes = None if problem else changes
@@ -273,10 +279,15 @@ class _Run:
         return places
 
     def compare(
-        self, places: Sequence[tuple[str, int]], level: str, changes: _Changes, *, are_single: bool
+        self,
+        places: Sequence[tuple[str, int]],
+        pair: tuple[str, str],
+        changes: _Changes,
+        *,
+        are_single: bool,
     ) -> str | None:
-        """Add to the dictionary ``changes`` how much the model's output changes if one call runs at
-        a level, for each of the calls `places`.
+        """Add to the dictionary ``changes``, for each of the calls `places`, how much more the
+        model's output changes with only this call at the first of two levels than at the second.
 
         Return a sentence if the output cannot be compared, otherwise None. With `are_single`, a
         site that was called more than once is such a reason.
@@ -285,28 +296,32 @@ class _Run:
             return "by is 'output', but a run returns no floating-point tensor; return the output."
         if are_single and len({site for site, _ in places}) < len(places):
             return "an attention is called more than once per input"
-        wanted, are_logits = self.exact
-        found = []
-        for place in (None, *places):
-
-            def seen(attended: Attended, place: tuple[str, int] | None = place) -> Tensor | None:
-                return attended.at(level) if (attended.site, attended.number) == place else None
-
-            output = self._output(seen)
-            found.append(
-                math.inf if output is None else change_of(output[0], wanted, are_logits=are_logits)
-            )
-        drift, *harms = found
-        if harms and drift > MOST_DRIFT * max(harms):
+        drift = self._change(None, pair[0])
+        each = [[self._change(place, level) for level in pair] for place in places]
+        if each and drift > MOST_DRIFT * max(first for first, _ in each):
             return (
                 f"by is 'output', but two exact runs on the same input differ by {drift:.2g} in "
                 "the output; make runs repeatable, or use by='attention'."
             )
         calls: Counter[str] = Counter()
-        for (site, _), harm in zip(places, harms, strict=True):
-            _note(changes.setdefault(site, []), calls[site], harm)
+        for (site, _), (first, second) in zip(places, each, strict=True):
+            more = first - second if math.isfinite(second) else math.inf
+            _note(changes.setdefault(site, []), calls[site], more)
             calls[site] += 1
         return None
+
+    def _change(self, place: tuple[str, int] | None, level: str) -> float:
+        """Return the change of the output if one call runs at a level, or with None if the model
+        runs again as it is."""
+
+        def seen(attended: Attended) -> Tensor | None:
+            return attended.at(level) if (attended.site, attended.number) == place else None
+
+        assert self.exact is not None
+        output = self._output(seen)
+        if output is None:
+            return math.inf
+        return change_of(output[0], self.exact[0], are_logits=self.exact[1])
 
 
 def _levels(

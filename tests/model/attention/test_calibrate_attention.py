@@ -117,8 +117,10 @@ def test_calls_that_change_the_output_most_get_the_more_precise_level(by: str | 
     assert lines[2].split()[0] == worst
     x = inputs[0]
     wanted = model(x).float()
-    with Lower(model.loud, "4b"):
-        off = (model(x).float() - wanted).square().sum() / wanted.square().sum()
+    off = []
+    for level in ("4b", "8b"):
+        with Lower(model.loud, level):
+            off.append((model(x).float() - wanted).square().sum() / wanted.square().sum())
     assert changes["loud"] == pytest.approx(
         statistics.mean(
             calibrate_attention(model, [each], share=0.25, by=by)["changes"]["loud"][0]
@@ -126,7 +128,7 @@ def test_calls_that_change_the_output_most_get_the_more_precise_level(by: str | 
         )
     )
     (first,) = calibrate_attention(model, [x], share=0.25, by=by)["changes"]["loud"]
-    assert first == pytest.approx(float(off), rel=1e-5)
+    assert first == pytest.approx(float(off[0] - off[1]), rel=1e-5)
 
 
 class Lower:
@@ -157,13 +159,17 @@ def test_changes_of_logits_are_divergences() -> None:
             return {"hidden": x.repeat(1, 9, 1, 1), "logits": 10.0 * self.layer(x).float()}
 
     model, x = Judged(), draw()
-    (found,) = calibrate_attention(model, [x], share=0.0)["changes"]["layer"]
     wanted = model(x)["logits"].log_softmax(-1)
-    with Lower(model.layer, "4b"):
-        ours = model(x)["logits"].log_softmax(-1)
-    divergence = (wanted.exp() * (wanted - ours)).sum(-1).mean()
-    assert found == pytest.approx(float(divergence), rel=1e-4)
-    assert found > 0.0
+    divergence = {}
+    for level in ("4b", "8b", "8b+f16"):
+        with Lower(model.layer, level):
+            ours = model(x)["logits"].log_softmax(-1)
+        divergence[level] = float((wanted.exp() * (wanted - ours)).sum(-1).mean())
+    for high, least in (("8b", "8b"), ("exact", "8b+f16")):
+        given = {"share": 0.0, "levels": ("4b", high)}
+        (found,) = calibrate_attention(model, [x], **given)["changes"]["layer"]
+        assert found == pytest.approx(divergence["4b"] - divergence[least], rel=1e-3)
+        assert found > 0.0
 
 
 @pytest.mark.parametrize(
