@@ -366,8 +366,8 @@ def _sentence(info: GraphInfo, site: Site) -> str:
     ]
     if not op_folder.has_fp8(query.device) and site.levels != ("8b+f16",):
         parts.append("this GPU does not multiply E4M3: weights and values in fp16")
-    elif query.shape[3] > op_folder.WIDEST_E4M3 and "8b" in site.levels:
-        parts.append(f"8b with heads of {query.shape[3]}: weights and values in fp16")
+    elif query.shape[3] > op_folder.WIDEST_E4M3 and site.levels != ("8b+f16",):
+        parts.append(f"heads of {query.shape[3]}: weights and values in fp16")
     if len(site.levels) > 1:
         parts.append("calls are counted while the model runs")
     parts += [f"{level} {NEVER_FASTER[level]}: exact is used instead" for level in site.left_out]

@@ -99,14 +99,12 @@ def test_a_causal_call(level: str) -> None:
     check(attend, *qkv(), level=level)
 
 
-@pytest.mark.parametrize("level", ["8b", "4b"])
-def test_wide_heads_of_8_bits_have_values_in_fp16(level: str) -> None:
+@pytest.mark.parametrize("level", ["8b", "8b+f16", "4b"])
+def test_wide_heads_have_values_in_fp16(level: str) -> None:
     """As accurate as `8b+f16`, and the report names the format."""
     operands = [x.repeat(1, 1, 1, 9)[..., :129] for x in qkv()]
     found, (record,) = run(attend, *operands, attention=level)
-    assert ("8b with heads of 129: weights and values in fp16" in record.sentence) == (
-        level == "8b"
-    )
+    assert ("heads of 129: weights and values in fp16" in record.sentence) == (level != "8b+f16")
     if level == "8b":
         assert torch.equal(found, run(attend, *operands, attention="8b+f16")[0])
         assert relative_l1(found, attend(*operands)) <= 0.02

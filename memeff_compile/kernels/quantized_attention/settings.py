@@ -42,7 +42,7 @@ NARROWEST = 64
 """The fewest channels of a tile of codes."""
 
 WIDEST_E4M3 = 128
-"""The most channels of a head whose values the level `8b` keeps in E4M3.
+"""The most channels of a head whose values are in E4M3.
 
 Products of E4M3 numbers are summed apart from the sums of earlier tiles, and with wider heads there
 are not enough registers for both. Products of fp16 numbers are added in the tensor cores, which is
@@ -197,8 +197,8 @@ def settings_for(
     """Return the arithmetic settings of a precision level."""
     small = MOST_ODD if granularity == "row" else MOST_SMALL
     limit = small if level == "4b" else MOST_CODE
-    is_wide = level == "8b" and depth > WIDEST_E4M3
-    values = "e4m3" if has_fp8 and level != "8b+f16" and not is_wide else "f16"
+    has_e4m3 = has_fp8 and level != "8b+f16" and depth <= WIDEST_E4M3
+    values = "e4m3" if has_e4m3 else "f16"
     own = "qkv" if level == "4b" else "kv"
     return Settings(limit, values, granularity, own if smooth is None else smooth, with_lse)
 

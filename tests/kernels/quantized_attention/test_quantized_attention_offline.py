@@ -289,8 +289,7 @@ def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
     """Compile the kernels of the preparation."""
     from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
 
-    is_wide = depth > WIDEST_E4M3 and changes.get("LIMIT") != 15
-    value = "*fp16" if capability < 89 or is_wide else "*fp8e4nv"
+    value = "*fp16" if capability < 89 or depth > WIDEST_E4M3 else "*fp8e4nv"
     flags = {"HAS_REST": value == "*fp8e4nv", "EARLY": capability >= 90}
     constants = _preparation(depth, **flags, **changes)
     wide = depth_block(depth, NARROWEST)
