@@ -53,7 +53,7 @@ NEVER_FASTER = {
 }
 """Levels that need a minimum length: if none is set, a call at these levels stays exact."""
 
-WIDEST = 128  # wider heads were measured to be slower than PyTorch's kernels
+WIDEST = 128  # wider heads were measured to be no faster than PyTorch's kernels
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ def _without_gain(
     if op_folder.engine_for(query.device, query.dtype) == "reference":
         return _not_faster(node, f"the kernels need {kernels_need(query.device)}")
     if depth > WIDEST:
-        return _not_faster(node, f"heads of {depth} were measured to be slower in 8 bits")
+        return _not_faster(node, f"heads of {depth} were measured to be no faster in 8 bits")
     if 4 * depth < 3 * (NARROW if depth <= NARROW else WIDEST):
         what = "leave much of a tile empty, and were not measured to be faster"
         return _not_faster(node, f"heads of {depth} {what}")
@@ -367,6 +367,8 @@ def _sentence(info: GraphInfo, site: Site) -> str:
     ]
     if not op_folder.has_fp8(query.device) and site.levels != ("8b+f16",):
         parts.append("this GPU does not multiply E4M3: weights and values in fp16")
+    elif query.shape[3] > op_folder.WIDEST_E4M3 and site.levels != ("8b+f16",):
+        parts.append(f"heads of {query.shape[3]}: weights and values in fp16")
     if len(site.levels) > 1:
         parts.append("calls are counted while the model runs")
     parts += [f"{level} {NEVER_FASTER[level]}: exact is used instead" for level in site.left_out]

@@ -279,9 +279,8 @@ def attend(
         is_plain = made.correction is None or settings.starts
         has_tables = given.has_tables() or made.is_scaled_per_key or not is_plain
         kinds = {"has_tables": has_tables, "has_starts": settings.starts}
+        kinds["has_f16"] = VALUES[settings.values].dtype != torch.float8_e4m3fn
         shape = shapes.shape_for(q.shape[3], gpu(q.device), **kinds)
-        if VALUES[settings.values].dtype != torch.float8_e4m3fn:
-            shape = replace(shape, registers=None)  # its tiles leave room for two blocks anyway
     return attend_packed(made, q, k.shape[1], k.shape[2], given, settings, shape)
 
 

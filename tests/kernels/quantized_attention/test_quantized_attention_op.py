@@ -421,6 +421,9 @@ def test_engines_and_formats_of_devices() -> None:
     assert has_fp8(torch.device("cpu"))
     assert settings_for("8b", has_fp8=False).values == "f16"
     assert settings_for("8b+f16").values == "f16"
+    for level in ("8b", "4b"):
+        found = [settings_for(level, depth=depth).values for depth in (64, 128, 129, 256)]
+        assert found == ["e4m3", "e4m3", "f16", "f16"]
     assert set(VALUES) > {"e4m3", "f16"}
 
 
