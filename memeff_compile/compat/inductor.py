@@ -4,9 +4,11 @@ saves it and records it as a CUDA graph."""
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import hashlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,7 +138,8 @@ def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Ite
         else:
             wait(self, scope)
 
-    with functorch_config.patch(force_non_lazy_backward_lowering=trains):
+    lazily = functorch_config.patch(force_non_lazy_backward_lowering=trains)
+    with lazily, checks_best_vectors_only(patches):
         AsyncCompile.wait = wait_later  # type: ignore[method-assign]
         try:
             yield
@@ -144,6 +147,66 @@ def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Ite
             AsyncCompile.wait = wait  # type: ignore[method-assign]
     for each, scope in left:
         wait(each, scope)
+
+
+@contextlib.contextmanager
+def checks_best_vectors_only(patches: Mapping[str, Any]) -> Iterator[None]:
+    """In this context, Inductor checks only the best set of vector instructions of an x86 CPU.
+
+    Before Inductor first generates C++, it compiles and loads test programs for each set of vector
+    instructions that the CPU has, one set after another, and then uses the best set. In this
+    context, Inductor checks the next best set only if the check of the best one failed. The check
+    begins at once in a thread. If a setting asks for a certain set, Inductor checks all sets.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    every = cpu_vec_isa.valid_vec_isa_list
+    if not any(key.startswith("cpp.") for key in patches) and _uses_best_vectors(every):
+        context = contextvars.copy_context()  # Inductor's config may differ between threads
+        threading.Thread(target=context.run, args=(_check_ahead,), daemon=True).start()
+
+    def best_only() -> list[Any]:
+        if not _uses_best_vectors(every):
+            return every()
+        return _best_vectors() or every()
+
+    cpu_vec_isa.valid_vec_isa_list = best_only
+    try:
+        yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = every
+
+
+def _uses_best_vectors(every: Any) -> bool:
+    from torch._inductor import config
+
+    asks = os.environ.get("ATEN_CPU_CAPABILITY"), config.cpp.simdlen, config.cpp.vec_isa_ok
+    are_checked = hasattr(every, "cache_info") and every.cache_info().currsize
+    return not any(each is not None for each in asks) and not are_checked
+
+
+def _best_vectors() -> list[Any]:
+    """Return the best set of vector instructions that passes Inductor's check, in a list, or an
+    empty list."""
+    from torch._inductor import cpu_vec_isa
+
+    with _checking_vectors:
+        if not _best_found:
+            flags = {*cpu_vec_isa.x86_isa_checker()}
+            known = cpu_vec_isa.supported_vec_isa_list
+            _best_found.append(
+                next((each for each in known if {*str(each).split()} <= flags and each), None)
+            )
+    return [each for each in _best_found if each is not None]
+
+
+def _check_ahead() -> None:
+    with contextlib.suppress(Exception):  # Inductor's own check raises the exception again
+        _best_vectors()
+
+
+_checking_vectors = threading.Lock()
+_best_found: list[Any] = []
 
 
 def is_to_be_saved() -> bool:
