@@ -170,7 +170,7 @@ def checks_best_vectors_only(patches: Mapping[str, Any]) -> Iterator[None]:
             return every()
         return _best_vectors() or every()
 
-    cpu_vec_isa.valid_vec_isa_list = best_only
+    cpu_vec_isa.valid_vec_isa_list = best_only  # type: ignore[assignment]
     try:
         yield
     finally:
