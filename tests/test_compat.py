@@ -509,29 +509,45 @@ def test_inductor_compiles_a_graph_under_patches() -> None:
     assert model.head.weight.grad is not None
 
 
-@probes("compile_with_inductor")
-def test_what_inductor_keeps_on_disk_is_tagged(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return a list that gets the settings of each later compilation, in place of compiling."""
     import torch._inductor.compile_fx
-    from torch.compiler import config
 
-    tags: list[str] = []
+    given: list[dict[str, Any]] = []
 
     def compile_fx(gm: Any, inputs: Any, config_patches: Any) -> Any:
-        tags.append(config.cache_key_tag)
+        given.append(config_patches)
         return gm.forward
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    return given
+
+
+@probes("compile_with_inductor")
+def test_what_inductor_keeps_on_disk_is_tagged(settings: list[dict[str, Any]]) -> None:
+    from torch._inductor import config
+    from torch._inductor.codecache import FxGraphHashDetails
+
     graph = torch.fx.symbolic_trace(torch.nn.Identity())
     for tag in ("", "", "another choice"):
         compat.compile_with_inductor(graph, [], {}, tag)
+    tags = [each["unsafe_marked_cacheable_functions"]["memeff_compile"] for each in settings]
     assert tags[0] == tags[1]
     assert len(set(tags)) == 2
     assert all(compat.op_fingerprint() in tag for tag in tags)
-    assert config.cache_key_tag == ""
+    keys = []
+    for patches in ({}, *settings):
+        with config.patch(patches):  # type: ignore[attr-defined]
+            keys.append(repr(FxGraphHashDetails(graph, [], {}, []).inductor_config))
+    assert keys[1] == keys[2]
+    assert len(set(keys)) == 3
 
 
-@probes("cacheable_operations")
-def test_inductor_stores_graphs_that_replay_random_numbers() -> None:
+@probes("compile_with_inductor")
+def test_inductor_stores_graphs_that_replay_random_numbers(
+    settings: list[dict[str, Any]],
+) -> None:
     from torch._inductor import codecache, config
     from torch._prims import rng_prims
 
@@ -541,9 +557,12 @@ def test_inductor_stores_graphs_that_replay_random_numbers() -> None:
     op = rng_prims.graphsafe_run_with_rng_state
     graph.output(graph.call_function(op, given, {"rng_state": state}))
     gm = GraphModule(nn.Module(), graph)
-    with config.patch(compat.cacheable_operations()):  # type: ignore[attr-defined]
+    own = {"torch.ops.own": "1"}
+    compat.compile_with_inductor(gm, [], {"unsafe_marked_cacheable_functions": own})
+    with config.patch(settings[0]):  # type: ignore[attr-defined]
+        assert own.items() <= config.unsafe_marked_cacheable_functions.items()
         codecache.FxGraphCache._check_for_hop(gm)
-    if compat.cacheable_operations():
+    if not op.cacheable():  # before torch 2.13
         with pytest.raises(codecache.BypassFxGraphCache):
             codecache.FxGraphCache._check_for_hop(gm)
 

@@ -80,34 +80,34 @@ def compile_with_inductor(
     ``tag`` is a string, also part of the key, with all other facts that affect the compiled ops but
     are not in the graph.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
-    from torch.compiler import config
 
-    tagged = f"{config.cache_key_tag}memeff:{op_fingerprint()}:{tag}"
-    with config.patch(cache_key_tag=tagged):  # type: ignore[attr-defined]
-        changed = {**cacheable_operations(), **patches}
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=changed)
+    # A setting of Inductor, for keys of graphs alone: torch.compiler.config.cache_key_tag would
+    # also change the keys of the kernel settings that Inductor measured in the first run.
+    name = "unsafe_marked_cacheable_functions"
+    given = patches.get(name, getattr(config, name))
+    versions = {"memeff_compile": f"{op_fingerprint()}:{tag}", **_operations_to_cache()}
+    changed = {**patches, name: {**given, **versions}}
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=changed)
     return cast("Compiled", compiled)
 
 
-def cacheable_operations() -> dict[str, Any]:
-    """Return changes to Inductor's config with which torch 2.11 and 2.12 store graphs in their
-    caches that later versions store without a change.
+def _operations_to_cache() -> dict[str, str]:
+    """Return the names and versions of operations with which torch 2.11 and 2.12 store graphs in
+    their caches only if a setting names the operations.
 
     If a checkpoint makes the backward pass call a random operation again, AOTAutograd wraps the
     operation in `graphsafe_run_with_rng_state` on a GPU. PyTorch also counts its fused attention
     without dropout as random. The state of the random numbers is an argument of the compiled code,
     so the code can be stored; torch 2.13 declares this, and torch 2.11 does not yet.
     """
-    from torch._inductor import config
     from torch._prims import rng_prims
 
     wrapper = getattr(rng_prims, "graphsafe_run_with_rng_state", None)
-    named: dict[str, str] | None = getattr(config, "unsafe_marked_cacheable_functions", None)
-    if wrapper is None or named is None or wrapper.cacheable():
+    if wrapper is None or wrapper.cacheable():
         return {}
-    name = f"{wrapper.__module__}.{wrapper.__name__}"
-    return {"unsafe_marked_cacheable_functions": {**named, name: torch.__version__}}
+    return {f"{wrapper.__module__}.{wrapper.__name__}": torch.__version__}
 
 
 @contextlib.contextmanager
