@@ -598,6 +598,24 @@ def test_traced_lines_are_named_only_when_a_log_shows_them(
     assert files == [__file__]
 
 
+@probes("record_artifact", "loaded_artifacts")
+def test_artifacts_of_this_package_are_saved_and_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch.compiler._cache import CacheArtifactManager
+
+    with CacheArtifactManager.with_fresh_cache():
+        compat.record_artifact("name", {"key": [1]})
+        saved = torch.compiler.save_cache_artifacts()
+        assert saved is not None
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        assert compat.loaded_artifacts() == {}
+        torch.compiler.load_cache_artifacts(saved[0])
+        assert {name: read() for name, read in compat.loaded_artifacts().items()} == {
+            "name": {"key": [1]}
+        }
+
+
 @probes("op_fingerprint")
 def test_fingerprint_follows_schemas_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import memeff_compile.kernels.linear_cross_entropy  # noqa: F401  (registers an op)

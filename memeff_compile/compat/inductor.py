@@ -8,10 +8,12 @@ import contextvars
 import copy
 import functools
 import hashlib
+import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -292,6 +294,35 @@ def call_in_inductor(op: torch._ops.OpOverload) -> None:
         return found
 
     lowering.register_lowering(op, type_promotion_kind=None)(call)
+
+
+def record_artifact(name: str, content: Mapping[str, Any]) -> None:
+    """Add an object, which JSON can contain, to the artifacts that
+    `torch.compiler.save_cache_artifacts` saves.
+
+    The artifact has a type of Inductor's, so that PyTorch can load it in a process that has not
+    imported this package; for an unknown type, PyTorch would load no artifact at all.
+    """
+    from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
+    from torch.compiler._cache import CacheArtifactManager
+
+    kind = AutotuneCacheArtifact.type()
+    CacheArtifactManager.record_artifact(kind, f"{_ARTIFACTS}/{name}.json", dict(content))
+
+
+def loaded_artifacts() -> dict[str, Callable[[], Any]]:
+    """Return a function for each artifact of this package that
+    `torch.compiler.load_cache_artifacts` has loaded, by name; the function reads the artifact."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    def read(path: Path) -> Any:
+        return json.loads(path.read_bytes())
+
+    found = (Path(cache_dir()) / _ARTIFACTS).glob("*.json")
+    return {path.stem: functools.partial(read, path) for path in found}
+
+
+_ARTIFACTS = "memeff_compile"
 
 
 def op_fingerprint() -> str:
