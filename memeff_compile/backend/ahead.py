@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import compat
-from ..kernels.library import Launch, noted
+from ..kernels.library import Launch, noted, unpack
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ def compile_ahead(gm: GraphModule, *, trains: bool) -> list[Future[list[Future[N
 
 def _compile(call: Call, *, trains: bool) -> list[Future[None]]:
     try:
+        unpack()  # kernels that another process compiled and saved
         with torch.cuda.device(call.device):
             launches = call.launches(trains=trains)
     except Exception:

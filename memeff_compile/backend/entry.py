@@ -213,6 +213,7 @@ def compile(
         said = f"compile was given the class {model.__name__}; it needs a model that is made of it."
         raise UnsupportedInputError(said)
     checked = or_off(_parse(mode, options, settings))
+    start_workers()  # again: this module may have been loaded before CUDA was initialized
     given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
     if model is None:  # a decorator: the function or module that follows decides
         given |= settings
@@ -257,4 +258,5 @@ def reset() -> None:
 
 
 keep_transformers_losses_in_one_graph()
+compat.name_lines_only_in_logs()
 start_workers()  # torch loads this module before it traces a model for it

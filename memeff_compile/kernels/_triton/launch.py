@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...compat import current_gpu
 from . import compat
+from .stored import record
 from .typed import is_typed, typed
 
 Argument: TypeAlias = "Tensor | int | float | tuple[Argument, ...]"
@@ -97,7 +98,7 @@ def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> 
     if notes is not None:
         notes.append(Launch(kernel, _typed(arguments), packed(kernel, given)))
         return
-    kernel[grid](*arguments, **packed(kernel, given))
+    record(kernel[grid](*arguments, **packed(kernel, given)))
 
 
 def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -306,6 +307,7 @@ def _compile(
     """Run a kernel through Triton's own launch, and store the compiled kernel under `key`."""
     constants = packed(kernel, constants)
     compiled = kernel[grid](*arguments, **constants)
+    record(compiled)
     if len(_compiled) >= _MOST:
         _compiled.clear()
     _compiled[key] = compat.launcher(kernel, compiled, constants, len(arguments))
