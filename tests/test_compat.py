@@ -567,37 +567,6 @@ def test_inductor_stores_graphs_that_replay_random_numbers(
             codecache.FxGraphCache._check_for_hop(gm)
 
 
-@probes("name_lines_only_in_logs")
-def test_traced_lines_are_named_only_when_a_log_shows_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch._dynamo import funcname_cache, symbolic_convert
-
-    files: list[str] = []
-    read = funcname_cache._add_file
-
-    def reading(file: str) -> None:
-        files.append(file)
-        read(file)
-
-    monkeypatch.setattr(funcname_cache, "_add_file", reading)
-    kind: Any = symbolic_convert.InstructionTranslatorBase
-    funcname_cache.clearcache()
-    compat.name_lines_only_in_logs()
-    found = kind.get_line_of_code_header
-    compat.name_lines_only_in_logs()
-    assert kind.get_line_of_code_header is found
-    look(lambda gm, inputs: None)
-    assert files == []
-    line = inspect.getsourcelines(Model)[1]
-    traced = SimpleNamespace(f_code=Model.forward.__code__, inline_depth=2, lineno=line + 7)
-    later, expected = found(traced), found.__wrapped__(traced, lineno=line + 7)
-    traced.lineno = 1
-    assert str(later) == f"{later}" == expected
-    assert "(Model.forward) (inline depth: 2)" in expected
-    assert files == [__file__]
-
-
 @probes("record_artifact", "loaded_artifacts")
 def test_artifacts_of_this_package_are_saved_and_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -258,5 +258,4 @@ def reset() -> None:
 
 
 keep_transformers_losses_in_one_graph()
-compat.name_lines_only_in_logs()
 start_workers()  # torch loads this module before it traces a model for it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import re
 import sys
@@ -16,7 +15,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch._guards import CompileContext, TracingContext
-from torch._logging._internal import LazyString
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -239,28 +237,6 @@ def substitute_while_tracing(
     register: Any = torch.compiler.substitute_in_graph
     register(function, skip_signature_check=True)(substitute)
     return original
-
-
-def name_lines_only_in_logs() -> None:
-    """Let Dynamo name the lines that it traces only when a log shows the name.
-
-    Dynamo makes the text for a log message at most traced operations, even if no log shows it. For
-    the text, Dynamo splits each traced source file into tokens, which takes a tenth of the time of
-    tracing a model.
-    """
-    from torch._dynamo import symbolic_convert
-
-    translator: Any = symbolic_convert.InstructionTranslatorBase
-    named: Any = getattr(translator, "get_line_of_code_header", None)
-    if named is None or hasattr(named, "__wrapped__"):
-        return
-
-    @functools.wraps(named)
-    def named_later(self: Any, lineno: int | None = None) -> Any:
-        line = self.lineno if lineno is None else lineno  # `self.lineno` changes until then
-        return LazyString(named, self, lineno=line)
-
-    translator.get_line_of_code_header = named_later
 
 
 def chunks_probability_targets() -> bool:

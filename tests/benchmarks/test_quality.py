@@ -308,7 +308,8 @@ def test_the_page_shows_the_rows_of_gemmas_merged_layers_on_a_gpu() -> None:
         for row in found
     }
     shown = ["| " + line.split("| ", 2)[2] for line in table.splitlines()[2:]]
-    assert set(shown) == wanted and len(shown) == len(wanted) == 13
+    assert set(shown) == wanted
+    assert len(shown) == len(wanted) == 13
 
 
 def test_the_page_shows_the_bytes_of_gemmas_merged_layers() -> None:
