@@ -225,7 +225,7 @@ def _require_classes(
 def _require(
     kind: str, beta: float, temperature: float, reduction: str, mask: Tensor | None, hidden: Tensor
 ) -> None:
-    """Raise an error for an unsupported setting that the op does not check itself."""
+    """Raise an error for an unsupported setting that the fused op does not check itself."""
     sentence = None
     if kind not in _KINDS:
         sentence = f"kind is {kind!r}; use one of {', '.join(_KINDS)}."

@@ -359,7 +359,7 @@ _NOT_CHOSEN = object()
 
 
 def is_disabled() -> bool:
-    """Return whether the environment variable `MEMEFF_DISABLE` switches everything off."""
+    """Return whether the environment variable `MEMEFF_DISABLE` switches this package off."""
     return os.environ.get("MEMEFF_DISABLE", "") not in ("", "0")
 
 

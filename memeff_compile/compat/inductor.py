@@ -89,13 +89,14 @@ def compile_with_inductor(
 
 
 def cacheable_operations() -> dict[str, Any]:
-    """Return changes to Inductor's config with which torch 2.11 and 2.12 store graphs in their
-    caches that later versions store without a change.
+    """Return changes to Inductor's config that let torch 2.11 and 2.12 cache the compiled graphs
+    that later versions cache by default.
 
     If a checkpoint makes the backward pass call a random operation again, AOTAutograd wraps the
     operation in `graphsafe_run_with_rng_state` on a GPU. PyTorch also counts its fused attention
     without dropout as random. The state of the random numbers is an argument of the compiled code,
-    so the code can be stored; torch 2.13 declares this, and torch 2.11 does not yet.
+    so the code can be cached; torch 2.13 marks the operation as cacheable, torch 2.11 and 2.12 do
+    not.
     """
     from torch._inductor import config
     from torch._prims import rng_prims

@@ -147,8 +147,8 @@ class DeferredLogits(LazyTensor):
         """Apply `function` to the hidden states of the deferred tensor's rows, and return the
         result.
 
-        `function` gets the rows in their order in memory. The dimensions of the result have the
-        order of this tensor.
+        `function` gets the rows in their order in memory. The dimensions of the result are in the
+        same order as those of this tensor.
         """
         last = len(self.dims) - 1
         shown = self.order or range(last + 1)

@@ -118,8 +118,8 @@ def _activation(call: Call) -> str:
 
 
 def _gains(info: GraphInfo, match: Gated) -> bool:
-    """Return whether the op would overwrite only tensors that the backward pass recomputes for this
-    op and that no other node reads."""
+    """Return whether memeff::gated_linear would overwrite only tensors that the backward pass
+    recomputes for this op and that no other node reads."""
     out, gate, up = (info.tensor(n) for n in (match.linear, match.gate, match.up))
     if out is None or gate is None or up is None:
         return False

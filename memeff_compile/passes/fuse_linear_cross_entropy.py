@@ -337,8 +337,8 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return the report's text about the implementation that the op will use: its name, its
-    measured speed, and the effect of the gradient filter.
+    """Return the report's text about the fused op's implementation: its name, its measured speed,
+    and the effect of the gradient filter.
     """
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)

@@ -549,7 +549,8 @@ class _Hook:
 
     @property
     def is_off(self) -> bool:
-        """Return whether an option of this package or of PyTorch switches all changes off."""
+        """Return whether an option of this package or of PyTorch forbids this package to change
+        models."""
         if is_disabled() or compat.compiling_is_off():
             return True
         compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))

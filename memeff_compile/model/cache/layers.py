@@ -159,7 +159,8 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that have one element per sequence, once they are allocated."""
+        """Yield the tensors that have one entry per sequence, or no tensors before they are
+        allocated."""
         if self.is_initialized:
             for name in self.held:
                 yield (self, name), getattr(self, name)
@@ -620,7 +621,7 @@ class Starts:
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
         """Apply `function`, which reorders, repeats or selects sequences, to the tensors with one
-        element per sequence."""
+        entry per sequence."""
         if not self._shape:
             return
         changed = function(self.places)

@@ -320,8 +320,8 @@ def allowed_by(scalar: Scalar) -> Formula | None:
     """Return the formula that holds for the keys that a mask makes visible (a boolean mask is true
     for these keys, a floating-point mask adds zero to their scores).
 
-    A floating-point mask must add `MASKED` or a lower number to the score of every other key; if
-    the mask adds other numbers to these scores, as a bias does, return None.
+    A floating-point mask must add `MASKED` (-65504) or a lower number to the score of every other
+    key; if the mask adds other numbers to these scores, as a bias does, return None.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):

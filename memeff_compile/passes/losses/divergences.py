@@ -831,8 +831,8 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the coefficients of the six sums that the op can compute, or None if the polynomial
-    has other terms, such as those of a third softmax.
+    """Return the coefficients of the six sums that the fused op can compute, or None if the
+    polynomial has other terms, such as those of a third softmax.
     """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}

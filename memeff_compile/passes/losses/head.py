@@ -9,7 +9,7 @@ as those of LoRA adapters.
 
 Row moves (reorderings and selections of rows) give the same result whether they are applied before
 or after the product. So the rewrite applies row moves to the hidden states. Pointwise steps become
-the arguments ``scale``, ``softcap`` and ``bias`` of the op.
+the arguments ``scale``, ``softcap`` and ``bias`` of the fused op.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that two chains share if their logits have the same rows in the same order.
-
-        The key contains one entry per row move, up to the last one that selects or reorders rows.
+        """Return a key that is equal for two chains (output projections with the steps after them)
+        whose logits have the same rows in the same order. The key contains one entry per row move,
+        up to the last one that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
@@ -786,7 +786,7 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Turn the pointwise steps after an output projection, in order, into arguments of the op.
+    """Turn the pointwise steps after an output projection, in order, into the fused op's arguments.
 
     The arguments are scale, softcap, bias, the tensors that multiply the logits, and the remaining
     classes.
