@@ -53,8 +53,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """Formulas for the Python numbers that a step returns; they compute these numbers from the
-    Python numbers among the step's arguments.
+    """Formulas for the Python numbers that a decoding step returns; the formulas compute these
+    numbers from the Python numbers among the step's arguments.
 
     A replayed CUDA graph computes only tensors, so Python computes the numbers after each replay.
     """

@@ -153,11 +153,11 @@ class LogitsRecipe:
         return weight[:, start:stop] if self.transposed else weight[start:stop]
 
     def cast(self, dtype: torch.dtype) -> LogitsRecipe:
-        """Return the recipe, extended by a cast to `dtype`."""
+        """Return the recipe (list of steps), extended by a cast to `dtype`."""
         return self if dtype == self.dtype else self.then("to", dtype)
 
     def then(self, name: str, value: object = None) -> LogitsRecipe:
-        """Return the recipe, extended by one more step."""
+        """Return the recipe (list of steps), extended by one more step."""
         return replace(self, steps=(*self.steps, (name, value)))
 
     def logits(

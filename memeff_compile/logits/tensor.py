@@ -101,8 +101,8 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a deferred tensor with a separate `Memory`, whose values `recipe` computes from
-        the same hidden states.
+        """Return a deferred tensor with a separate `Memory`; the steps in `recipe` compute its
+        values from the same hidden states.
 
         If the values of this tensor already exist, `function` computes the new values from them.
         `is_whole` says that the new tensor contains all rows, in order.
@@ -174,7 +174,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """Return the recipe that computes the values from hidden states."""
+        """Return the recipe: the steps that compute the values from hidden states."""
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
@@ -450,8 +450,8 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """Return a new deferred tensor whose values are `function` applied to the values of `view`;
-    `recipe` computes the same new values from hidden states.
+    """Return a new deferred tensor whose values are `function` applied to the values of `view`; the
+    steps in `recipe` compute the same new values from hidden states.
     """
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same

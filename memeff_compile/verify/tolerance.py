@@ -58,7 +58,8 @@ class Gap:
 
     @property
     def share(self) -> float:
-        """Return the ratio of the gap to the allowed gap; more than 1 is a mismatch."""
+        """Return the ratio of this gap (difference) to the allowed gap; more than 1 is a
+        mismatch."""
         if self.words:
             return float("inf")
         return self.error / self.allowed if self.allowed > 0 else float(self.error > 0) * 1e300

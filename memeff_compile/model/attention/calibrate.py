@@ -3,9 +3,9 @@
 During the measurement, the model runs with its usual attention. In addition, each attention call is
 also computed at every level (a low-bit format, such as `8b`), on the same queries, keys and values,
 and compared with the exact result. The model continues with the exact result, so an error in one
-layer does not reach the next layer. As in SageAttention2, a level is chosen per layer and, for
-diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
-enough; the mean score does not count.
+layer does not reach the next layer. As in SageAttention2, a level (low-bit format) is chosen per
+layer and, for diffusion models, per time step. A level is acceptable if its worst score over all
+inputs is high enough; the mean score does not count.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Calibration(VerbReport, dict[str, Any]):
         return json.dumps(self, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw, for each attention and level, the mean and the standard deviation of the scores
-        over calls.
+        """Draw, for each attention module and low-bit level, the mean and the standard deviation of
+        the scores over calls.
 
         The extension of `path` determines the file format; without an extension, the format is SVG.
         Raise CalibrationError if matplotlib is not installed.
@@ -97,8 +97,8 @@ class Calibration(VerbReport, dict[str, Any]):
         draw_spreads(path, names, series, "score", CalibrationError, least=least)
 
     def _scores(self) -> tuple[_Scores, list[str]]:
-        """Return the score of each attention module at each level in each of its calls, and the
-        levels for which scores exist.
+        """Return the score of each attention module at each level (low-bit format) in each of its
+        calls, and the levels for which scores exist.
         """
         scores = self["scores"]
         return scores, list(next(iter(scores.values())))
@@ -199,7 +199,8 @@ def calibrate_attention(
 def _levels(
     min_score: float | None, share: float | None, levels: Sequence[str] | None
 ) -> Sequence[str]:
-    """Return the levels to choose from; raise an error if the arguments contradict one another."""
+    """Return the levels (low-bit formats) from which the calibration chooses; raise an error if the
+    arguments contradict one another."""
     for name, number in (("min_score", min_score), ("share", share)):
         if number is not None and not 0.0 <= number <= 1.0:
             raise CalibrationError(f"{name} is {number}; a number between 0 and 1 is needed.")
@@ -225,7 +226,7 @@ def _levels(
 
 
 def restart_attention_calls() -> None:
-    """Make the next call of each attention module use the first level in its list of levels.
+    """Make the next call of each attention module use the first level (low-bit format) in its list.
 
     If a calibration has a list of levels for an attention module, one per call, successive calls
     use these levels in order; after the last level, the next call uses the first level again. Call
@@ -238,8 +239,8 @@ def restart_attention_calls() -> None:
 
 
 def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return, for each attention call, the first of `levels` whose worst score over all inputs is
-    at least `least`."""
+    """Return, for each attention call, the first of `levels` (low-bit formats) whose worst score
+    over all inputs is at least `least`."""
     return {
         site: [
             next((level for level in levels if min(by_level[level][place]) >= least), EXACT)
@@ -250,8 +251,9 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 
 
 def _by_share(found: _Found, share: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return, for each attention call, the second level if the call's score at the first level is
-    in the worst fraction `share` of all scores, otherwise the first level.
+    """Return one of two levels (low-bit formats) for each attention call: the second level if the
+    call's score at the first level is in the worst fraction `share` of all scores, otherwise the
+    first level.
     """
     low, high = levels
     worst = sorted(
@@ -299,8 +301,8 @@ def score(found: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def _watched(model: nn.Module, levels: Sequence[str], found: _Found) -> Iterator[None]:
-    """While a model runs on one input, compare each attention call at each level with the exact
-    result, and add the scores to the dictionary ``found``."""
+    """While a model runs on one input, compare each attention call at each level (low-bit format)
+    with the exact result, and add the scores to the dictionary ``found``."""
     paths, inside = [""], [0]  # of the modules that run, and how often each has called attention
     calls: Counter[str] = Counter()  # that were scored, by site
 

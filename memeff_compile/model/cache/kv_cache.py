@@ -77,9 +77,9 @@ class KVCache(Cache):
             padding. With this mask, `keep_first` counts from the first token after the padding, and
             scales ignore padding.
         merge: None, ``"minicache"``, or a `MiniCache` with settings: the two layers of a pair then
-            share one direction for the keys, and one for the values, of each older token. Merging
-            layers loses more accuracy than 3-bit codes. Merging shows a warning unless you pass the
-            result of `fidelity_report` for your model.
+            share one direction (unit vector) for the keys, and one for the values, of each older
+            token. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
+            unless you pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -151,9 +151,9 @@ class KVCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **how)
 
     def merged(self) -> list[dict[str, Any]]:
-        """Return one dictionary per pair of merged layers (layers that share directions of their
-        older tokens). This property makes the CPU wait for the device, because the numbers are
-        stored on the device.
+        """Return one dictionary per pair of merged layers (layers that share directions of older
+        tokens' keys and values). This property makes the CPU wait for the device, because the
+        numbers are stored on the device.
 
         Each dictionary has these keys:
 
@@ -368,7 +368,7 @@ def _pair(
     starts: Starts,
 ) -> None:
     """From the start layer of `merge` on, replace each pair of layers that can be merged by two
-    layers that share the directions of their older tokens.
+    layers that share the directions (unit vectors) of their older tokens' keys and values.
 
     Two layers form a pair if they are consecutive among the layers that attend to all tokens.
     Layers with a sliding window between them stay exact.

@@ -575,8 +575,8 @@ class Starts:
         self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
-        """Store the starts of new sequences in the existing tensors; if the method raises an error,
-        it has changed no tensor.
+        """Store the start positions of new sequences in the existing tensors; if the method raises
+        an error, it has changed no tensor.
 
         `held` contains the batch sizes of the layers' tensors.
         """

@@ -113,8 +113,8 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two layers that store a common direction for each older token, and a separate length
-    in each layer."""
+    """One of two layers that store common directions (unit vectors) of the keys and values of each
+    older token, and separate lengths in each layer."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")

@@ -52,7 +52,7 @@ class ValuesPair(Pair):
 
 
 class ValuesLayer(MergedLayer):
-    """One of two layers that share the directions of their older tokens' values."""
+    """One of two layers that share the directions (unit vectors) of their older tokens' values."""
 
     held = tuple(name for name in op_folder.OWN_KEYS if name != "counts")
     long = "span", "k_codes", "k_scales"

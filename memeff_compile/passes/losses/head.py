@@ -1,5 +1,5 @@
-"""Recognize how logits are computed from hidden states: by an output projection, then by row moves
-and pointwise steps.
+"""Recognize how logits are computed from hidden states: by an output projection, then by steps that
+move rows and by pointwise steps.
 
     hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
     bias}*
@@ -137,7 +137,7 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two row moves with the same effect on the same rows."""
+        """Return a key that is equal for two steps that move the same rows in the same way."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -863,8 +863,8 @@ def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
-    """Insert copies of the row moves among ``steps`` that apply to the hidden states (with last
-    dimension D instead of V).
+    """Insert copies of those ``steps`` that move rows; the copies apply to the hidden states (with
+    last dimension D instead of V).
     """
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
@@ -896,9 +896,8 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Return which kind of row move ``call`` is: same, reshape, rows, move or detach.
-
-    For a call that is not a row move, return None.
+    """Return in which way ``call`` moves rows: same, reshape, rows, move or detach. For any other
+    call, return None.
     """
     op, args = call.op, call.args
     last = rank - 1
