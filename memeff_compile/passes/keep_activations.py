@@ -9,8 +9,8 @@ The pass changes neither numbers nor nodes: it gives the checkpoint a policy, li
 `context_fn` of `torch.utils.checkpoint`. The checkpoint then saves results of fused attention (with
 their log-sum-exps) and of linear layers; everything else is recomputed as before. If the backward
 pass reads a linear layer's result only after further linear steps, such as the rotary embedding of
-queries and keys, the checkpoint saves the result of these steps instead, which has the same size
-and spares the backward pass more work.
+queries and keys, the checkpoint saves the result of these steps instead. That result has the same
+size, and saving it spares the backward pass more work.
 
 With a limit in bytes, the checkpoint saves the results that save the most time per byte; among
 equal results, those of later blocks come first. A linear's result is not saved if the backward pass

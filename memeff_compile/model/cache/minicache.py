@@ -65,8 +65,9 @@ class MiniCache:
     Layers with a sliding window between them stay exact.
 
     Args:
-        start_layer: earlier layers are not merged; pairs start with the first layer from this one
-            on that attends to all tokens, by default from the middle layer on.
+        start_layer: layers before this one are not merged, and the first pair starts at the first
+            layer, from this one on, that attends to all tokens; by default, this is the middle
+            layer.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
             are merged. Merging the last layer may cost more accuracy than any other;
             `fidelity_report` shows the cost.
