@@ -34,7 +34,7 @@ from .graph.graph_info import GraphInfo, kind_among, node_name
 
 @dataclass(frozen=True)
 class Gated:
-    """A linear whose input is a gated product."""
+    """A linear layer whose input is a gated product, `act(gate) * up`."""
 
     linear: Node
     product: Node
@@ -50,8 +50,8 @@ class FuseGatedLinear(GraphPass):
     """The pass that replaces the last linear layer (the down projection) of each gated MLP inside
     checkpoints.
 
-    The backward passes of the blocks run one after another, so the report shows the bytes saved in
-    one block, not a sum.
+    The backward passes of the model's blocks run one after another, so the report shows the bytes
+    saved in one block, not a sum.
     """
 
     name = "fuse_gated_linear"
@@ -62,8 +62,8 @@ class FuseGatedLinear(GraphPass):
         return super().enabled(info) and info.called_by is not None and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
-        """Yield every linear whose input is a gated product, if gate and up are computed in the
-        checkpoint body.
+        """Yield every linear layer whose input is a gated product, `act(gate) * up`, if gate and up
+        are computed in the checkpoint body.
         """
         for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
@@ -90,7 +90,8 @@ class FuseGatedLinear(GraphPass):
 
 
 def _read(node: Node) -> Gated | None:
-    """Return ``node`` as a linear whose input is a gated product, or None for any other node."""
+    """Return ``node`` as a linear layer whose input is a gated product, `act(gate) * up`, or None
+    for any other node."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     product, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))

@@ -153,7 +153,7 @@ class KVCache(Cache):
     def merged(self) -> list[dict[str, Any]]:
         """Return one dictionary per pair of merged layers (layers that share directions of older
         tokens' keys and values). This property makes the CPU wait for the device, because the
-        numbers are stored on the device.
+        numbers in the dictionaries are stored on the device.
 
         Each dictionary has these keys:
 

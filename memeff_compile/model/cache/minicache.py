@@ -98,8 +98,9 @@ class MiniCache:
         fidelity: the result of `fidelity_report` for the model. Without this report, creating a
             cache with merged layers shows a warning, and raises an error if the cache would merge
             keys of layers that have other layers between them. With this report, the cache
-            raises an error for a pair of layers whose mean cosine is below `ALIKE`. The report's
-            rotations are used if the cache's first tokens are too few to fit rotations.
+            raises an error for a pair of layers whose mean cosine is below the threshold `ALIKE`.
+            The report's rotations are used if the cache's first tokens are too few to fit
+            rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
             and without a warning.
 

@@ -32,7 +32,7 @@ MOST_PARTS = 40
 
 @dataclass(frozen=True)
 class Axis:
-    """The index along one axis of the described tensor."""
+    """The index along one axis of the tensor that a formula describes."""
 
     place: int
 
@@ -287,7 +287,8 @@ def number(value: float) -> Cases:
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return a number made of cases; join cases with equal values, and remove impossible cases."""
+    """Return a number as `Cases` (values with conditions); join cases with equal values, and remove
+    impossible cases."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:

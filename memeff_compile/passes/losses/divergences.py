@@ -801,7 +801,7 @@ def _mixed(shares: Mapping[Any, float]) -> Expression | None:
 
 
 def _log_of_sum(left: Expression | None, right: Expression | None) -> Expression | None:
-    """Recognize log(exp(left) + exp(right)); both are log-probabilities plus a constant."""
+    """Recognize log(exp(left) + exp(right)) of two log-probabilities, each plus a constant."""
     shares: dict[Any, float] = {}
     for part in (left, right):
         if part is None or part.masks:

@@ -157,8 +157,8 @@ class Chain:
     @property
     def row_key(self) -> tuple[Any, ...]:
         """Return a key that is equal for two chains (output projections with the steps after them)
-        whose logits have the same rows in the same order. The key contains one entry per row move,
-        up to the last one that selects or reorders rows.
+        whose logits have the same rows in the same order. The key contains one entry per step that
+        moves rows, up to the last one that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
@@ -321,8 +321,8 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return ``chain`` extended by later nodes, or a Decline if one of them is no step whose
-        kind is in ``kinds``."""
+        """Return ``chain`` extended by later nodes, or a Decline if one of these nodes is not a
+        step of a kind in ``kinds``."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
@@ -483,7 +483,7 @@ class HeadReader:
     def _source(
         self, node: Node, transposed: bool, dtype: torch.dtype, casts: list[Node]
     ) -> tuple[Node, bool]:
-        """Follow a weight or a bias through casts and transposes.
+        """Follow a weight or a bias back through casts and transposes, to the node before them.
 
         Each cast must preserve all values, or must be to the dtype to which the product casts its
         operands anyway.
@@ -508,7 +508,7 @@ class HeadReader:
         return read(node) or (trace(node) if self.tracing else None)
 
     def _chain_operand(self, node: Node) -> Node | None:
-        """Return the operand that has logits, judged by shapes and by the nodes it comes from."""
+        """Return the operand that contains logits, judged by shapes and by earlier nodes."""
         if node.op not in ("call_function", "call_method"):
             return None
         if (source := shards.moved(node)) is not None:
