@@ -838,7 +838,7 @@ def key_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class OptionFacts:
-    """The facts about one option."""
+    """The facts about one option, such as its key, default and meaning."""
 
     key: str
     values: str  # possible values, as on the page

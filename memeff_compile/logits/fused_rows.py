@@ -2,11 +2,11 @@
 of the graph.
 
 `Head` is some rows of logits in factored form: hidden states, and the output projection that turns
-them into logits. For each of these rows, the op returns the log-sum-exp of the logits, the target's
-logit and the sum of the logits, without building the logits. `FusedRows` is the gradient of such
-rows of logits. This gradient also has a compact form, with a few numbers per row instead of one
-number per class. The backward pass of the deferred logits passes `FusedRows` to the op, which
-computes the gradients of the hidden states and the output projection.
+them into logits. For each of these rows, the fused loss op returns the log-sum-exp of the logits,
+the target's logit and the sum of the logits, without building the logits. `FusedRows` is the
+gradient of such rows of logits. This gradient also has a compact form, with a few numbers per row
+instead of one number per class. The backward pass of the deferred logits passes `FusedRows` to the
+fused loss op, which computes the gradients of the hidden states and the output projection.
 
 Apart from the passes, only this module calls the fused loss op, and always in its exact mode: the
 lossy modes of memeff.linear_cross_entropy apply only inside the graph.

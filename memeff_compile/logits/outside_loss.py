@@ -488,8 +488,8 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype of the result of PyTorch's function under the current autocast; to find the
-    dtype, run the function on one row.
+    """Return the dtype of the result of PyTorch's function `name` (such as log_softmax) under the
+    current autocast; to find the dtype, run the function on one row.
     """
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

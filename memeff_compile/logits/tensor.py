@@ -627,11 +627,11 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the values of a copy immediately, if the copy has no gradient.
+    """Compute the values of a copy immediately, if the copy does not require a gradient.
 
-    A copy without a gradient, for example on the CPU, is usually read later, when the output
-    projection may have changed. A copy with a gradient may be used in a loss that needs no logits,
-    so its values are not computed yet.
+    A copy that requires no gradient, for example on the CPU, is usually read later, when the output
+    projection may have changed. A copy that requires a gradient may be used in a loss that needs no
+    logits, so its values are not computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -10,7 +10,7 @@ Frobenius norm:
   compares each result with the original graph's result in float64 (the truth). The error of the
   rewritten graph may be `OWN` times the error of the original graph, plus a constant for the
   coarsest dtype in the graph (`SLACK`). If the graph cannot run in float64, the two graphs are
-  compared with each other, and the difference may only be this constant.
+  compared with each other, and the difference may be at most this constant.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class KVCache(Cache):
         - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not counting
           the exact first tokens;
         - `left_over`: the number of tokens per sequence and head that should have stayed unmerged
-          but did not fit.
+          but did not fit into the memory for such tokens.
         """
         found = []
         for layer in self.layers:
@@ -452,7 +452,7 @@ def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call of a model; already the first graphs that are compiled for it accept
+    """Return a compiled call of a model; even the first graphs that are compiled for it accept
     prompts and caches of any length.
 
     Layers with a sliding window make room for a new token before the compiled step runs, so one
