@@ -306,7 +306,8 @@ def _size_of(node: Node) -> Any:
 
 
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
-    """Return the formula of an element (a scalar) of a tensor that is broadcast to a larger shape."""
+    """Return the formula of an element (a scalar) of a tensor that is broadcast to a larger
+    shape."""
     lead = len(shape) - len(value.shape)
     _require(lead >= 0)
     index = []
