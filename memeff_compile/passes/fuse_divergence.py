@@ -13,9 +13,9 @@ A match of the first kind (first example) computes one number per row (token), w
 softmax of a student's output projection with a teacher's softmax. The teacher's logits come from
 another output projection of this graph, or exist already as a tensor. `losses/divergences.py`
 recognises the different ways to write such a divergence. If the rest of the graph only masks,
-scales and sums a divergence's numbers per row, the op returns the sum and its gradients, with four
-matrix products in all; otherwise the backward pass computes the logits again. A match of the second
-kind (second example) reads the log-probabilities of k classes per row (`losses/classes.py`),
+scales and sums a divergence's numbers per row, the fused op returns the sum and its gradients, with
+four matrix products in all; otherwise the backward pass computes the logits again. A match of the
+second kind (second example) reads the log-probabilities of k classes per row (`losses/classes.py`),
 because a teacher often provides only its k most likely classes. The rest of such a loss stays in
 the graph and uses these k numbers.
 

@@ -6,10 +6,11 @@ the weight, in place.
     after:  x, C = memeff.embedding_tied(W, ids, -1)
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
-C is a view of the table W (the weight). Because the op returns both C and the looked-up rows x, its
-backward pass gets the gradient of x and the output projection's gradient of C, and adds the
-gradient of x to the rows of the gradient of C, in place. The in-place addition saves an fp32 buffer
-as large as the table (V x D), to which Inductor would scatter the gradient of x.
+C is a view of the table W (the weight). Because memeff::embedding_tied returns both C and the
+looked-up rows x, its backward pass gets the gradient of x and the output projection's gradient of
+C, and adds the gradient of x to the rows of the gradient of C, in place. The in-place addition
+saves an fp32 buffer as large as the table (V x D), to which Inductor would scatter the gradient of
+x.
 
 Several lookups in one table (encoder and decoder) form a chain: each lookup takes the table that
 the previous lookup returned. If other nodes use the table, autograd adds the gradients of these

@@ -6,12 +6,14 @@ up with their gradients.
 In the backward pass of a gated MLP, Inductor recomputes the product and the gradients of gate and
 up in one kernel. This kernel reads three tensors of size (tokens, intermediate size) and writes
 three, so six such tensors exist at once: at this time, a training step with checkpoints uses the
-most memory. The op's kernel writes to the memory of its inputs, so only three such tensors exist.
+most memory. The kernel of memeff::gated_linear writes to the memory of its inputs, so only three
+such tensors exist.
 
 The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
-recomputed for the backward pass and have no other reader, so the op may overwrite gate and up.
-Outside of checkpoints, the backward pass reads saved tensors, which the op would have to copy
-first, so the pass does not rewrite such linear layers. The report does not mention such layers.
+recomputed for the backward pass and have no other reader, so memeff::gated_linear may overwrite
+gate and up. Outside of checkpoints, the backward pass reads saved tensors, which
+memeff::gated_linear would have to copy first, so the pass does not rewrite such linear layers. The
+report does not mention such layers.
 """
 
 from __future__ import annotations

@@ -9,16 +9,16 @@ builds the N x V logits.
             loss = nll.sum() / (y != -100).sum()
             return loss, h                                      (logits deferred)
 
-If the output projection has a LoRA adapter, the op takes the adapter's low-rank matrices as
+If the output projection has a LoRA adapter, the fused op takes the adapter's low-rank matrices as
 arguments.
 
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
-A *site* is one output projection and every consumer of its logits that the op supports:
+A *site* is one output projection and every consumer of its logits that the fused op supports:
 cross_entropy, log_softmax + nll_loss or gather, logsumexp (z-loss), and metrics of the same logits
 (argmax, entropy, losses without a gradient). Consumers that use the same rows (tokens) and targets
-share one call of the op. Sums and means over rows stay ATen nodes, so the mean of a batch without
-any counted token is nan, as in eager PyTorch.
+share one call of the fused op. Sums and means over rows stay ATen nodes, so the mean of a batch
+without any counted token is nan, as in eager PyTorch.
 
 The pass declines if one of these conditions holds:
 

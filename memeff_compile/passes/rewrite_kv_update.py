@@ -11,8 +11,8 @@ The pass keeps the in-place writes to the cache, in their order. ``last`` is the
 query may attend to, so for every boolean mask the result equals attention over the whole cache. If
 the mask compares key indices with the positions of the queries, ``last`` is these positions, which
 stay on the device, and the mask is removed. Any other boolean mask, such as the one that generate()
-builds outside of the graph, is passed to the op, and ``last`` is computed from the mask once per
-forward pass.
+builds outside of the graph, is passed to memeff::kv_cache_attention, and ``last`` is computed from
+the mask once per forward pass.
 
 The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
 because that would also delete the writes to the cache, whose results no node uses.

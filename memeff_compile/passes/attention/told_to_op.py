@@ -5,11 +5,12 @@ scaled_dot_product_attention cannot describe.
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
     after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
 
-The op's arguments describe the mask: bounds on the key's position relative to the query's, one
-table that tells which keys are visible, and one pair of id tables (a query sees a key if their ids
-are equal). A softcap is an argument too. The pass uses these arguments only if every query then
-sees the same keys as with the mask. If the mask may hide all keys from a query, the op must return
-the same result for this query as the original graph; if that is not possible, the pass declines.
+The arguments of memeff::attention describe the mask: bounds on the key's position relative to the
+query's, one table that tells which keys are visible, and one pair of id tables (a query sees a key
+if their ids are equal). A softcap is an argument too. The pass uses these arguments only if every
+query then sees the same keys as with the mask. If the mask may hide all keys from a query,
+memeff::attention must return the same result for this query as the original graph; if that is not
+possible, the pass declines.
 
 If the arguments cannot describe a mask, for example a graph input or a mask that adds numbers, the
 op's kernel reads the mask itself at run time, tile by tile. A kernel determines, once for all

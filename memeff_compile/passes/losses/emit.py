@@ -1,9 +1,9 @@
-"""Insert the op call that replaces an output projection and its losses, and the few ATen nodes that
-compute each loss from the call's results.
+"""Insert the fused op's call that replaces an output projection and its losses, and the few ATen
+nodes that compute each loss from the call's results.
 
 All tails (losses and other results of the logits) that use the same rows (tokens), the same scale,
-softcap and bias, and the same targets share one op call. Reductions, class weights, label smoothing
-and casts remain ATen nodes over N numbers, which the inner compiler fuses.
+softcap and bias, and the same targets share one call of the fused op. Reductions, class weights,
+label smoothing and casts remain ATen nodes over N numbers, which the inner compiler fuses.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group the tails (losses and other results of the logits) that one op call can compute: they
-    have the same rows, the same scale, softcap and bias, and the same targets, and all their inputs
-    are computed before the first tail.
+    """Group the tails (losses and other results of the logits) that one call of the fused op can
+    compute: they have the same rows, the same scale, softcap and bias, and the same targets, and
+    all their inputs are computed before the first tail.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -65,8 +65,8 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
     """Combine tails (losses and other results of the logits) that use different ranges of the rows,
-    such as chunks, so that one op call over all rows computes the per-row numbers for all these
-    tails.
+    such as chunks, so that one call of the fused op over all rows computes the per-row numbers for
+    all these tails.
 
     The ranges are not combined if together they have less than half of the rows.
     """
@@ -131,8 +131,8 @@ _TARGET_MOVES = named(
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return the nodes to compute again if one op call for ``group`` runs before the group's first
-    tail (a loss or another result of the logits).
+    """Return the nodes to compute again if the fused op's call for ``group`` runs before the
+    group's first tail (a loss or another result of the logits).
 
     Such nodes compute targets, such as shifted labels that the graph computes after a z-loss, and
     are integer views and copies of inputs, so computing them again takes almost no time. If
@@ -267,7 +267,8 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 
 def gathered(group: Sequence[Tail]) -> list[str]:
-    """Return the names of those per-row values that an op call gathers from all ranks."""
+    """Return the names of those per-row values that a call of the fused op gathers from all
+    ranks."""
     extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
@@ -275,7 +276,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how many times the ranks exchange per-row numbers during an op call."""
+    """Return how many times the ranks exchange per-row numbers during a call of the fused op."""
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
