@@ -72,7 +72,7 @@ class ExplainError(MemeffError, ValueError):
 
 class CalibrationError(MemeffError, ValueError):
     """A calibration was called without inputs, for a model without any layer that the calibration
-    can score, or with an unknown level.
+    can score, or with an unknown low-bit format.
     """
 
 

@@ -202,7 +202,7 @@ _SITE_LEVELS = (*ATTENTION_LEVELS, "exact")
 
 def _check_attention(key: str, value: object) -> object:
     """Accept the name of an attention mode, or a calibration table that gives each attention call a
-    level."""
+    level (a low-bit format)."""
     if not isinstance(value, Mapping):
         return _check_choice(key, value, values=("exact", *ATTENTION_LEVELS, "off"))
     levels = value.get("levels", value)
@@ -215,8 +215,8 @@ def _check_attention(key: str, value: object) -> object:
 
 
 def _check_level(key: str, site: object, value: object) -> str | tuple[str, ...]:
-    """Accept one level for an attention module, or one level for each attention call in the
-    module."""
+    """Accept one level (low-bit format) for an attention module, or one level for each attention
+    call in the module."""
     levels = [value] if isinstance(value, str) else value
     is_list = isinstance(levels, (list, tuple)) and bool(levels)
     if not isinstance(site, str) or not is_list:
@@ -359,7 +359,7 @@ _NOT_CHOSEN = object()
 
 
 def is_disabled() -> bool:
-    """Return whether the environment variable `MEMEFF_DISABLE` switches everything off."""
+    """Return whether the environment variable `MEMEFF_DISABLE` switches this package off."""
     return os.environ.get("MEMEFF_DISABLE", "") not in ("", "0")
 
 
@@ -838,7 +838,7 @@ def key_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class OptionFacts:
-    """The facts about one option."""
+    """The facts about one option, such as its key, default and meaning."""
 
     key: str
     values: str  # possible values, as on the page

@@ -6,8 +6,8 @@ more slowly than the GPU runs them. A graph counts as a decoding step if it comp
 gradients, contains attention with few queries, and writes in place to inputs that are caches.
 
 If you set a mode of torch.compile, Inductor decides instead. If that mode uses CUDA graphs, this
-module tells Inductor which inputs keep their address, and which graphs return memory that code uses
-even after the graph's next call.
+module tells Inductor which inputs keep their address, and which graphs have outputs that are still
+in use after the graph's next call.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def decide(info: GraphInfo, options: Options) -> Choice:
 
 
 def undecided(error: Exception) -> Choice:
-    """Return the decision not to record a graph, because `decide` raised an error."""
+    """Return the decision for a graph for which `decide` raised an error: do not record the
+    graph."""
     why = f"no CUDA graph: deciding about it failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs as it is. Please report it."
     return Choice(Record("backend", "internal_error", "decision_failed", why, hint))
@@ -96,8 +97,8 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """If the user turned on Inductor's CUDA graphs, tell Inductor which inputs keep their address
-    and which outputs code uses even after the graph's next call. Inductor cannot see these facts.
+    """If the user turned on Inductor's CUDA graphs, tell Inductor which inputs keep their address,
+    and which outputs are still in use after the graph's next call. Inductor cannot see these facts.
     """
     made = step.made_inside()
     if made is not None:

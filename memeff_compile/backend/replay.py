@@ -5,7 +5,7 @@ and caches are read and written at their addresses. So a recording is valid only
 same addresses, sizes and Python numbers, and each call looks up its recording by these three
 properties. The results of a replay are cloned, so that the next replay does not overwrite them.
 
-In calls with the same addresses, sizes and numbers:
+If several calls have the same addresses, sizes and numbers, these are the steps:
 
 - the first call runs the compiled step;
 - the second call runs the step on static buffers, and so loads every kernel;
@@ -53,8 +53,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """Formulas for the Python numbers that a step returns; they compute these numbers from the
-    Python numbers among the step's arguments.
+    """Formulas for the Python numbers that a decoding step returns; the formulas compute these
+    numbers from the Python numbers among the step's arguments.
 
     A replayed CUDA graph computes only tensors, so Python computes the numbers after each replay.
     """

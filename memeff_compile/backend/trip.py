@@ -173,8 +173,9 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let each system (such as KV caches) replace Dynamo's guards on its tensors among the
-        graph's inputs, unless gradients are enabled in the graph or the graph is exported.
+        """Let each system (an optional part of this package, such as its KV caches) replace
+        Dynamo's guards on the system's tensors among the graph's inputs, unless gradients are
+        enabled in the graph or the graph is exported.
         """
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return

@@ -194,7 +194,7 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
 
 
 def revive_hooks(tensor: torch.Tensor) -> None:
-    """Make the hooks of a tensor run again after `swap_tensors`; their handles stay valid."""
+    """Make the hooks of a tensor effective again after `swap_tensors`; their handles stay valid."""
     tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     tensor._backward_hooks = tensor._backward_hooks
 

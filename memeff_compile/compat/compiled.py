@@ -129,8 +129,8 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the name and options of the backend, given the callback (which contains the backend)
-    that Dynamo calls for a compiled function.
+    """Return the name and options of the backend of a compiled function; the argument is the
+    callback that Dynamo calls for this function, which contains the backend.
     """
     from torch._dynamo.eval_frame import OptimizeContext
 

@@ -160,8 +160,8 @@ def readable_source(node: Node) -> str:
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
     """Return the positions of those inputs of the graph that another graph partition computes.
 
-    DDP splits a captured graph where its buckets end. An input that an earlier partition computed
-    is not an input that the user passes.
+    DDP splits a captured graph where DDP's gradient buckets end. An input that an earlier partition
+    computed is not an input that the user passes.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [

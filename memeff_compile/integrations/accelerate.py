@@ -75,5 +75,6 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         }
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile`, in which `mode` is one of the options."""
+        """Return the arguments of `torch.compile`; the Inductor mode is passed as an entry of
+        `options`."""
         return self.request.arguments()

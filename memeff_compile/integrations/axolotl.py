@@ -1,11 +1,9 @@
 """Compile the model that Axolotl trains, with settings from its YAML file.
 
-Usage:
+Write these keys into the YAML file; `memeff` is optional:
 
-    plugins:
-      - memeff_compile.integrations.axolotl.MemeffPlugin
-    memeff:                     # optional
-      memeff.logits: eager
+    plugins: [memeff_compile.integrations.axolotl.MemeffPlugin]
+    memeff: {memeff.logits: eager}
 """
 
 from __future__ import annotations

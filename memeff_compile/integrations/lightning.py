@@ -44,8 +44,8 @@ class MemeffCallback(Callback):  # type: ignore[misc]
 
     Raises:
         OptionError: For the same reasons as `memeff_compile.compile`.
-        UnsupportedInputError: When training begins: the LightningModule has no child of that name,
-            or no child with parameters.
+        UnsupportedInputError: When training begins: the LightningModule has no child with one of
+            the given names, or no child with parameters.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ class Part(Protocol):
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply `function` to the hidden states of the view's rows, and return the result.
 
-        `function` gets the rows in their order in memory. The dimensions of the result have the
-        order of the view.
+        `function` gets the rows in their order in memory. The dimensions of the result are in the
+        same order as those of the view.
         """
 
 

@@ -418,8 +418,8 @@ class Declined(Exception):
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return the rows of `view` as the op's arguments; raise `Declined` if the op does not support
-    them.
+    """Return the rows of `view` as arguments of the fused loss op; raise `Declined` if this op does
+    not support them.
     """
     lost = view.lost_factors()
     if lost is not None:
@@ -455,7 +455,8 @@ def _last(view: View, dim: Any) -> bool:
 
 
 def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op on the rows of `view`, with autograd; return the results that `_Asked` lists."""
+    """Run the fused loss op on the rows of `view`, with autograd; return the results that `_Asked`
+    lists."""
     source = view.memory.source
     source.require_unchanged()
     result: tuple[Tensor, Tensor, Tensor] = _Rows.apply(view, _Asked(**asked))
@@ -487,8 +488,8 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype that PyTorch's function returns under the current autocast, which is found
-    by running the function on one row.
+    """Return the dtype of the result of PyTorch's function `name` (such as log_softmax) under the
+    current autocast; to find the dtype, run the function on one row.
     """
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -580,8 +581,8 @@ def _makes_gradients(view: View) -> bool:
 
 
 def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Return the mean or the sum of the rows' losses, computed by one call of the op that also
-    computes the gradients."""
+    """Return the mean or the sum of the rows' losses, computed by one call of the fused loss op
+    that also computes the gradients."""
     source = view.memory.source
     source.require_unchanged()
     norm = (target != ignore_index).sum() if reduction == "mean" else None

@@ -153,11 +153,11 @@ class LogitsRecipe:
         return weight[:, start:stop] if self.transposed else weight[start:stop]
 
     def cast(self, dtype: torch.dtype) -> LogitsRecipe:
-        """Return the recipe, extended by a cast to `dtype`."""
+        """Return the recipe (list of steps), extended by a cast to `dtype`."""
         return self if dtype == self.dtype else self.then("to", dtype)
 
     def then(self, name: str, value: object = None) -> LogitsRecipe:
-        """Return the recipe, extended by one more step."""
+        """Return the recipe (list of steps), extended by one more step."""
         return replace(self, steps=(*self.steps, (name, value)))
 
     def logits(
@@ -359,8 +359,8 @@ def _with_sizes(arg: object, results: Sequence[Any]) -> object:
 
 
 def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
-    """Return the index of the first graph output that is a size, which views of the logits need, or
-    None.
+    """Return the index of the first graph output that is a size (views of the logits need such
+    sizes), or None if there is no such output.
     """
     calls = [view.calls for entry in plan for view in entry.views]
     sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]
@@ -369,8 +369,8 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """Pointwise steps that turn the product s into logits z, as arguments of the op: ``z = softcap
-    * tanh(scale * (s + bias) / softcap)``."""
+    """Pointwise steps that turn the product s into logits z, as arguments of the fused loss op:
+    ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0 for no cap
@@ -381,8 +381,8 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """The reason why the steps of a recipe cannot become arguments of the op: a code, a sentence,
-    and the index of the unsupported step."""
+    """The reason why the steps of a recipe cannot become arguments of the fused loss op: a code, a
+    sentence, and the index of the unsupported step."""
 
     code: str
     sentence: str
@@ -391,7 +391,7 @@ class Unfoldable:
 
 def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
     """Turn the pointwise steps among `steps`, in order, into the scale, softcap and bias of the
-    op."""
+    fused loss op."""
     scale, softcap, capped = 1.0, 0.0, False
     biases: list[tuple[Any, float]] = []
     for place, (name, value) in enumerate(steps):

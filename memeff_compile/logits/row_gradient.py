@@ -47,7 +47,7 @@ class RowStep(NamedTuple):
 class Piece(NamedTuple):
     """The gradient of some rows, and the steps (`RowStep`) that select these rows from all rows.
 
-    In the list, the step that selects rows last comes first.
+    The steps are stored in reverse order: the step that is applied last comes first.
     """
 
     rows: Tensor | FusedRows
@@ -328,7 +328,7 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
     """Add up those gradients in compact form (`FusedRows`) that cover the same rows, so that one
-    call of the op handles their sum.
+    call of the fused loss op handles their sum.
     """
     result: list[Piece] = []
     for piece in pieces:

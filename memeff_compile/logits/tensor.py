@@ -101,8 +101,8 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a deferred tensor with a separate `Memory`, whose values `recipe` computes from
-        the same hidden states.
+        """Return a deferred tensor with a separate `Memory`; the steps in `recipe` compute its
+        values from the same hidden states.
 
         If the values of this tensor already exist, `function` computes the new values from them.
         `is_whole` says that the new tensor contains all rows, in order.
@@ -147,8 +147,8 @@ class DeferredLogits(LazyTensor):
         """Apply `function` to the hidden states of the deferred tensor's rows, and return the
         result.
 
-        `function` gets the rows in their order in memory. The dimensions of the result have the
-        order of this tensor.
+        `function` gets the rows in their order in memory. The dimensions of the result are in the
+        same order as those of this tensor.
         """
         last = len(self.dims) - 1
         shown = self.order or range(last + 1)
@@ -174,7 +174,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """Return the recipe that computes the values from hidden states."""
+        """Return the recipe: the steps that compute the values from hidden states."""
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
@@ -450,8 +450,8 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """Return a new deferred tensor whose values are `function` applied to the values of `view`;
-    `recipe` computes the same new values from hidden states.
+    """Return a new deferred tensor whose values are `function` applied to the values of `view`; the
+    steps in `recipe` compute the same new values from hidden states.
     """
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
@@ -627,11 +627,11 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the values of a copy immediately, if the copy has no gradient.
+    """Compute the values of a copy immediately, if the copy does not require a gradient.
 
-    A copy without a gradient, for example on the CPU, is usually read later, when the output
-    projection may have changed. A copy with a gradient may be used in a loss that needs no logits,
-    so its values are not computed yet.
+    A copy that requires no gradient, for example on the CPU, is usually read later, when the output
+    projection may have changed. A copy that requires a gradient may be used in a loss that needs no
+    logits, so its values are not computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -31,7 +31,8 @@ _FULL = 16
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_off() -> bool:
-    """Return whether an option of this package or of PyTorch switches all changes off."""
+    """Return whether an option of this package or of PyTorch forbids this package to change
+    models."""
     return is_disabled() or compat.compiling_is_off()
 
 

@@ -2,8 +2,8 @@
 codes without decoding the whole cache.
 
     before: memeff.coded_kv_cache_append(*cache, k, v, ...)
-            K, V = memeff.coded_kv_cache_view(*cache, ...)
-            y = scaled_dot_product_attention(q, repeat_kv(K), repeat_kv(V), attn_mask=m)
+            keys, values = memeff.coded_kv_cache_view(*cache, ...)
+            y = scaled_dot_product_attention(q, repeat_kv(keys), repeat_kv(values), attn_mask=m)
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 

@@ -77,8 +77,8 @@ class Multihead:
 
 class ExpandMultihead(GraphPass):
     """The pass that replaces nn.MultiheadAttention's single node by linear layers and an attention
-    call. The kernel that PyTorch chooses for the attention call determines which buffers are
-    saved."""
+    call. The kernel that PyTorch chooses for the attention call determines which buffers the
+    rewrite avoids."""
 
     name = "expand_multihead"
 

@@ -13,9 +13,9 @@ A match of the first kind (first example) computes one number per row (token), w
 softmax of a student's output projection with a teacher's softmax. The teacher's logits come from
 another output projection of this graph, or exist already as a tensor. `losses/divergences.py`
 recognises the different ways to write such a divergence. If the rest of the graph only masks,
-scales and sums a divergence's numbers per row, the op returns the sum and its gradients, with four
-matrix products in all; otherwise the backward pass computes the logits again. A match of the second
-kind (second example) reads the log-probabilities of k classes per row (`losses/classes.py`),
+scales and sums a divergence's numbers per row, the fused op returns the sum and its gradients, with
+four matrix products in all; otherwise the backward pass computes the logits again. A match of the
+second kind (second example) reads the log-probabilities of k classes per row (`losses/classes.py`),
 because a teacher often provides only its k most likely classes. The rest of such a loss stays in
 the graph and uses these k numbers.
 
@@ -118,7 +118,7 @@ class FuseDivergence(GraphPass):
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
         """Return the bytes of the student's and teacher's logits before the rewrite, and the bytes
-        of the blocks of logits that the op computes one at a time after it.
+        of the blocks of logits that the fused op computes one at a time after the rewrite.
         """
         if isinstance(match, Divergence) and match.group.members[0] is not match:
             return None  # the first divergence of these logits has counted them
@@ -152,7 +152,8 @@ class FuseDivergence(GraphPass):
         return [*heads, match.node]
 
     def rewrite(self, info: GraphInfo, match: Divergence | Classes, editor: Editor) -> Done:
-        """Insert the op before the match, and compute the original result from the op's result."""
+        """Insert the fused op before the match, and compute the original result from the op's
+        result."""
         for side in match.sides:
             for step in () if side.chain is None else side.chain.steps:
                 compat.hold_constant(step.symbol)
@@ -208,8 +209,8 @@ def _refusal(
 
 
 def _lending_depth(info: GraphInfo, match: Divergence | Classes) -> int:
-    """Return the hidden size of the student's weight if the op computes this weight's gradient in
-    its forward pass, otherwise 0."""
+    """Return the hidden size of the student's weight if the fused op computes this weight's
+    gradient in its forward pass, otherwise 0."""
     weight = info.value(_head(match.student).weight)
     is_total = isinstance(match, Divergence) and _is_total(info, match)
     size = compat.known_size(info.value(_head(match.student).hidden).shape[-1])
@@ -324,8 +325,8 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return the op's operands with entries for each row: the masks of a divergence, or the class
-    indices of a gather."""
+    """Return those operands of the fused op that have entries for each row: the masks of a
+    divergence, or the class indices of a gather."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 
@@ -358,8 +359,8 @@ def _operands(side: Side) -> list[Node]:
 
 
 def _values(info: GraphInfo, side: Side) -> tuple[Any, Any, Any]:
-    """Return example values of the op's operands for the student or the teacher: rows, weight,
-    bias."""
+    """Return example values of the fused op's operands for the student or the teacher: rows,
+    weight, bias."""
     if side.chain is None:
         return info.value(side.logits), None, None
     head, dtype = side.chain.head, side.chain.head.compute_dtype
@@ -410,7 +411,7 @@ def _engine(info: GraphInfo, match: Divergence | Classes) -> str:
 
 
 def _is_total(info: GraphInfo, match: Divergence) -> bool:
-    """Return whether the op returns a single number and its gradients.
+    """Return whether the fused op returns a single number and its gradients.
 
     Return False in an activation checkpoint, where the forward pass runs twice.
     """
@@ -481,7 +482,7 @@ def _detached(info: GraphInfo, e: Editor, node: Node) -> Node:
 
 
 def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
-    """Insert the op's operands for the student or the teacher: rows, weight, bias."""
+    """Insert the fused op's operands for the student or the teacher: rows, weight, bias."""
     if side.chain is None:
         assert side.logits is not None
         return [side.logits, None, None]
@@ -502,7 +503,7 @@ def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
 def _row_weight(
     info: GraphInfo, masks: Sequence[Mask], hidden: Node | None, e: Editor
 ) -> Node | None:
-    """Return the product of all per-row factors, in the dtype of the op's rows."""
+    """Return the product of all per-row factors, in fp32 (fp64 for fp64 hidden states)."""
     assert hidden is not None
     total = None
     for mask in masks:

@@ -5,12 +5,12 @@ memeff.recompute allows.
     after: checkpoint(block), which saves results of attention (and of linear layers, up to a
         number of bytes)
 
-The pass changes neither numbers nor nodes: it gives the checkpoint a policy, like the argument
+The pass changes neither results nor nodes: it gives the checkpoint a policy, like the argument
 `context_fn` of `torch.utils.checkpoint`. The checkpoint then saves results of fused attention (with
 their log-sum-exps) and of linear layers; everything else is recomputed as before. If the backward
 pass reads a linear layer's result only after further linear steps, such as the rotary embedding of
-queries and keys, the checkpoint saves the result of these steps instead, which has the same size
-and spares the backward pass more work.
+queries and keys, the checkpoint saves the result of these steps instead. That result has the same
+size, and saving it spares the backward pass more work.
 
 With a limit in bytes, the checkpoint saves the results that save the most time per byte; among
 equal results, those of later blocks come first. A linear's result is not saved if the backward pass
@@ -272,8 +272,8 @@ def _readers(linear: Node) -> list[Node]:
     steps (such as scales) that follow it.
 
     The backward pass does not read a result that is only added and returned. If
-    `memeff::gated_linear` reads one of these nodes, the list is empty, because that op overwrites
-    the node's value.
+    `memeff::gated_linear` reads one of these nodes, return no nodes, because that op overwrites the
+    node's value.
     """
     made, ways = dict.fromkeys([linear]), [linear]
     while ways:

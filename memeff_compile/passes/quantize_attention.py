@@ -340,7 +340,8 @@ def _not_faster(node: Node, why: str) -> Decline:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
-    """Insert the op's call in the dtype in which the original call computes; return its result."""
+    """Insert the low-bit call in the dtype in which the original call computes; return its
+    result."""
     dtype = info.value(site.node).dtype
     operands = [editor.cast(node, dtype) for node in map(info.current, site.asked.operands)]
     operands += site.asked.tables

@@ -11,8 +11,8 @@ The pass keeps the in-place writes to the cache, in their order. ``last`` is the
 query may attend to, so for every boolean mask the result equals attention over the whole cache. If
 the mask compares key indices with the positions of the queries, ``last`` is these positions, which
 stay on the device, and the mask is removed. Any other boolean mask, such as the one that generate()
-builds outside of the graph, is passed to the op, and ``last`` is computed from the mask once per
-forward pass.
+builds outside of the graph, is passed to memeff::kv_cache_attention, and ``last`` is computed from
+the mask once per forward pass.
 
 The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
 because that would also delete the writes to the cache, whose results no node uses.
@@ -333,8 +333,8 @@ def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
 
 
 def _unserved(info: GraphInfo, match: Site) -> Decline | None:
-    """Return the property of caches, mask or shapes that the op does not support, or None if the op
-    supports all of them."""
+    """Return the property of caches, mask or shapes that memeff::kv_cache_attention does not
+    support, or None if the op supports all of them."""
     args = match.call.args
     if len(match.caches) < 2:
         return Decline(
@@ -415,8 +415,8 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return the writes of new keys and of new values, and the op's operands, if a single op at the
-    position of the later write can do both.
+    """Return the writes of new keys and of new values, and the operands of the single op that can
+    do both writes at the position of the later one; otherwise return None.
     """
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)

@@ -40,8 +40,8 @@ class Stack:
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the indices of the blocks in the whole list that the captured block at `place`
-        represents."""
+        """Return the indices, in the whole list, of all blocks that the captured block at `place`
+        represents (the blocks of the same kind)."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)

@@ -115,7 +115,7 @@ def honoured(options: Options) -> tuple[Options, str]:
     """Split the options into those that change the captured graphs, and the codec of
     `memeff.weights`.
 
-    Raise OptionError if an option has no effect on a plan.
+    Raise OptionError if an option has no effect on a memory plan.
     """
     weights = options.weights if options.weights in BITS_PER_WEIGHT else "dense"
     options = replace(options, weights="exact") if weights != "dense" else options
@@ -228,7 +228,8 @@ def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
     records name the modules of all blocks."""
 
     def all_like(path: str) -> list[str]:
-        """Return the paths in the whole model that a path in the shortened model represents."""
+        """Return the paths in the whole model that a path in the shortened model (which has fewer
+        blocks) represents."""
         for stack in stacks:
             found = re.fullmatch(rf"{re.escape(stack.path)}\.(\d+)(|\..*)", path)
             if found:
@@ -353,7 +354,7 @@ class Explanation(VerbReport):
         return pre(f"{self.summary}\n{self.report}{why}") + found + folded(self.text())
 
     def text(self, plan: Plan | None = None) -> str:
-        """Return the passes' rewrites and a plan as text."""
+        """Return the passes' rewrites and a plan (the memory of a training step) as text."""
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
         parts += [f"{s.path}: {s.depth} blocks, read off {len(s.kept)}" for s in self.stacks]
         texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]
@@ -369,7 +370,7 @@ class Explanation(VerbReport):
         return "\n\n".join(texts)
 
     def to_json(self, plan: Plan | None = None, *, indent: int | None = None) -> str:
-        """Return the report and a plan as JSON."""
+        """Return the report of the passes and a plan (the memory of a training step) as JSON."""
         data = {
             "model": self.name,
             "parameters": self.before.facts.parameters,

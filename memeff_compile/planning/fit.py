@@ -60,7 +60,7 @@ LINES = {
 
 
 class Kind(NamedTuple):
-    """One of the settings that the table lists for every model."""
+    """One of the settings that the table of `fit` lists for every model."""
 
     name: str
     captured: str  # "as is", "checkpointing", "keeping attention", "adapters"
@@ -157,8 +157,8 @@ class Fit(VerbReport):
 
     @property
     def first(self) -> Row | None:
-        """Return the first row of the table that uses this package and fits into memory. Rows whose
-        settings change the training less come first."""
+        """Return the first row of the table whose setting uses this package and fits into memory.
+        Rows whose settings change the training less come first."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property

@@ -10,7 +10,7 @@ Frobenius norm:
   compares each result with the original graph's result in float64 (the truth). The error of the
   rewritten graph may be `OWN` times the error of the original graph, plus a constant for the
   coarsest dtype in the graph (`SLACK`). If the graph cannot run in float64, the two graphs are
-  compared with each other, and the difference may only be this constant.
+  compared with each other, and the difference may be at most this constant.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Gap:
 
     @property
     def share(self) -> float:
-        """Return the ratio of the gap to the allowed gap; more than 1 is a mismatch."""
+        """Return the ratio of this gap (difference) to the allowed gap; more than 1 is a
+        mismatch."""
         if self.words:
             return float("inf")
         return self.error / self.allowed if self.allowed > 0 else float(self.error > 0) * 1e300

@@ -49,13 +49,14 @@ class FidelityReport(VerbReport):
     Attributes:
         settings: the settings of the cache that was compared with an exact cache.
         pairs: a dictionary for each pair of adjacent layers, and for each two consecutive layers
-            among those that attend to all tokens. Its `layers` are the numbers of the two layers.
-            For `keys` and for `values`, it contains the mean cosine between the vectors of the same
-            token in the two layers, the 5th percentile of these cosines, and a histogram with
-            `BINS` bins from -1 to 1. Its `aligned` contains the mean cosines of `keys` and of
-            `values` after the two layers are aligned. Its `has_window` says whether one of the two
-            attends to a window (such layers stay exact and never merge). If `each_pair` was passed,
-            its `kl` is the KL divergence (as in `logits`) of a cache that merges only this pair.
+            among those that attend to all tokens. The dictionary's `layers` are the numbers of the
+            two layers. For `keys` and for `values`, the dictionary contains the mean cosine between
+            the vectors of the same token in the two layers, the 5th percentile of these cosines,
+            and a histogram with `BINS` bins from -1 to 1. Its `aligned` contains the mean cosines
+            of `keys` and of `values` after the two layers are aligned. Its `has_window` says
+            whether one of the two layers has a sliding window (such layers stay exact and never
+            merge). If `each_pair` was passed, its `kl` is the KL divergence (as in `logits`) of a
+            cache that merges only this pair.
         attention: for each attention call that both runs made, the `mean` and the `worst` cosine
             between the results in the two runs; empty if the model never calls
             scaled_dot_product_attention.

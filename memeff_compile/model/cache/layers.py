@@ -159,7 +159,8 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that have one element per sequence, once they are allocated."""
+        """Yield the tensors that have one entry per sequence, or no tensors before they are
+        allocated."""
         if self.is_initialized:
             for name in self.held:
                 yield (self, name), getattr(self, name)
@@ -574,8 +575,8 @@ class Starts:
         self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
-        """Store the starts of new sequences in the existing tensors; if the method raises an error,
-        it has changed no tensor.
+        """Store the start positions of new sequences in the existing tensors; if the method raises
+        an error, it has changed no tensor.
 
         `held` contains the batch sizes of the layers' tensors.
         """
@@ -620,7 +621,7 @@ class Starts:
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
         """Apply `function`, which reorders, repeats or selects sequences, to the tensors with one
-        element per sequence."""
+        entry per sequence."""
         if not self._shape:
             return
         changed = function(self.places)

@@ -113,8 +113,8 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two layers that store a common direction for each older token, and a separate length
-    in each layer."""
+    """One of two layers that store common directions (unit vectors) of the keys and values of each
+    older token, and separate lengths in each layer."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
@@ -141,11 +141,12 @@ class MergedLayer(CodedLayer):
 
     def own(self) -> list[Tensor]:
         """Return the tensors of this layer that the pair does not share, in the order in which the
-        ops take them."""
+        cache ops take them as arguments."""
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return the layer's tensors as the ops for decoding and attention take them."""
+        """Return the layer's tensors in the form in which the ops for decoding and attention take
+        them."""
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:

@@ -65,8 +65,9 @@ class MiniCache:
     Layers with a sliding window between them stay exact.
 
     Args:
-        start_layer: earlier layers are not merged; pairs start with the first layer from this one
-            on that attends to all tokens, by default from the middle layer on.
+        start_layer: layers before this one are not merged, and the first pair starts at the first
+            layer, from this one on, that attends to all tokens; by default, this is the middle
+            layer.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
             are merged. Merging the last layer may cost more accuracy than any other;
             `fidelity_report` shows the cost.
@@ -84,21 +85,22 @@ class MiniCache:
             distance (with ``reading="similar"``, from the smallest) by at most `gamma` times the
             range of all distances. A larger number keeps more tokens unmerged, and 1 keeps all that
             fit.
-        retained: the memory for unmerged tokens, as a share of `max_cache_len`. Tokens that differ
-            most between the layers are kept first.
+        retained: the memory for unmerged tokens, as a share of `max_cache_len`. If the memory is
+            too small for all such tokens, those that differ most between the layers stay unmerged.
         reading: which tokens stay unmerged: with ``distinct`` those that differ most between the
             layers; with ``similar``, another interpretation of the paper's inequality, those that
             differ least.
         scale: the length that a merged vector gets: ``norm`` restores the vector's original length;
             ``projection`` uses the length with the smallest error.
-        values_only: merge only values. Each layer then stores codes of its own keys, no values
-            except those of the first tokens stay unmerged, and `gamma`, `retained` and `reading`
-            have no effect.
+        values_only: merge only values. Each layer then stores codes of its own keys. No values stay
+            unmerged, except those of the first tokens, and `gamma`, `retained` and `reading` have
+            no effect.
         fidelity: the result of `fidelity_report` for the model. Without this report, creating a
             cache with merged layers shows a warning, and raises an error if the cache would merge
             keys of layers that have other layers between them. With this report, the cache
-            raises an error for a pair of layers whose mean cosine is below `ALIKE`. The report's
-            rotations are used if the cache's first tokens are too few to fit rotations.
+            raises an error for a pair of layers whose mean cosine is below the threshold `ALIKE`.
+            The report's rotations are used if the cache's first tokens are too few to fit
+            rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
             and without a warning.
 
@@ -231,10 +233,11 @@ def _named(pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of consecutive layers between `start` and `end` whose kinds are equal.
+    """Return the pairs of consecutive layers between `start` and `end` with equal entries in
+    `kinds`.
 
-    Each layer belongs to at most one pair. A layer of the kind None belongs to no pair, and may lie
-    between the two layers of a pair.
+    Each layer belongs to at most one pair. A layer with the entry None belongs to no pair, and may
+    lie between the two layers of a pair.
     """
     found: list[tuple[int, int]] = []
     for lower, upper in consecutive(kinds, start, end):
@@ -252,7 +255,7 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Among the layers whose kind is not None, return each two neighbours of equal kind; a layer
-    may belong to two pairs."""
+    """Among the layers whose entry in `kinds` is not None, return each two neighbours with equal
+    entries; a layer may belong to two pairs."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

@@ -280,7 +280,8 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def require_recipe(recipe: str) -> None:
-    """Raise OptionError for an unknown recipe."""
+    """Raise OptionError for an unknown recipe; a recipe, such as "a4.8", says how layers quantise
+    inputs."""
     if recipe not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
         raise OptionError(f"The recipe is {recipe!r}; one of {known} is needed.")

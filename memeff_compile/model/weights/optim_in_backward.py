@@ -463,7 +463,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
     @torch.no_grad()
     def _tidy(self) -> None:
         """Move the variable-length lists in the codes of all weights to larger shared allocations,
-        if such a list of some weight has outgrown its memory.
+        if the list of at least one weight has outgrown its memory.
         """
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)

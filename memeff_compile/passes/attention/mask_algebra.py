@@ -32,7 +32,7 @@ MOST_PARTS = 40
 
 @dataclass(frozen=True)
 class Axis:
-    """The index along one axis of the described tensor."""
+    """The index along one axis of the tensor that a formula describes."""
 
     place: int
 
@@ -287,7 +287,8 @@ def number(value: float) -> Cases:
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return a number made of cases; join cases with equal values, and remove impossible cases."""
+    """Return a number as `Cases` (values with conditions); join cases with equal values, and remove
+    impossible cases."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -320,8 +321,8 @@ def allowed_by(scalar: Scalar) -> Formula | None:
     """Return the formula that holds for the keys that a mask makes visible (a boolean mask is true
     for these keys, a floating-point mask adds zero to their scores).
 
-    A floating-point mask must add `MASKED` or a lower number to the score of every other key; if
-    the mask adds other numbers to these scores, as a bias does, return None.
+    A floating-point mask must add `MASKED` (-65504) or a lower number to the score of every other
+    key; if the mask adds other numbers to these scores, as a bias does, return None.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):

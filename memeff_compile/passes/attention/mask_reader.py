@@ -248,7 +248,8 @@ def _index_of(shape: Sequence[Size]) -> list[Linear]:
 
 
 class _Operands:
-    """The arguments of one ATen call, as values, sizes or plain Python objects."""
+    """The arguments of one ATen call, as described tensors (`Value`), sizes or plain Python
+    objects."""
 
     def __init__(self, reader: MaskReader, node: Node, call: Call, previous: Value | None) -> None:
         self._reader, self._node, self._call, self._previous = reader, node, call, previous
@@ -305,9 +306,8 @@ def _size_of(node: Node) -> Any:
 
 
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
-    """Return the scalar (the formula of an element) of a described tensor that is broadcast to a
-    larger shape.
-    """
+    """Return the formula of an element (a scalar) of a tensor that is broadcast to a larger
+    shape."""
     lead = len(shape) - len(value.shape)
     _require(lead >= 0)
     index = []

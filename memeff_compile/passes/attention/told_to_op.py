@@ -5,11 +5,12 @@ scaled_dot_product_attention cannot describe.
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
     after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
 
-The op's arguments describe the mask: bounds on the key's position relative to the query's, one
-table that tells which keys are visible, and one pair of id tables (a query sees a key if their ids
-are equal). A softcap is an argument too. The pass uses these arguments only if every query then
-sees the same keys as with the mask. If the mask may hide all keys from a query, the op must return
-the same result for this query as the original graph; if that is not possible, the pass declines.
+The arguments of memeff::attention describe the mask: bounds on the key's position relative to the
+query's, one table that tells which keys are visible, and one pair of id tables (a query sees a key
+if their ids are equal). A softcap is an argument too. The pass uses these arguments only if every
+query then sees the same keys as with the mask. If the mask may hide all keys from a query,
+memeff::attention must return the same result for this query as the original graph; if that is not
+possible, the pass declines.
 
 If the arguments cannot describe a mask, for example a graph input or a mask that adds numbers, the
 op's kernel reads the mask itself at run time, tile by tile. A kernel determines, once for all
@@ -62,7 +63,8 @@ class Said:
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
-    """Return the op's arguments that describe a mask, or the reason why no arguments do.
+    """Return the arguments of memeff::attention that describe a mask, or the reason why no
+    arguments describe it.
 
     The reason is a Decline if the mask may hide all keys from some query, otherwise a string.
     """
@@ -162,8 +164,8 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op does not support an attention call, or is slow for this call;
-    otherwise return an empty string.
+    """Return the reason why memeff::attention does not support an attention call, or is slow for
+    this call; otherwise return an empty string.
     """
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
@@ -174,7 +176,8 @@ def why_not_here(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fast(site: Site, query: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return the reason why the op would be slow on the device of ``query``, or an empty string."""
+    """Return the reason why memeff::attention would be slow on the device of ``query``, or an empty
+    string."""
     device = where_it_runs(query.device)
     if device.type == "cpu":
         return _why_not_on_a_cpu(site, dtype)
@@ -200,8 +203,8 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
 
 
 def why_not_read(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op cannot read the mask of an attention call at run time, or an
-    empty string."""
+    """Return the reason why memeff::attention cannot read the mask of an attention call at run
+    time, or an empty string."""
     if site.between or site.mask is None:
         return "memeff::attention reads masks for calls of scaled_dot_product_attention alone"
     mask = info.value(site.mask)
@@ -215,8 +218,8 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_added(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op cannot add the mask of an attention call at run time, or an
-    empty string.
+    """Return the reason why memeff::attention should not add the mask of an attention call to the
+    scores at run time, or an empty string.
 
     A bias that the graph computes and adds (ALiBi, T5) usually hides no key, so no tile could be
     skipped.

@@ -441,8 +441,8 @@ def _einsum(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``x.T`` and ``x.mT`` as ATen calls; Dynamo records both as getattr, and since torch
-    2.14 as ops.
+    """Represent ``x.T`` and ``x.mT`` as ATen calls; Dynamo records both as getattr before torch
+    2.14, and as ops since then.
     """
     _require(len(args) == 2 and _is_tensor(args[0]))
     rank = compat.example_value(args[0]).dim()

@@ -1,8 +1,8 @@
 """Recognize the op that PyTorch's `F.linear_cross_entropy(options=...)` calls: an output projection
 and its loss in one node.
 
-    loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)             mean, sum
-    losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)  none
+    mean or sum: loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)
+    none: losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)
 
 The options of `F.linear_cross_entropy` choose how many rows a chunk has and the precision of sums.
 These options do not change the mathematical result, so the pass ignores these options; the op
@@ -37,8 +37,8 @@ def is_chunked(tail: Tail) -> bool:
 
 
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
-    """Describe PyTorch's op as an output projection and a loss, two objects that both refer to the
-    op's node.
+    """Describe PyTorch's chunked op as an output projection and a loss, two objects that both refer
+    to the op's node.
     """
     call = read_one(node)
     if call is None:

@@ -801,7 +801,7 @@ def _mixed(shares: Mapping[Any, float]) -> Expression | None:
 
 
 def _log_of_sum(left: Expression | None, right: Expression | None) -> Expression | None:
-    """Recognize log(exp(left) + exp(right)); both are log-probabilities plus a constant."""
+    """Recognize log(exp(left) + exp(right)) of two log-probabilities, each plus a constant."""
     shares: dict[Any, float] = {}
     for part in (left, right):
         if part is None or part.masks:
@@ -831,8 +831,8 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the coefficients of the six sums that the op can compute, or None if the polynomial
-    has other terms, such as those of a third softmax.
+    """Return the coefficients of the six sums that the fused op can compute, or None if the
+    polynomial has other terms, such as those of a third softmax.
     """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}

@@ -1,5 +1,5 @@
-"""Recognize how logits are computed from hidden states: by an output projection, then by row moves
-and pointwise steps.
+"""Recognize how logits are computed from hidden states: by an output projection, then by steps that
+move rows and by pointwise steps.
 
     hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
     bias}*
@@ -9,7 +9,7 @@ as those of LoRA adapters.
 
 Row moves (reorderings and selections of rows) give the same result whether they are applied before
 or after the product. So the rewrite applies row moves to the hidden states. Pointwise steps become
-the arguments ``scale``, ``softcap`` and ``bias`` of the op.
+the arguments ``scale``, ``softcap`` and ``bias`` of the fused op.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two row moves with the same effect on the same rows."""
+        """Return a key that is equal for two steps that move the same rows in the same way."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -156,9 +156,9 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that two chains share if their logits have the same rows in the same order.
-
-        The key contains one entry per row move, up to the last one that selects or reorders rows.
+        """Return a key that is equal for two chains (output projections with the steps after them)
+        whose logits have the same rows in the same order. The key contains one entry per step that
+        moves rows, up to the last one that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
@@ -321,8 +321,8 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return ``chain`` extended by later nodes, or a Decline if one of them is no step whose
-        kind is in ``kinds``."""
+        """Return ``chain`` extended by later nodes, or a Decline if one of these nodes is not a
+        step of a kind in ``kinds``."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
@@ -483,7 +483,7 @@ class HeadReader:
     def _source(
         self, node: Node, transposed: bool, dtype: torch.dtype, casts: list[Node]
     ) -> tuple[Node, bool]:
-        """Follow a weight or a bias through casts and transposes.
+        """Follow a weight or a bias back through casts and transposes, to the node before them.
 
         Each cast must preserve all values, or must be to the dtype to which the product casts its
         operands anyway.
@@ -508,7 +508,7 @@ class HeadReader:
         return read(node) or (trace(node) if self.tracing else None)
 
     def _chain_operand(self, node: Node) -> Node | None:
-        """Return the operand that has logits, judged by shapes and by the nodes it comes from."""
+        """Return the operand that contains logits, judged by shapes and by earlier nodes."""
         if node.op not in ("call_function", "call_method"):
             return None
         if (source := shards.moved(node)) is not None:
@@ -786,7 +786,7 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Turn the pointwise steps after an output projection, in order, into arguments of the op.
+    """Turn the pointwise steps after an output projection, in order, into the fused op's arguments.
 
     The arguments are scale, softcap, bias, the tensors that multiply the logits, and the remaining
     classes.
@@ -863,8 +863,8 @@ def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
-    """Insert copies of the row moves among ``steps`` that apply to the hidden states (with last
-    dimension D instead of V).
+    """Insert copies of those ``steps`` that move rows; the copies apply to the hidden states (with
+    last dimension D instead of V).
     """
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
@@ -896,9 +896,8 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Return which kind of row move ``call`` is: same, reshape, rows, move or detach.
-
-    For a call that is not a row move, return None.
+    """Return in which way ``call`` moves rows: same, reshape, rows, move or detach. For any other
+    call, return None.
     """
     op, args = call.op, call.args
     last = rank - 1

@@ -101,7 +101,7 @@ class SoftmaxReader:
 
     def signed_log_probs(self, node: Any) -> Soft | Decline | None:
         """If a node computes log-probabilities or negated log-probabilities, return them as a
-        `Soft`; the negation may come before or after row moves."""
+        `Soft`; the negation may come before or after steps that move rows."""
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:

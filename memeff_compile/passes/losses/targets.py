@@ -1,9 +1,9 @@
 """Recognize how a loss that is written in basic operations selects its target classes: by indexing
 with row positions, or by one-hot tensors.
 
-x[arange(rows), targets]
-one_hot(targets, V), its casts, and a * one_hot + b
-full(rows, V).scatter(-1, targets, number), in place too
+by position:  x[arange(rows), targets]
+by one-hot:   one_hot(targets, V), its casts, and a * one_hot + b;
+              full(rows, V).scatter(-1, targets, number), in place too
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
     """Recognize a scale `levels / t` or, with ``is_step``, `t / levels` (by which the graph
-    divides); return t and the levels."""
+    divides); return t and the number `levels`."""
     if is_step:
         call = _call_of(scale, "div")
         if call is None:
