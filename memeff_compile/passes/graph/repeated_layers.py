@@ -110,7 +110,8 @@ def _borders(info: GraphInfo) -> list[Node]:
     allowed = crossed_by_tensors(info, nodes)
     blocks = [block_of(node) for node in nodes]
     ends = {_stack(block): place + 1 for place, block in enumerate(blocks) if block}.values()
-    found, current = [], ""
+    found: list[Node] = []
+    current = ""
     for place, block in enumerate(blocks):
         # Nodes between two layers of a stack belong to the previous layer.
         if (block and block != current) or place in ends:
