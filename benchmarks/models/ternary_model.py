@@ -13,8 +13,8 @@ there. `second` takes up that state for each variant, switches quantisers, rate 
 weight decay (to 0) with `TernaryStages`, and lets the rate fall to zero over its steps. So all
 variants share the first stage and see the same text. fp32 weights, bf16 autocast, AdamW; each layer
 is compiled by memeff. --rotate first rotates the hidden states of the dense model; --turned also
-turns the constant part of its norms' outputs into few channels, and its values into the axes of
-attention's output, as found on training text (rotation.py).
+moves the constant part of its norms' outputs into a few channels, and rotates its values to the
+axes of attention's output (`rotate_hidden_states_`, on training text).
 
 All processes of a run may start at once with --wait: they compile, then wait for the text and the
 first stage. Its end says how many steps all variants do: as many as fit into the time until
@@ -46,10 +46,9 @@ from benchmarks.data.corpus import roots, texts
 from benchmarks.methods import registered
 from benchmarks.models import training
 from benchmarks.models.causal_attention import use_causal_attention
-from benchmarks.models.rotation import rotate_, rotate_values_
 from benchmarks.tiles import wide_product
 from memeff_compile.functional import linear_cross_entropy
-from memeff_compile.model import TernaryStages
+from memeff_compile.model import TernaryStages, rotate_hidden_states_
 
 SLICES = ("python", "other")
 SHARE = 16
@@ -57,6 +56,8 @@ CHARACTERS_A_TOKEN = 4.5
 """More than the texts have, so that enough of them is read."""
 BEGAN = time.monotonic()
 RATE, DECAY, WARM_UP, CLIP = 1e-3, 0.1, 40, 1.0
+PARTS = ("constant", "values")
+"""What the rotation may turn, other than hidden states."""
 CALIBRATION = 8
 """Sequences that --turned measures on."""
 
@@ -166,22 +167,16 @@ def load(given: argparse.Namespace, device: str) -> Any:
     model.set_attn_implementation(use_causal_attention())
     model.to(device).train()
     if given.rotate or given.turned:
-        rotate_(model, given.seed)
+        rotate_hidden_states_(model, seed=given.seed)
     return model
 
 
 def turned(given: argparse.Namespace, text: Tensor) -> Any:
-    """Return the model, turned by what its norms and its attention return on text."""
-    model = load(
-        argparse.Namespace(**vars(given) | {"rotate": False, "turned": False}), text.device
-    )
-    if "constant" in given.turned:
-        rotate_(model, given.seed, text)
-    else:
-        rotate_(model, given.seed)
-    if "values" in given.turned:
-        rotate_values_(model, text)
-    return model
+    """Return the model, rotated by what its norms and its attention return on text."""
+    plain = {"rotate": False, "turned": []}
+    model = load(argparse.Namespace(**vars(given) | plain), text.device.type)
+    parts = {part: part in given.turned for part in PARTS}
+    return rotate_hidden_states_(model, text, seed=given.seed, **parts)
 
 
 def compile_layers(model: Any, inner: str) -> None:
@@ -544,7 +539,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     parser.add_argument("--rotate", action="store_true", help="hidden states, before the training")
-    parser.add_argument("--turned", nargs="+", choices=["constant", "values"], default=[])
+    parser.add_argument("--turned", nargs="+", choices=PARTS, default=[])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=math.inf, help="since the process began")
     parser.add_argument("--until", type=float, default=math.inf, help="the same as a time of day")
