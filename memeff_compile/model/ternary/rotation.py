@@ -18,6 +18,7 @@ larger half of a token) drops less of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -140,7 +141,7 @@ def _hadamard(size: int) -> Tensor:
     found = torch.ones(1, 1, dtype=torch.float64)
     while len(found) < size:
         found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
-    return found / size**0.5
+    return found / math.sqrt(size)
 
 
 def _report(plan: _Plan, *, constant: bool, values: bool) -> Changes:
