@@ -12,7 +12,9 @@ steps or seconds are over and saves weights and optimizer under --state; a secon
 there. `second` takes up that state for each variant, switches quantisers, rate (times 2/3) and
 weight decay (to 0) with `TernaryStages`, and lets the rate fall to zero over its steps. So all
 variants share the first stage and see the same text. fp32 weights, bf16 autocast, AdamW; each layer
-is compiled by memeff. --rotate first rotates the hidden states of the dense model (rotation.py).
+is compiled by memeff. --rotate first rotates the hidden states of the dense model; --turned also
+moves the constant part of its norms' outputs into a few channels, and rotates its values to the
+axes of attention's output (`rotate_hidden_states_`, on training text).
 
 All processes of a run may start at once with --wait: they compile, then wait for the text and the
 first stage. Its end says how many steps all variants do: as many as fit into the time until
@@ -44,10 +46,9 @@ from benchmarks.data.corpus import roots, texts
 from benchmarks.methods import registered
 from benchmarks.models import training
 from benchmarks.models.causal_attention import use_causal_attention
-from benchmarks.models.rotation import rotate_
 from benchmarks.tiles import wide_product
 from memeff_compile.functional import linear_cross_entropy
-from memeff_compile.model import TernaryStages
+from memeff_compile.model import TernaryStages, rotate_hidden_states_, ternarize_
 
 SLICES = ("python", "other")
 SHARE = 16
@@ -55,6 +56,10 @@ CHARACTERS_A_TOKEN = 4.5
 """More than the texts have, so that enough of them is read."""
 BEGAN = time.monotonic()
 RATE, DECAY, WARM_UP, CLIP = 1e-3, 0.1, 40, 1.0
+PARTS = ("constant", "values")
+"""What the rotation may turn, other than hidden states."""
+CALIBRATION = 8
+"""Sequences that --turned measures on."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class Variant:
     kinds: dict[str, str] | None = None
 
 
+BASE = "b1.58"
 VARIANTS = {
     "b1.58": Variant("b1.58"),
     "a4.8": Variant("a4.8"),
@@ -161,9 +167,17 @@ def load(given: argparse.Namespace, device: str) -> Any:
     model.config.use_cache = False
     model.set_attn_implementation(use_causal_attention())
     model.to(device).train()
-    if given.rotate:
-        rotate_(model, given.seed)
+    if given.rotate or given.turned:
+        rotate_hidden_states_(model, seed=given.seed)
     return model
+
+
+def turned(given: argparse.Namespace, text: Tensor) -> Any:
+    """Return the model, rotated by what its norms and its attention return on text."""
+    plain = {"rotate": False, "turned": []}
+    model = load(argparse.Namespace(**vars(given) | plain), text.device.type)
+    parts = {part: part in given.turned for part in PARTS}
+    return rotate_hidden_states_(model, text, seed=given.seed, **parts)
 
 
 def compile_layers(model: Any, inner: str) -> None:
@@ -270,6 +284,55 @@ class Run:
                 found.append(F.cross_entropy(wide_product(states, head), targets))
         return [round(each, 5) for each in torch.stack(found).tolist()]
 
+    @torch.no_grad()
+    def inputs(self) -> dict[str, float]:
+        """Return what a4.8 would do to the linears' inputs now, as means over layers: the share of
+        energy that top-K drops, the error of INT4, and the share of energy that is the same for all
+        tokens."""
+        found: dict[str, list[float]] = {"top-K drops": [], "INT4 error": [], "constant": []}
+
+        def out(rows: Tensor) -> None:
+            kept = rows.square().topk(rows.shape[-1] // 2).values.sum(-1)
+            found["top-K drops"].append(float((1 - kept / rows.square().sum(-1)).mean()))
+
+        def read(rows: Tensor) -> None:
+            unit = rows.abs().mean(-1, keepdim=True) / 7**0.5
+            error = (rows / unit).round().clamp(-8, 7) * unit - rows
+            found["INT4 error"].append(float(error.norm() / rows.norm()))
+            energy = rows.square().sum(-1).mean()
+            found["constant"].append(float(rows.mean(0).square().sum() / energy))
+
+        hooks = []
+        for layer in self.model.model.layers:
+            block, mlp = layer.self_attn, layer.mlp
+            for linear, see in ((block.o_proj, out), (block.v_proj, read), (mlp.up_proj, read)):
+                hook = lambda _, given, see=see: see(given[0].flatten(0, -2).float())  # noqa: E731
+                hooks.append(linear.register_forward_pre_hook(hook))
+        ids = torch.cat([self.text[name][:2] for name in SLICES]).long()
+        with torch.compiler.set_stance("force_eager"), training.autocast(self.device):
+            self.model.model(input_ids=ids)
+        for hook in hooks:
+            hook.remove()
+        return {name: round(statistics.mean(values), 4) for name, values in found.items()}
+
+    def switched(self, sequences: int) -> dict[str, dict[str, list[float]]]:
+        """Return how much the loss of each slice would rise if the second stage began now, and the
+        standard error, for each variant that quantises inputs alone."""
+        found = {}
+        for name, variant in VARIANTS.items():
+            if variant.low_bit_heads is None:
+                ternarize_(self.model, variant.recipe, kinds=variant.kinds, activation="relu2")
+                found[name] = self.judge_each(sequences)
+        ternarize_(self.model, BASE, activation="relu2")
+        rises: dict[str, dict[str, list[float]]] = {name: {} for name in found if name != BASE}
+        for name, of_parts in rises.items():
+            for part, base in found[BASE].items():
+                pairs = zip(found[name][part], base, strict=True)
+                rise = [own - other for own, other in pairs]
+                error = statistics.stdev(rise) / len(rise) ** 0.5
+                of_parts[part] = [round(statistics.mean(rise), 5), round(error, 5)]
+        return rises
+
     def save(self) -> None:
         """Keep weights, optimizer, number of steps, and that of the second stage."""
         parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -292,8 +355,10 @@ def facts(given: argparse.Namespace, stage: int) -> dict[str, Any]:
     said = {"what": "ternary model", "model": given.model.name, "stage": stage}
     said |= {"begins": "weights" if has_weights(given) else "random", "rate": RATE}
     names = ("seed", "batch", "length", "train_tokens", "layers")
-    if given.rotate:
+    if given.rotate or given.turned:
         said["rotated"] = True
+    if given.turned:
+        said["turned"] = sorted(given.turned)
     return said | {name: getattr(given, name) for name in names}
 
 
@@ -306,6 +371,10 @@ def first(given: argparse.Namespace) -> None:
     run.read()
     row = facts(given, 1)
     if not run.resume():
+        if given.turned:
+            text = run.text["train"][run.order[-CALIBRATION:]]
+            run.model.load_state_dict(turned(given, text).state_dict())
+            note("turned")
         rows.append(given.out, {**row, "step": 0, "judged": run.judge(given.few)})
     row["text"] = hashlib.sha256(run.text["train"].cpu().numpy().tobytes()).hexdigest()[:12]
     losses: list[Tensor] = []
@@ -334,6 +403,7 @@ def first(given: argparse.Namespace) -> None:
     note(f"{run.done} steps; {run.second_steps} in the second stage")
     peak = torch.cuda.max_memory_allocated() / 2**30 if run.device == "cuda" else 0.0
     end = {"step": run.done, "judged": run.judge(given.judged), "peak_gib": round(peak, 2)}
+    end |= {"inputs": run.inputs(), "switched": run.switched(given.judged)}
     rows.append(given.out, {**row, **end, **rows.environment()})
 
 
@@ -397,9 +467,6 @@ def fitting(given: argparse.Namespace, ms: float) -> int:
 
 
 # --- tables ---------------------------------------------------------------------------------------
-
-
-BASE = "b1.58"
 
 
 def table(given: argparse.Namespace) -> None:
@@ -488,6 +555,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     parser.add_argument("--rotate", action="store_true", help="hidden states, before the training")
+    parser.add_argument("--turned", nargs="+", choices=PARTS, default=[])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=math.inf, help="since the process began")
     parser.add_argument("--until", type=float, default=math.inf, help="the same as a time of day")
