@@ -181,7 +181,7 @@ def _coded_weight_tier_decode_kernel(
 @triton.jit
 def _codes(pattern, windows):
     """Return the codes of a 16-bit weight pattern in all three windows (ranges of exponents that
-    have codes), and its sign byte."""
+    have codes), and its byte of sign and mantissa."""
     narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
     first = exponent - narrow

@@ -36,8 +36,8 @@ MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class Packed:
-    """The tensors of codes and scales that the attention kernel reads; D is padded, and N is a
-    multiple of `BLOCK`."""
+    """The tensors of codes and scales that the attention kernel reads; the head dimension D is
+    padded, and the number of keys N is a multiple of `BLOCK`."""
 
     # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
     # loads them
