@@ -147,7 +147,8 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the scores below which the levels with the given indices drop a class.
+    """Return the thresholds of the levels with the given indices; a level drops a class whose score
+    is below its threshold.
 
     The last level's score is higher than the score of every class, so this level drops all classes.
     """
@@ -183,7 +184,7 @@ def _gradient_filter_score_kernel(
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
     """Compute each class's score in a group of rows, and for each row the sum of the probabilities
-    that each level would drop.
+    that each level (threshold of scores) would drop.
 
     A program processes one group and some tiles of classes. A tile contains all rows of the group,
     so the scores of its classes are known while its logits are in registers. The filter always

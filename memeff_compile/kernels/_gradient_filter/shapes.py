@@ -109,9 +109,9 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
     """Return the bytes of a loop under a filter, without its packed tiles (the logits' gradients of
     the tiles that the filter keeps).
 
-    These are the bytes of the classes' scores, of one word per class and the order of the words, of
-    two copies of hidden-state rows, of sums of the hidden states' gradient (dE), and of the sums
-    for each level.
+    The function counts the classes' scores, one word per class, the sorted order of these words,
+    two copies of hidden-state rows, sums of the hidden states' gradient (dE), and sums for each
+    level (a score below which classes are dropped).
     """
     return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
 

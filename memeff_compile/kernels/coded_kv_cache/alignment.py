@@ -51,8 +51,8 @@ def identity(maps: Sequence[Tensor]) -> None:
 
 
 class Sums(NamedTuple):
-    """Sums over rows of keys and values from which the maps are fitted, computed in plain PyTorch
-    or by kernels."""
+    """Sums over rows of keys and values, from which the alignment maps are fitted; they are
+    computed in plain PyTorch or by kernels."""
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows for which `counted` is true
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]

@@ -159,9 +159,9 @@ def _store_bytes(
     """Store the bytes with the codes of all column blocks, for some tokens and some columns of each
     block.
 
-    With 3-bit codes, the high bits of two tokens share a byte: for keys, of two neighbouring
-    tokens; for values, of a token in the first half of the argument `token` and the token at the
-    same position in its second half.
+    With 3-bit codes, the high bits of two tokens share a byte: for keys, two neighbouring tokens;
+    for values, the tokens at the same position in the first half and in the second half of the
+    argument `token`.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made

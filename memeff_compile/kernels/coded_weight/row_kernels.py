@@ -5,8 +5,8 @@ decode the weights themselves.
 A win4 code is a weight's exponent minus the number `base`. Used directly as an exponent, a code
 gives a tiny number, which the kernel then multiplies by 2^base; code 0 without mantissa bits is
 zero. For a lossy weight, the kernel multiplies by 2^base times the normaliser (scale) of the
-weight's block, and one instruction multiplies and rounds both weights of a pair word (a 32-bit word
-of two bf16 weights), so the kernel multiplies x by exactly the weights that decoding would give.
+weight's block. One instruction multiplies and rounds both weights of a pair word (a 32-bit word of
+two bf16 weights), so the kernel multiplies x by exactly the weights that decoding would give.
 
 In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
 """

@@ -29,9 +29,9 @@ On an H200, forward plus backward pass take at least the sum of the first three 
 - 8 NV / 4.28e12 to write the products in both passes, partly while others are still computed.
 For N, D, V = 16384, 2048, 128256, the four times of this list are 43.6, 4.9, 2.0 and 3.9 ms; for N,
 D, V = 8192, 2304, 256000, they are 48.9, 4.9, 2.4 and 3.9 ms. A frozen projection with an adapter
-takes at least 2 * 2NDV / 790e12 seconds for products and, in 16 bits, 26 NV / 4.28e12 seconds to
-write the fp32 products, add to them and read them twice, and to write their gradient once and read
-it in three products. For N, D, V = 8192, 4096, 128256, these two times are 21.8 and 6.4 ms.
+takes at least 2 * 2NDV / 790e12 seconds for products and, in 16 bits, 26 NV / 4.28e12 seconds for
+memory: the fp32 products are written, added to and read twice; their gradient is written once and
+read in three products. For N, D, V = 8192, 4096, 128256, these two times are 21.8 and 6.4 ms.
 """
 
 from __future__ import annotations
