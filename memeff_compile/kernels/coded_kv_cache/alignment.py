@@ -72,7 +72,7 @@ def fit(
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
     span: int = 0,  # how many positions after those of the rows later keys will have
 ) -> None:
-    """Write the maps that bring the rows of two layers closest to each other.
+    """Write the alignment maps that bring the rows of two layers closest to each other.
 
     With the `angles` of a rotary embedding, each key counts as if it were repeated at the next
     `span` positions.

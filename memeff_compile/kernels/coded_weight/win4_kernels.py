@@ -50,8 +50,8 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 @triton.jit
 def _pairs(codes, signs, base):
-    """Decode words of codes, with the signs at the same positions; return four 32-bit words of two
-    weights each."""
+    """Decode words of codes, with the signs and mantissas at the same positions; return four 32-bit
+    words of two weights each."""
     even, odd = tl.load(signs), tl.load(signs + 32)
     pair_0 = even_bytes(even) | _exponents(codes, base, 0)
     pair_1 = odd_bytes(even) | _exponents(codes, base, 1)
@@ -178,8 +178,8 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes and signs of one chunk of weights; count the chunk's patches (weights stored
-    whole) and write their positions.
+    """Write the codes, signs and mantissas of one chunk of weights; count the chunk's patches
+    (weights stored whole) and write their positions.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
     read and written once. The kernel also writes updated patches (weights stored whole) to the

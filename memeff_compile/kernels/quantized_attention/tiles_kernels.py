@@ -45,8 +45,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _reordered(weight, C: tl.constexpr):
-    """Pass a tile of 8-bit softmax weights to the second product without moving data between
-    threads."""
+    """Pass a tile of 8-bit softmax weights to the product with the values, without moving data
+    between threads."""
     weight = tl.reshape(weight, (C.ROWS, C.KEYS // 16, 2, 4, 2))
     return tl.reshape(tl.permute(weight, (0, 1, 3, 2, 4)), (C.ROWS, C.KEYS))
 
