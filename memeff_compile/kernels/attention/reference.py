@@ -1,9 +1,9 @@
 """The reference implementation: the formula in plain PyTorch, one block of queries at a time, on
 any device.
 
-The scores of a block are computed in fp32 (fp64 for fp64 inputs) and freed when its results are
-computed, so the scores of all queries never exist at once. Keys that `ahead` and `behind` hide from
-a whole block are not read.
+The scores of a block are computed in fp32 (fp64 for fp64 inputs) and freed as soon as its results
+are computed, so the scores of all queries never exist at once. Keys that `ahead` and `behind` hide
+from a whole block are not read.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ The kernel may permute the columns (K), as long as weights and x have the same o
 group of 256 columns contains the eight columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
 from every word, operand 2 o + h of the tensor core takes the two columns with this o and h.
 
-The letters for axes are explained in `matrix_kernels`.
+Variable names have the same meaning as in `matrix_kernels`.
 """
 
 from __future__ import annotations

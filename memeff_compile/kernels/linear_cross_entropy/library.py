@@ -13,8 +13,8 @@ would save no memory, because a separate buffer for G and a narrower strip toget
 bytes; the results would also depend on the order in which warps read and write.
 
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
-implementation processes blocks of rows instead. For each block of rows, it computes the products
-for the whole vocabulary once and adds the adapter's product `low @ up.T`. A kernel computes the
+implementation processes blocks of rows instead. For each block of rows, it multiplies hidden states
+and weight once, for all classes, and adds the adapter's product `low @ up.T`. A kernel computes the
 rows' statistics from this sum, and then the logits' gradient G from the same sum. Products with G
 are the gradients of these rows' hidden states (dE), and of these rows' `low` (the adapter's input
 to `up`). The gradient of `up` is summed over the blocks in fp32.
@@ -24,13 +24,13 @@ on values, so a CUDA graph can capture the calls. The kernels sum without atomic
 
 On an H200, forward plus backward pass take at least the sum of the first three times, in seconds:
 - 4 * 2NDV / 790e12 for four products: logits (twice), weight's gradient, hidden states' gradient;
-- 10 NV / 4.28e12 to read the products twice and to write their gradient once (16-bit inputs);
+- 10 NV / 4.28e12 to read the fp32 logits twice and write their gradient once (16-bit inputs);
 - 8 ND * blocks / 4.28e12 to read and write the hidden states' gradient once per block;
-- 8 NV / 4.28e12 to write the products in both passes, partly while others are still computed.
+- 8 NV / 4.28e12 to write the fp32 logits twice, partly while other logits are computed.
 For N, D, V = 16384, 2048, 128256, the four times of this list are 43.6, 4.9, 2.0 and 3.9 ms; for N,
 D, V = 8192, 2304, 256000, they are 48.9, 4.9, 2.4 and 3.9 ms. A frozen projection with an adapter
 takes at least 2 * 2NDV / 790e12 seconds for products and, in 16 bits, 26 NV / 4.28e12 seconds for
-memory: the fp32 products are written, added to and read twice; their gradient is written once and
+memory: the fp32 logits are written, added to and read twice; their gradient is written once and
 read in three products. For N, D, V = 8192, 4096, 128256, these two times are 21.8 and 6.4 ms.
 """
 
