@@ -7,13 +7,9 @@ hidden states, if the rotation is multiplied into the embedding, into the linear
 hidden states, and into the linear layers that write them (SliceGPT, QuaRot).
 
 About half of the energy of a norm's output can be its mean over all tokens. This constant part
-tells tokens apart from nothing, but a quantiser whose scale is the mean magnitude of a token spends
+is the same for every token, but a quantiser whose scale is the mean magnitude of a token spends
 its levels on it. So the rotation puts the constant part into a few channels, the norms' weights
 make these channels small, and the columns of the linear layers grow by the same factor.
-
-Attention returns averages of values, so the values of each head can be rotated too. In the
-principal axes of attention's output, a few channels have most of the energy, and top-K (keeping the
-larger half of a token) drops less of it.
 """
 
 from __future__ import annotations
@@ -65,8 +61,6 @@ def rotate_hidden_states_(
     text: Tensor | None = None,
     *,
     seed: int = 0,
-    constant: bool = True,
-    values: bool = True,
 ) -> Model:
     """Rotate the hidden states of a dense model in place, so that quantisers lose less; return the
     model.
@@ -83,11 +77,9 @@ def rotate_hidden_states_(
     Args:
         model: A causal language model with floating point weights.
         text: Token ids, (sequences, length), of the text that the model will be trained on; some
-            thousand tokens are enough. None rotates the hidden states only, and ignores `constant`
-            and `values`.
+            thousand tokens are enough. With a text, the function also moves the constant part of
+            the norms' outputs into a few small channels.
         seed: The seed of the rotation.
-        constant: Whether to move the constant part of the norms' outputs into a few small channels.
-        values: Whether to rotate the values of attention into principal axes.
 
     Raises:
         OptionError: The model has another structure than those above, the logits would change, or
@@ -99,18 +91,13 @@ def rotate_hidden_states_(
     """
     require_module(model, "rotate_hidden_states_")
     plan = _Plan(compat.without_compile(model))
-    constant, values = constant and text is not None, values and text is not None
     if text is not None:
-        plan.require_text(text, constant=constant, values=values)
+        plan.require_text(text)
     with torch.no_grad(), _same_logits(plan, text):
-        seen = _Seen(plan, text if constant or values else None)
-        turn = rotation(plan.size, seed, seen.directions() if constant else None).to(plan.device)
-        gains = _gains(plan, text, turn) if constant and text is not None else []
-        axes = seen.axes() if values else []
-        plan.rotate(turn, gains)
-        for block, own in zip(plan.attention, axes, strict=False):
-            _rotate_values(block, own)
-    keep(model, "rotate_hidden_states_", _report(plan, constant=constant, values=values))
+        first = None if text is None else _constant_directions(plan, text)
+        turn = rotation(plan.size, seed, first).to(plan.device)
+        plan.rotate(turn, [] if text is None else _gains(plan, text, turn))
+    keep(model, "rotate_hidden_states_", _report(plan, constant=text is not None))
     return model
 
 
@@ -144,13 +131,11 @@ def _hadamard(size: int) -> Tensor:
     return found / math.sqrt(size)
 
 
-def _report(plan: _Plan, *, constant: bool, values: bool) -> Changes:
+def _report(plan: _Plan, *, constant: bool) -> Changes:
     count = len(plan.layers)
     sentence = f"hidden states of {count} layer{'s' * (count > 1)} rotated"
     if constant:
         sentence += f"; the constant part of the norms' outputs is in {CONSTANT} channels"
-    if values:
-        sentence += "; values in the principal axes of attention's output"
     head = "rotated, with the weight of the final norm multiplied in"
     if plan.was_tied:
         sentence += "; the output projection is no longer tied to the embedding"
@@ -174,7 +159,6 @@ class _Plan:
         self.body, self.head = body, head
         self.embedding: Any = self.body.embed_tokens
         self.layers: Sequence[Any] = list(self.body.layers)
-        self.attention = [layer.self_attn for layer in self.layers if hasattr(layer, "self_attn")]
         linears: dict[str, Any] = {"lm_head": head}
         for at, layer in enumerate(self.layers):
             path = f"model.layers.{at}"
@@ -198,28 +182,18 @@ class _Plan:
         for norm in (*self.norms, self.body.norm):
             _require_rms_norm(norm, self.size)
 
-    def require_text(self, text: Tensor, *, constant: bool, values: bool) -> None:
-        """Raise OptionError for token ids or sizes that cannot be used."""
+    def require_text(self, text: Tensor) -> None:
+        """Raise OptionError for token ids or a hidden size that cannot be used."""
         if text.ndim != 2 or text.dtype.is_floating_point or not text.numel():
             raise OptionError(
                 f"text is a {text.dtype} tensor of shape {tuple(text.shape)}; token ids of shape "
                 "(sequences, length) are needed."
             )
-        if constant and self.size < 2 * CONSTANT:
+        if self.size < 2 * CONSTANT:
             raise OptionError(
                 f"The model's hidden size is {self.size}, and the constant part alone takes "
-                f"{CONSTANT} channels. Pass constant=False."
+                f"{CONSTANT} channels. Call rotate_hidden_states_ without text."
             )
-        for block in self.attention if values else ():
-            width = getattr(block, "head_dim", 0)
-            heads = block.o_proj.in_features // max(1, width)
-            shared = block.v_proj.out_features // max(1, width)
-            fits = heads * width == block.o_proj.in_features and shared and heads % shared == 0
-            if not (fits and shared * width == block.v_proj.out_features):
-                raise OptionError(
-                    f"{type(block).__name__} does not read and write whole heads of head_dim "
-                    f"{width}, so its values cannot be rotated. Pass values=False."
-                )
 
     def changed(self) -> list[Tensor]:
         """Return all parameters that the rotation writes to."""
@@ -260,44 +234,20 @@ class _Plan:
                     _set(linear.bias, turn.t() @ linear.bias.double())
 
 
-class _Seen:
-    """The means of all norms' outputs, and the second moments of attention's outputs, on a text."""
+def _constant_directions(plan: _Plan, text: Tensor) -> Tensor:
+    """Return the orthonormal directions of the means of the norms' outputs on a text, without the
+    norms' weights."""
+    means = [torch.zeros(plan.size, dtype=torch.float64, device=plan.device)] * len(plan.norms)
 
-    def __init__(self, plan: _Plan, text: Tensor | None) -> None:
-        self.means = [torch.zeros(plan.size, dtype=torch.float64, device=plan.device)] * len(
-            plan.norms
-        )
-        self.moments: list[Any] = [0.0] * len(plan.attention)
-        self.blocks = plan.attention
-        if text is None:
-            return
-        outputs = [block.o_proj for block in plan.attention]
-        with (
-            _watched(plan.norms, lambda at, x: self._see_norm(at, _normed(x))),
-            _watched(outputs, self._see_attention),
-        ):
-            plan.run(text)
+    def see(at: int, rows: Tensor) -> None:
+        means[at] = means[at] + _normed(rows).sum(0, dtype=torch.float64)
 
-    def _see_norm(self, at: int, rows: Tensor) -> None:
-        self.means[at] = self.means[at] + rows.sum(0, dtype=torch.float64)
-
-    def _see_attention(self, at: int, rows: Tensor) -> None:
-        width, shared = _heads(self.blocks[at])
-        heads = rows.double().view(len(rows), shared, -1, width)
-        self.moments[at] = self.moments[at] + torch.einsum("tsgi,tsgj->sij", heads, heads)
-
-    def directions(self) -> Tensor:
-        """Return the orthonormal directions of the constant part."""
-        _, sizes, axes = torch.linalg.svd(torch.stack(self.means), full_matrices=False)
-        shares = sizes.square() / sizes.square().sum()
-        count = int((shares > _SHARE).sum().clamp(1, CONSTANT))
-        directions: Tensor = axes[:count]
-        return directions
-
-    def axes(self) -> list[Tensor]:
-        """Return, for each attention block, the principal axes of each key/value head as columns,
-        (heads, head_dim, head_dim), those with the most energy first."""
-        return [torch.linalg.eigh(each).eigenvectors.flip(-1) for each in self.moments]
+    with _watched(plan.norms, see):
+        plan.run(text)
+    _, sizes, axes = torch.linalg.svd(torch.stack(means), full_matrices=False)
+    shares = sizes.square() / sizes.square().sum()
+    found: Tensor = axes[: int((shares > _SHARE).sum().clamp(1, CONSTANT))]
+    return found
 
 
 def _gains(plan: _Plan, text: Tensor, turn: Tensor) -> list[Tensor]:
@@ -320,26 +270,6 @@ def _gains(plan: _Plan, text: Tensor, turn: Tensor) -> list[Tensor]:
         gains[:CONSTANT] = (largest / each.sqrt()).clamp(1e-3, 1)
         found.append(gains)
     return found
-
-
-def _rotate_values(block: Any, axes: Tensor) -> None:  # noqa: ANN401
-    """Rotate the values of each key/value head to the given axes, and the columns of the output
-    projection likewise."""
-    width, shared = _heads(block)
-    value, out = block.v_proj, block.o_proj
-    rows = value.weight.double().view(shared, width, -1)
-    _set(value.weight, torch.einsum("sij,sic->sjc", axes, rows).flatten(0, 1))
-    if value.bias is not None:
-        bias = value.bias.double().view(shared, width)
-        _set(value.bias, torch.einsum("sij,si->sj", axes, bias).flatten())
-    columns = out.weight.double().view(out.out_features, shared, -1, width)
-    _set(out.weight, torch.einsum("rsgi,sij->rsgj", columns, axes).flatten(1))
-
-
-def _heads(block: Any) -> tuple[int, int]:  # noqa: ANN401
-    """Return the width of a head, and the number of key/value heads."""
-    width: int = block.head_dim
-    return width, block.v_proj.out_features // width
 
 
 @contextmanager

@@ -58,12 +58,6 @@ def inputs(model: Any, name: str) -> list[Tensor]:
     return found
 
 
-def dropped(rows: Tensor) -> float:
-    """Return the share of energy that top-K drops."""
-    kept = rows.square().topk(rows.shape[-1] // 2).values.sum()
-    return float(1 - kept / rows.square().sum())
-
-
 def int4_error(rows: Tensor) -> float:
     """Return the error of INT4, next to the part of the rows that differs between tokens."""
     unit = rows.abs().mean(-1, keepdim=True) / 7**0.5
@@ -75,7 +69,7 @@ def int4_error(rows: Tensor) -> float:
 @pytest.mark.parametrize("text", [None, prompt()], ids=["without text", "with text"])
 def test_logits_stay(family: str, text: Tensor | None) -> None:
     model = trained(family).train()
-    wanted, before = logits(model.eval()), inputs(model, "o_proj")
+    wanted = logits(model.eval())
     model.train()
     parameters = dict(model.named_parameters())
     assert rotate_hidden_states_(model, text) is model
@@ -83,9 +77,6 @@ def test_logits_stay(family: str, text: Tensor | None) -> None:
     now = dict(model.named_parameters())
     assert all(now[name] is weight for name, weight in parameters.items())
     torch.testing.assert_close(logits(model.eval()), wanted, rtol=1e-3, atol=1e-3)
-    after = inputs(model, "o_proj")
-    drops = [dropped(b) - dropped(a) for b, a in zip(before, after, strict=True)]
-    assert all(gain > 0.01 for gain in drops) if text is not None else max(map(abs, drops)) < 1e-5
 
 
 def test_the_constant_part_is_small_and_four_bits_lose_less() -> None:
@@ -190,10 +181,10 @@ def test_text_and_sizes_are_checked() -> None:
     model = make(hidden_size=24, num_attention_heads=4, head_dim=6, num_key_value_heads=2)
     with pytest.raises(OptionError, match="token ids of shape"):
         rotate_hidden_states_(model, torch.ones(4))
-    with pytest.raises(OptionError, match="Pass constant=False"):
+    with pytest.raises(OptionError, match="without text"):
         rotate_hidden_states_(model, prompt())
     wanted = logits(model)
-    rotate_hidden_states_(model, prompt(), constant=False)
+    rotate_hidden_states_(model)
     torch.testing.assert_close(logits(model), wanted, rtol=1e-3, atol=1e-4)
 
 
