@@ -13,7 +13,7 @@ there. `second` takes up that state for each variant, switches quantisers, rate 
 weight decay (to 0) with `TernaryStages`, and lets the rate fall to zero over its steps. So all
 variants share the first stage and see the same text. fp32 weights, bf16 autocast, AdamW; each layer
 is compiled by memeff. --rotate first rotates the hidden states of the dense model
-(`rotate_hidden_states_`); --rotate --constant gives this function some of the training text.
+(`rotate_hidden_states_`).
 
 All processes of a run may start at once with --wait: they compile, then wait for the text and the
 first stage. Its end says how many steps all variants do: as many as fit into the time until
@@ -55,8 +55,6 @@ CHARACTERS_A_TOKEN = 4.5
 """More than the texts have, so that enough of them is read."""
 BEGAN = time.monotonic()
 RATE, DECAY, WARM_UP, CLIP = 1e-3, 0.1, 40, 1.0
-CALIBRATION = 8
-"""Sequences that --constant measures on."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +148,8 @@ def has_weights(given: argparse.Namespace) -> bool:
     return any(given.model.glob("*.safetensors"))
 
 
-def load(given: argparse.Namespace, device: str, text: Tensor | None = None) -> Any:
-    """Return the model in fp32, or one of its shape with random weights where it has none.
-
-    With --rotate its hidden states are rotated, by a text as `rotate_hidden_states_` takes it.
-    """
+def load(given: argparse.Namespace, device: str) -> Any:
+    """Return the model in fp32, or one of its shape with random weights where it has none."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(given.seed)
@@ -168,7 +163,7 @@ def load(given: argparse.Namespace, device: str, text: Tensor | None = None) -> 
     model.set_attn_implementation(use_causal_attention())
     model.to(device).train()
     if given.rotate:
-        rotate_hidden_states_(model, text, seed=given.seed)
+        rotate_hidden_states_(model, seed=given.seed)
     return model
 
 
@@ -349,8 +344,6 @@ def facts(given: argparse.Namespace, stage: int) -> dict[str, Any]:
     names = ("seed", "batch", "length", "train_tokens", "layers")
     if given.rotate:
         said["rotated"] = True
-    if given.constant:
-        said["constant"] = True
     return said | {name: getattr(given, name) for name in names}
 
 
@@ -363,10 +356,6 @@ def first(given: argparse.Namespace) -> None:
     run.read()
     row = facts(given, 1)
     if not run.resume():
-        if given.constant:
-            text = run.text["train"][run.order[-CALIBRATION:]]
-            run.model.load_state_dict(load(given, run.device, text).state_dict())
-            note("rotated with text")
         rows.append(given.out, {**row, "step": 0, "judged": run.judge(given.few)})
     row["text"] = hashlib.sha256(run.text["train"].cpu().numpy().tobytes()).hexdigest()[:12]
     losses: list[Tensor] = []
@@ -547,7 +536,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     parser.add_argument("--rotate", action="store_true", help="hidden states, before the training")
-    parser.add_argument("--constant", action="store_true", help="--rotate moves it, too")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=math.inf, help="since the process began")
     parser.add_argument("--until", type=float, default=math.inf, help="the same as a time of day")

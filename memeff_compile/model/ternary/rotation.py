@@ -5,17 +5,12 @@ trained decoders have such channels. The weights of norms can be multiplied into
 that read the norms' outputs. Then the model computes the same function after any rotation of its
 hidden states, if the rotation is multiplied into the embedding, into the linear layers that read
 hidden states, and into the linear layers that write them (SliceGPT, QuaRot).
-
-About half of the energy of a norm's output can be its mean over all tokens. This constant part
-is the same for every token, but a quantiser whose scale is the mean magnitude of a token spends
-its levels on it. So the rotation puts the constant part into a few channels, the norms' weights
-make these channels small, and the columns of the linear layers grow by the same factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -28,13 +23,6 @@ from memeff_compile.model.changes import Changes, keep, require_module
 
 Model = TypeVar("Model", bound=nn.Module)
 
-CONSTANT = 16
-"""The number of channels that take the constant part; a power of two."""
-_LARGEST = 2.0
-"""The size of these channels, in mean magnitudes of the other channels; the INT4 quantiser of
-BitNet a4.8 clips at 3."""
-_SHARE = 0.05
-"""Directions with more than this share of the energy of all norms' means are the constant part."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _TOLERANCE_16_BITS = 0.05
 """Largest relative change of the logits, by the dtype of the weights."""
@@ -56,12 +44,7 @@ _PARTS = {
 """The parts of a layer, and of its blocks, that have parameters."""
 
 
-def rotate_hidden_states_(
-    model: Model,
-    text: Tensor | None = None,
-    *,
-    seed: int = 0,
-) -> Model:
+def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     """Rotate the hidden states of a dense model in place, so that quantisers lose less; return the
     model.
 
@@ -76,46 +59,29 @@ def rotate_hidden_states_(
 
     Args:
         model: A causal language model with floating point weights.
-        text: Token ids, (sequences, length), of the text that the model will be trained on; some
-            thousand tokens are enough. With a text, the function also moves the constant part of
-            the norms' outputs into a few small channels.
         seed: The seed of the rotation.
 
     Raises:
-        OptionError: The model has another structure than those above, the logits would change, or
-            `text` is not a matrix of token ids.
+        OptionError: The model has another structure than those above, or the logits would change.
 
     Example:
-        >>> rotate_hidden_states_(model, ids)  # doctest: +SKIP
+        >>> rotate_hidden_states_(model)  # doctest: +SKIP
         >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP
     """
     require_module(model, "rotate_hidden_states_")
     plan = _Plan(compat.without_compile(model))
-    if text is not None:
-        plan.require_text(text)
-    with torch.no_grad(), _same_logits(plan, text):
-        first = None if text is None else _constant_directions(plan, text)
-        turn = rotation(plan.size, seed, first).to(plan.device)
-        plan.rotate(turn, [] if text is None else _gains(plan, text, turn))
-    keep(model, "rotate_hidden_states_", _report(plan, constant=text is not None))
+    with torch.no_grad(), _same_logits(plan):
+        plan.rotate(rotation(plan.size, seed).to(plan.device))
+    keep(model, "rotate_hidden_states_", _report(plan))
     return model
 
 
-def rotation(size: int, seed: int = 0, first: Tensor | None = None) -> Tensor:
-    """Return an orthogonal fp64 matrix whose columns are the new axes.
-
-    Without `first`, the matrix is random signs times a Hadamard matrix of the largest power of two
-    that divides `size`, in a Kronecker product with a random rotation of the remaining factor. With
-    `first`, which has orthonormal rows, the first CONSTANT axes span these rows. Each of these axes
-    has an equal part of each row; the other axes are random.
+def rotation(size: int, seed: int = 0) -> Tensor:
+    """Return an orthogonal fp64 matrix: random signs times a Hadamard matrix of the largest power
+    of two that divides `size`, in a Kronecker product with a random rotation of the remaining
+    factor.
     """
     draw = torch.Generator().manual_seed(seed)
-    if first is not None:
-        drawn = torch.randn(size, size, dtype=torch.float64, generator=draw)
-        drawn[:, : len(first)] = first.t().cpu()
-        axes: Tensor = torch.linalg.qr(drawn)[0]
-        axes[:, :CONSTANT] = axes[:, :CONSTANT] @ _hadamard(CONSTANT)
-        return axes
     power = size & -size
     rest = torch.randn(size // power, size // power, dtype=torch.float64, generator=draw)
     found = torch.kron(_hadamard(power), torch.linalg.qr(rest).Q.contiguous())
@@ -131,11 +97,9 @@ def _hadamard(size: int) -> Tensor:
     return found / math.sqrt(size)
 
 
-def _report(plan: _Plan, *, constant: bool) -> Changes:
+def _report(plan: _Plan) -> Changes:
     count = len(plan.layers)
     sentence = f"hidden states of {count} layer{'s' * (count > 1)} rotated"
-    if constant:
-        sentence += f"; the constant part of the norms' outputs is in {CONSTANT} channels"
     head = "rotated, with the weight of the final norm multiplied in"
     if plan.was_tied:
         sentence += "; the output projection is no longer tied to the embedding"
@@ -182,19 +146,6 @@ class _Plan:
         for norm in (*self.norms, self.body.norm):
             _require_rms_norm(norm, self.size)
 
-    def require_text(self, text: Tensor) -> None:
-        """Raise OptionError for token ids or a hidden size that cannot be used."""
-        if text.ndim != 2 or text.dtype.is_floating_point or not text.numel():
-            raise OptionError(
-                f"text is a {text.dtype} tensor of shape {tuple(text.shape)}; token ids of shape "
-                "(sequences, length) are needed."
-            )
-        if self.size < 2 * CONSTANT:
-            raise OptionError(
-                f"The model's hidden size is {self.size}, and the constant part alone takes "
-                f"{CONSTANT} channels. Call rotate_hidden_states_ without text."
-            )
-
     def changed(self) -> list[Tensor]:
         """Return all parameters that the rotation writes to."""
         found = [self.embedding.weight, self.body.norm.weight, self.head.weight]
@@ -202,14 +153,9 @@ class _Plan:
             found += [each for name, each in layer.named_parameters() if not _is_head_norm(name)]
         return found
 
-    def run(self, text: Tensor) -> None:
-        """Run the layers on each row of token ids."""
-        for row in text.to(self.device).long():
-            self.body(input_ids=row[None], use_cache=False)
-
-    def rotate(self, turn: Tensor, gains: Sequence[Tensor]) -> None:
-        """Multiply an orthogonal matrix into the weights next to hidden states, and set the weights
-        of the layers' norms to the given numbers, in the order of the norms' calls."""
+    def rotate(self, turn: Tensor) -> None:
+        """Multiply an orthogonal matrix, and the weights of norms, into the weights next to hidden
+        states."""
         head = _scaled(self.head.weight, self.body.norm) @ turn
         if self.was_tied:
             _untie(self.model)
@@ -218,15 +164,13 @@ class _Plan:
         _set(self.head.weight, head)
         _set(self.embedding.weight, self.embedding.weight.double() @ turn)
         self.body.norm.weight.fill_(1)
-        gain = iter(gains)
         for layer in self.layers:
             for name, paths in _READERS.items():
                 norm = layer.get_submodule(name)
-                own = next(gain, turn.new_ones(self.size))
                 for path in paths:
                     weight = layer.get_submodule(path).weight
-                    _set(weight, _scaled(weight, norm) @ turn / own)
-                _set(norm.weight, own)
+                    _set(weight, _scaled(weight, norm) @ turn)
+                norm.weight.fill_(1)
             for path in _WRITERS:
                 linear = layer.get_submodule(path)
                 _set(linear.weight, turn.t() @ linear.weight.double())
@@ -234,67 +178,13 @@ class _Plan:
                     _set(linear.bias, turn.t() @ linear.bias.double())
 
 
-def _constant_directions(plan: _Plan, text: Tensor) -> Tensor:
-    """Return the orthonormal directions of the means of the norms' outputs on a text, without the
-    norms' weights."""
-    means = [torch.zeros(plan.size, dtype=torch.float64, device=plan.device)] * len(plan.norms)
-
-    def see(at: int, rows: Tensor) -> None:
-        means[at] = means[at] + _normed(rows).sum(0, dtype=torch.float64)
-
-    with _watched(plan.norms, see):
-        plan.run(text)
-    _, sizes, axes = torch.linalg.svd(torch.stack(means), full_matrices=False)
-    shares = sizes.square() / sizes.square().sum()
-    found: Tensor = axes[: int((shares > _SHARE).sum().clamp(1, CONSTANT))]
-    return found
-
-
-def _gains(plan: _Plan, text: Tensor, turn: Tensor) -> list[Tensor]:
-    """Return the weights of the layers' norms that make no channel of the constant part larger than
-    _LARGEST."""
-    first = turn[:, :CONSTANT].float()
-    energies = [turn.new_zeros(CONSTANT)] * len(plan.norms)
-
-    def see(at: int, rows: Tensor) -> None:
-        own = (_normed(rows) @ first).square().sum(0, dtype=torch.float64)
-        energies[at] = energies[at] + own / text.numel()
-
-    with _watched(plan.norms, see):
-        plan.run(text)
-    found = []
-    for each in energies:
-        rest = ((plan.size - each.sum()) / (plan.size - CONSTANT)).clamp(min=0)  # their mean square
-        largest = _LARGEST * rest.sqrt() * (2 / torch.pi) ** 0.5
-        gains = turn.new_ones(plan.size)
-        gains[:CONSTANT] = (largest / each.sqrt()).clamp(1e-3, 1)
-        found.append(gains)
-    return found
-
-
 @contextmanager
-def _watched(modules: Sequence[nn.Module], see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call a function with the number and the input of each module, one row for each token, before
-    the module runs."""
-
-    def hook(at: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, given: see(at, given[0].flatten(0, -2).float())
-
-    hooks = [each.register_forward_pre_hook(hook(at)) for at, each in enumerate(modules)]
-    try:
-        yield
-    finally:
-        for each in hooks:
-            each.remove()
-
-
-@contextmanager
-def _same_logits(plan: _Plan, text: Tensor | None) -> Iterator[None]:
+def _same_logits(plan: _Plan) -> Iterator[None]:
     """Restore the model, and raise OptionError, if its logits changed; also restore it after any
     other error. Meanwhile the model is in eval mode."""
     model, head = plan.model, plan.head.weight
     count = model.config.vocab_size
-    ids = torch.arange(_PROBE).remainder(count)[None] if text is None else text[:1, :_PROBE]
+    ids = torch.arange(_PROBE).remainder(count)[None]
     modes = {module: module.training for module in model.modules()}
     kept = {weight: weight.detach().to("cpu", copy=True) for weight in plan.changed()}
     tied = model.config.tie_word_embeddings, getattr(model, "all_tied_weights_keys", None)
