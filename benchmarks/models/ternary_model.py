@@ -12,9 +12,8 @@ steps or seconds are over and saves weights and optimizer under --state; a secon
 there. `second` takes up that state for each variant, switches quantisers, rate (times 2/3) and
 weight decay (to 0) with `TernaryStages`, and lets the rate fall to zero over its steps. So all
 variants share the first stage and see the same text. fp32 weights, bf16 autocast, AdamW; each layer
-is compiled by memeff. --rotate first rotates the hidden states of the dense model; --turned also
-moves the constant part of its norms' outputs into a few channels, and rotates its values to the
-axes of attention's output (`rotate_hidden_states_`, on training text).
+is compiled by memeff. --rotate first rotates the hidden states of the dense model
+(`rotate_hidden_states_`).
 
 All processes of a run may start at once with --wait: they compile, then wait for the text and the
 first stage. Its end says how many steps all variants do: as many as fit into the time until
@@ -56,10 +55,6 @@ CHARACTERS_A_TOKEN = 4.5
 """More than the texts have, so that enough of them is read."""
 BEGAN = time.monotonic()
 RATE, DECAY, WARM_UP, CLIP = 1e-3, 0.1, 40, 1.0
-PARTS = ("constant", "values")
-"""What the rotation may turn, other than hidden states."""
-CALIBRATION = 8
-"""Sequences that --turned measures on."""
 
 
 @dataclass(frozen=True)
@@ -167,17 +162,9 @@ def load(given: argparse.Namespace, device: str) -> Any:
     model.config.use_cache = False
     model.set_attn_implementation(use_causal_attention())
     model.to(device).train()
-    if given.rotate or given.turned:
+    if given.rotate:
         rotate_hidden_states_(model, seed=given.seed)
     return model
-
-
-def turned(given: argparse.Namespace, text: Tensor) -> Any:
-    """Return the model, rotated by what its norms and its attention return on text."""
-    plain = {"rotate": False, "turned": []}
-    model = load(argparse.Namespace(**vars(given) | plain), text.device.type)
-    parts = {part: part in given.turned for part in PARTS}
-    return rotate_hidden_states_(model, text, seed=given.seed, **parts)
 
 
 def compile_layers(model: Any, inner: str) -> None:
@@ -355,10 +342,8 @@ def facts(given: argparse.Namespace, stage: int) -> dict[str, Any]:
     said = {"what": "ternary model", "model": given.model.name, "stage": stage}
     said |= {"begins": "weights" if has_weights(given) else "random", "rate": RATE}
     names = ("seed", "batch", "length", "train_tokens", "layers")
-    if given.rotate or given.turned:
+    if given.rotate:
         said["rotated"] = True
-    if given.turned:
-        said["turned"] = sorted(given.turned)
     return said | {name: getattr(given, name) for name in names}
 
 
@@ -371,10 +356,6 @@ def first(given: argparse.Namespace) -> None:
     run.read()
     row = facts(given, 1)
     if not run.resume():
-        if given.turned:
-            text = run.text["train"][run.order[-CALIBRATION:]]
-            run.model.load_state_dict(turned(given, text).state_dict())
-            note("turned")
         rows.append(given.out, {**row, "step": 0, "judged": run.judge(given.few)})
     row["text"] = hashlib.sha256(run.text["train"].cpu().numpy().tobytes()).hexdigest()[:12]
     losses: list[Tensor] = []
@@ -555,7 +536,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     parser.add_argument("--rotate", action="store_true", help="hidden states, before the training")
-    parser.add_argument("--turned", nargs="+", choices=PARTS, default=[])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=math.inf, help="since the process began")
     parser.add_argument("--until", type=float, default=math.inf, help="the same as a time of day")

@@ -585,7 +585,7 @@ def test_a_model_continues_in_ternary_weights_and_its_variants_from_one_state(
     small += ["--train-tokens", "100000", "--out", str(out)]
     small += ["--root", str(ROOT / "docs"), str(ROOT / "benchmarks")]
     script("ternary_model", "text", *small)
-    small += ["--turned", "constant"]
+    small.append("--rotate")
     script("ternary_model", "first", *small, "--steps", "2")
     rest = ["--second-until", str(time.time() + 1), "--evaluations", "2"]
     script("ternary_model", "first", *small, "--steps", "4", *rest)  # goes on after two steps

@@ -5,21 +5,12 @@ trained decoders have such channels. The weights of norms can be multiplied into
 that read the norms' outputs. Then the model computes the same function after any rotation of its
 hidden states, if the rotation is multiplied into the embedding, into the linear layers that read
 hidden states, and into the linear layers that write them (SliceGPT, QuaRot).
-
-About half of the energy of a norm's output can be its mean over all tokens. This constant part
-tells tokens apart from nothing, but a quantiser whose scale is the mean magnitude of a token spends
-its levels on it. So the rotation puts the constant part into a few channels, the norms' weights
-make these channels small, and the columns of the linear layers grow by the same factor.
-
-Attention returns averages of values, so the values of each head can be rotated too. In the
-principal axes of attention's output, a few channels have most of the energy, and top-K (keeping the
-larger half of a token) drops less of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -32,13 +23,6 @@ from memeff_compile.model.changes import Changes, keep, require_module
 
 Model = TypeVar("Model", bound=nn.Module)
 
-CONSTANT = 16
-"""The number of channels that take the constant part; a power of two."""
-_LARGEST = 2.0
-"""The size of these channels, in mean magnitudes of the other channels; the INT4 quantiser of
-BitNet a4.8 clips at 3."""
-_SHARE = 0.05
-"""Directions with more than this share of the energy of all norms' means are the constant part."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _TOLERANCE_16_BITS = 0.05
 """Largest relative change of the logits, by the dtype of the weights."""
@@ -60,14 +44,7 @@ _PARTS = {
 """The parts of a layer, and of its blocks, that have parameters."""
 
 
-def rotate_hidden_states_(
-    model: Model,
-    text: Tensor | None = None,
-    *,
-    seed: int = 0,
-    constant: bool = True,
-    values: bool = True,
-) -> Model:
+def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     """Rotate the hidden states of a dense model in place, so that quantisers lose less; return the
     model.
 
@@ -82,53 +59,29 @@ def rotate_hidden_states_(
 
     Args:
         model: A causal language model with floating point weights.
-        text: Token ids, (sequences, length), of the text that the model will be trained on; some
-            thousand tokens are enough. None rotates the hidden states only, and ignores `constant`
-            and `values`.
         seed: The seed of the rotation.
-        constant: Whether to move the constant part of the norms' outputs into a few small channels.
-        values: Whether to rotate the values of attention into principal axes.
 
     Raises:
-        OptionError: The model has another structure than those above, the logits would change, or
-            `text` is not a matrix of token ids.
+        OptionError: The model has another structure than those above, or the logits would change.
 
     Example:
-        >>> rotate_hidden_states_(model, ids)  # doctest: +SKIP
+        >>> rotate_hidden_states_(model)  # doctest: +SKIP
         >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP
     """
     require_module(model, "rotate_hidden_states_")
     plan = _Plan(compat.without_compile(model))
-    constant, values = constant and text is not None, values and text is not None
-    if text is not None:
-        plan.require_text(text, constant=constant, values=values)
-    with torch.no_grad(), _same_logits(plan, text):
-        seen = _Seen(plan, text if constant or values else None)
-        turn = rotation(plan.size, seed, seen.directions() if constant else None).to(plan.device)
-        gains = _gains(plan, text, turn) if constant and text is not None else []
-        axes = seen.axes() if values else []
-        plan.rotate(turn, gains)
-        for block, own in zip(plan.attention, axes, strict=False):
-            _rotate_values(block, own)
-    keep(model, "rotate_hidden_states_", _report(plan, constant=constant, values=values))
+    with torch.no_grad(), _same_logits(plan):
+        plan.rotate(rotation(plan.size, seed).to(plan.device))
+    keep(model, "rotate_hidden_states_", _report(plan))
     return model
 
 
-def rotation(size: int, seed: int = 0, first: Tensor | None = None) -> Tensor:
-    """Return an orthogonal fp64 matrix whose columns are the new axes.
-
-    Without `first`, the matrix is random signs times a Hadamard matrix of the largest power of two
-    that divides `size`, in a Kronecker product with a random rotation of the remaining factor. With
-    `first`, which has orthonormal rows, the first CONSTANT axes span these rows. Each of these axes
-    has an equal part of each row; the other axes are random.
+def rotation(size: int, seed: int = 0) -> Tensor:
+    """Return an orthogonal fp64 matrix: random signs times a Hadamard matrix of the largest power
+    of two that divides `size`, in a Kronecker product with a random rotation of the remaining
+    factor.
     """
     draw = torch.Generator().manual_seed(seed)
-    if first is not None:
-        drawn = torch.randn(size, size, dtype=torch.float64, generator=draw)
-        drawn[:, : len(first)] = first.t().cpu()
-        axes: Tensor = torch.linalg.qr(drawn)[0]
-        axes[:, :CONSTANT] = axes[:, :CONSTANT] @ _hadamard(CONSTANT)
-        return axes
     power = size & -size
     rest = torch.randn(size // power, size // power, dtype=torch.float64, generator=draw)
     found = torch.kron(_hadamard(power), torch.linalg.qr(rest).Q.contiguous())
@@ -144,13 +97,9 @@ def _hadamard(size: int) -> Tensor:
     return found / math.sqrt(size)
 
 
-def _report(plan: _Plan, *, constant: bool, values: bool) -> Changes:
+def _report(plan: _Plan) -> Changes:
     count = len(plan.layers)
     sentence = f"hidden states of {count} layer{'s' * (count > 1)} rotated"
-    if constant:
-        sentence += f"; the constant part of the norms' outputs is in {CONSTANT} channels"
-    if values:
-        sentence += "; values in the principal axes of attention's output"
     head = "rotated, with the weight of the final norm multiplied in"
     if plan.was_tied:
         sentence += "; the output projection is no longer tied to the embedding"
@@ -174,7 +123,6 @@ class _Plan:
         self.body, self.head = body, head
         self.embedding: Any = self.body.embed_tokens
         self.layers: Sequence[Any] = list(self.body.layers)
-        self.attention = [layer.self_attn for layer in self.layers if hasattr(layer, "self_attn")]
         linears: dict[str, Any] = {"lm_head": head}
         for at, layer in enumerate(self.layers):
             path = f"model.layers.{at}"
@@ -198,29 +146,6 @@ class _Plan:
         for norm in (*self.norms, self.body.norm):
             _require_rms_norm(norm, self.size)
 
-    def require_text(self, text: Tensor, *, constant: bool, values: bool) -> None:
-        """Raise OptionError for token ids or sizes that cannot be used."""
-        if text.ndim != 2 or text.dtype.is_floating_point or not text.numel():
-            raise OptionError(
-                f"text is a {text.dtype} tensor of shape {tuple(text.shape)}; token ids of shape "
-                "(sequences, length) are needed."
-            )
-        if constant and self.size < 2 * CONSTANT:
-            raise OptionError(
-                f"The model's hidden size is {self.size}, and the constant part alone takes "
-                f"{CONSTANT} channels. Pass constant=False."
-            )
-        for block in self.attention if values else ():
-            width = getattr(block, "head_dim", 0)
-            heads = block.o_proj.in_features // max(1, width)
-            shared = block.v_proj.out_features // max(1, width)
-            fits = heads * width == block.o_proj.in_features and shared and heads % shared == 0
-            if not (fits and shared * width == block.v_proj.out_features):
-                raise OptionError(
-                    f"{type(block).__name__} does not read and write whole heads of head_dim "
-                    f"{width}, so its values cannot be rotated. Pass values=False."
-                )
-
     def changed(self) -> list[Tensor]:
         """Return all parameters that the rotation writes to."""
         found = [self.embedding.weight, self.body.norm.weight, self.head.weight]
@@ -228,14 +153,9 @@ class _Plan:
             found += [each for name, each in layer.named_parameters() if not _is_head_norm(name)]
         return found
 
-    def run(self, text: Tensor) -> None:
-        """Run the layers on each row of token ids."""
-        for row in text.to(self.device).long():
-            self.body(input_ids=row[None], use_cache=False)
-
-    def rotate(self, turn: Tensor, gains: Sequence[Tensor]) -> None:
-        """Multiply an orthogonal matrix into the weights next to hidden states, and set the weights
-        of the layers' norms to the given numbers, in the order of the norms' calls."""
+    def rotate(self, turn: Tensor) -> None:
+        """Multiply an orthogonal matrix, and the weights of norms, into the weights next to hidden
+        states."""
         head = _scaled(self.head.weight, self.body.norm) @ turn
         if self.was_tied:
             _untie(self.model)
@@ -244,15 +164,13 @@ class _Plan:
         _set(self.head.weight, head)
         _set(self.embedding.weight, self.embedding.weight.double() @ turn)
         self.body.norm.weight.fill_(1)
-        gain = iter(gains)
         for layer in self.layers:
             for name, paths in _READERS.items():
                 norm = layer.get_submodule(name)
-                own = next(gain, turn.new_ones(self.size))
                 for path in paths:
                     weight = layer.get_submodule(path).weight
-                    _set(weight, _scaled(weight, norm) @ turn / own)
-                _set(norm.weight, own)
+                    _set(weight, _scaled(weight, norm) @ turn)
+                norm.weight.fill_(1)
             for path in _WRITERS:
                 linear = layer.get_submodule(path)
                 _set(linear.weight, turn.t() @ linear.weight.double())
@@ -260,111 +178,13 @@ class _Plan:
                     _set(linear.bias, turn.t() @ linear.bias.double())
 
 
-class _Seen:
-    """The means of all norms' outputs, and the second moments of attention's outputs, on a text."""
-
-    def __init__(self, plan: _Plan, text: Tensor | None) -> None:
-        self.means = [torch.zeros(plan.size, dtype=torch.float64, device=plan.device)] * len(
-            plan.norms
-        )
-        self.moments: list[Any] = [0.0] * len(plan.attention)
-        self.blocks = plan.attention
-        if text is None:
-            return
-        outputs = [block.o_proj for block in plan.attention]
-        with (
-            _watched(plan.norms, lambda at, x: self._see_norm(at, _normed(x))),
-            _watched(outputs, self._see_attention),
-        ):
-            plan.run(text)
-
-    def _see_norm(self, at: int, rows: Tensor) -> None:
-        self.means[at] = self.means[at] + rows.sum(0, dtype=torch.float64)
-
-    def _see_attention(self, at: int, rows: Tensor) -> None:
-        width, shared = _heads(self.blocks[at])
-        heads = rows.double().view(len(rows), shared, -1, width)
-        self.moments[at] = self.moments[at] + torch.einsum("tsgi,tsgj->sij", heads, heads)
-
-    def directions(self) -> Tensor:
-        """Return the orthonormal directions of the constant part."""
-        _, sizes, axes = torch.linalg.svd(torch.stack(self.means), full_matrices=False)
-        shares = sizes.square() / sizes.square().sum()
-        count = int((shares > _SHARE).sum().clamp(1, CONSTANT))
-        directions: Tensor = axes[:count]
-        return directions
-
-    def axes(self) -> list[Tensor]:
-        """Return, for each attention block, the principal axes of each key/value head as columns,
-        (heads, head_dim, head_dim), those with the most energy first."""
-        return [torch.linalg.eigh(each).eigenvectors.flip(-1) for each in self.moments]
-
-
-def _gains(plan: _Plan, text: Tensor, turn: Tensor) -> list[Tensor]:
-    """Return the weights of the layers' norms that make no channel of the constant part larger than
-    _LARGEST."""
-    first = turn[:, :CONSTANT].float()
-    energies = [turn.new_zeros(CONSTANT)] * len(plan.norms)
-
-    def see(at: int, rows: Tensor) -> None:
-        own = (_normed(rows) @ first).square().sum(0, dtype=torch.float64)
-        energies[at] = energies[at] + own / text.numel()
-
-    with _watched(plan.norms, see):
-        plan.run(text)
-    found = []
-    for each in energies:
-        rest = ((plan.size - each.sum()) / (plan.size - CONSTANT)).clamp(min=0)  # their mean square
-        largest = _LARGEST * rest.sqrt() * (2 / torch.pi) ** 0.5
-        gains = turn.new_ones(plan.size)
-        gains[:CONSTANT] = (largest / each.sqrt()).clamp(1e-3, 1)
-        found.append(gains)
-    return found
-
-
-def _rotate_values(block: Any, axes: Tensor) -> None:  # noqa: ANN401
-    """Rotate the values of each key/value head to the given axes, and the columns of the output
-    projection likewise."""
-    width, shared = _heads(block)
-    value, out = block.v_proj, block.o_proj
-    rows = value.weight.double().view(shared, width, -1)
-    _set(value.weight, torch.einsum("sij,sic->sjc", axes, rows).flatten(0, 1))
-    if value.bias is not None:
-        bias = value.bias.double().view(shared, width)
-        _set(value.bias, torch.einsum("sij,si->sj", axes, bias).flatten())
-    columns = out.weight.double().view(out.out_features, shared, -1, width)
-    _set(out.weight, torch.einsum("rsgi,sij->rsgj", columns, axes).flatten(1))
-
-
-def _heads(block: Any) -> tuple[int, int]:  # noqa: ANN401
-    """Return the width of a head, and the number of key/value heads."""
-    width: int = block.head_dim
-    return width, block.v_proj.out_features // width
-
-
 @contextmanager
-def _watched(modules: Sequence[nn.Module], see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call a function with the number and the input of each module, one row for each token, before
-    the module runs."""
-
-    def hook(at: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, given: see(at, given[0].flatten(0, -2).float())
-
-    hooks = [each.register_forward_pre_hook(hook(at)) for at, each in enumerate(modules)]
-    try:
-        yield
-    finally:
-        for each in hooks:
-            each.remove()
-
-
-@contextmanager
-def _same_logits(plan: _Plan, text: Tensor | None) -> Iterator[None]:
+def _same_logits(plan: _Plan) -> Iterator[None]:
     """Restore the model, and raise OptionError, if its logits changed; also restore it after any
     other error. Meanwhile the model is in eval mode."""
     model, head = plan.model, plan.head.weight
     count = model.config.vocab_size
-    ids = torch.arange(_PROBE).remainder(count)[None] if text is None else text[:1, :_PROBE]
+    ids = torch.arange(_PROBE).remainder(count)[None]
     modes = {module: module.training for module in model.modules()}
     kept = {weight: weight.detach().to("cpu", copy=True) for weight in plan.changed()}
     tied = model.config.tie_word_embeddings, getattr(model, "all_tied_weights_keys", None)
