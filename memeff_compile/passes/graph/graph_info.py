@@ -12,6 +12,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -272,15 +273,15 @@ class GraphInfo:
     @cached_property
     def writes(self) -> list[Write]:
         """Return every in-place write of the graph, in order."""
-        writes = (Write(node, place, written_by(node)) for node, place in self.positions.items())
-        return [write for write in writes if write.targets]
+        return list(_writes(self.positions.items()))
 
     def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
         """Return a node between ``first`` and ``last`` (included) that may write to the memory of
         ``nodes``."""
         lo, hi = self.positions[first], self.positions[last]
-        for write in self.writes:
-            if lo < write.position <= hi and self.may_write(write, nodes):
+        # Each edit of one layer would make `writes` read the nodes of all layers again.
+        for write in _writes(islice(self.positions.items(), lo + 1, hi + 1)):
+            if self.may_write(write, nodes):
                 return write.node
         return None
 
@@ -367,6 +368,12 @@ class GraphInfo:
             if key is not None:
                 found.setdefault(key, not is_held and not isinstance(real, torch.nn.Parameter))
         return found
+
+
+def _writes(positions: Iterable[tuple[Node, int]]) -> Iterator[Write]:
+    for node, position in positions:
+        if targets := written_by(node):
+            yield Write(node, position, targets)
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s+([^\n]*)')
