@@ -479,10 +479,11 @@ class Options:
         "None.",
     )
     embedding: str = _switch(
-        "Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it."
+        "Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of the gradient."
     )
     divergence: str = _switch(
-        "Compute the divergence of two heads, as in distillation, without the logits of either."
+        "Compute the divergence of two output projections, as in distillation, without the logits "
+        "of either."
     )
     gated_linear: str = _switch(
         "In activation checkpoints, the backward pass of a gated MLP overwrites the results of "
@@ -611,8 +612,8 @@ class Options:
         "off auto on",
         "Compiles each distinct layer of a model once: the graph is cut between layers, and equal "
         "layers share one compiled function (docs/use/start.md). First calls take a fraction of "
-        "the time. `auto` does so if layers are so large that a step takes no longer than without "
-        "sharing; `on` does so in all models with at least four equal layers.",
+        "the time. `auto` shares functions if layers are so large that a step takes no longer than "
+        "without sharing; `on` shares them in all models with at least four equal layers.",
     )
     mode: str | None = _option(
         None,
