@@ -26,8 +26,8 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """A device for which implementations are chosen instead of the tensors' device (the planned
-    device), and its kind of GPU.
+    """The planned device, for which implementations are chosen instead of for the tensors' device,
+    and its kind of GPU.
     """
 
     device: torch.device
@@ -156,7 +156,7 @@ def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make the stream that `stream_of` returned the current stream again."""
+    """Switch back to the stream that `stream_of` returned."""
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         return _NOTHING
     return torch.cuda.stream(stream)

@@ -95,7 +95,8 @@ class Operands(NamedTuple):
         return self.hidden, self.weight, self.bias, self.low, self.up
 
     def flags(self, settings: Settings) -> dict[str, bool]:
-        """Return the compile-time constants that tell a kernel which terms to compute."""
+        """Return the compile-time constants that tell a kernel which optional terms, such as a bias
+        or a softcap, a call has."""
         return {
             "HAS_BIAS": self.bias is not None,
             "HAS_COLUMN_WEIGHT": self.column_weight is not None,

@@ -75,7 +75,8 @@ def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function,
 
 
 def asked(ctx: Any, places: Sequence[int]) -> list[bool]:
-    """Return whether each of an op's arguments at the positions `places` requires a gradient.
+    """Return, for each of an op's arguments at the positions `places`, whether it requires a
+    gradient.
 
     A position beyond the arguments that autograd saw belongs to an argument that is None, because
     PyTorch's dispatcher omits trailing arguments that are None.

@@ -37,9 +37,7 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The properties of an implementation's tiles that the kernel which copies rows needs to
-    know.
-    """
+    """The properties of an implementation's tiles, as the kernel that copies rows needs them."""
 
     @property
     def rows(self) -> int:

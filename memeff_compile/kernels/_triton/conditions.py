@@ -38,7 +38,7 @@ class Conditions:
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
         """Return whether the bounds `ahead` and `behind` leave at least one key visible for every
-        query. With only `ahead=0`, the result is true."""
+        query. With `ahead=0` as the only bound, the result is true."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead

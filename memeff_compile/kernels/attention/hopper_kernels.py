@@ -54,10 +54,10 @@ def _rounds(tiles):
 
 @gluon.jit
 def _place_of(turn, rows, tiles, width):
-    """Return which tile a program computes in a given round, and the tile's sequence and head as
-    one index.
+    """Return which tile a program computes in a given round (one tile for every program), and the
+    tile's sequence and head as one index.
 
-    The first tiles in this order take longest. In every other round, programs take tiles in the
+    The tiles of the first rounds take longest. In every other round, programs take tiles in the
     reverse order, so all programs finish at about the same time. Sequences and heads are processed
     in sections, so that the keys and values of a section stay in the L2 cache.
     """

@@ -1,9 +1,9 @@
 """Classify the tiles of a mask tensor, and list the tiles that a kernel visits.
 
 A tile of `TILE` x `TILE` elements is `EMPTY` if every key is hidden from every query, `FULL` if
-every key is visible to every query and the mask adds 0, and `PARTIAL` otherwise. These three codes
-are computed once per mask; before each kernel launch, they are converted to lists of tiles of that
-kernel's size. The CPU never waits for the GPU in this module.
+every key is visible to every query and the mask adds 0, and `PARTIAL` otherwise. The code of each
+tile is computed once per mask; before each kernel launch, the codes are converted to lists of tiles
+of that kernel's size. The CPU never waits for the GPU in this module.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper l
 is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its matching head
 in the lower layer; the shared tensors are ordered by slot.
 
-These functions copy no value from the GPU to the CPU, and use only matrix products.
+The functions of this module copy no value from the GPU to the CPU, and use only matrix products.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def identity(maps: Sequence[Tensor]) -> None:
 
 
 class Sums(NamedTuple):
-    """Sums over rows of keys and values from which the maps are fitted, computed in plain PyTorch
-    or by kernels."""
+    """Sums over rows of keys and values, from which the alignment maps are fitted; they are
+    computed in plain PyTorch or by kernels."""
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows for which `counted` is true
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -72,7 +72,7 @@ def fit(
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
     span: int = 0,  # how many positions after those of the rows later keys will have
 ) -> None:
-    """Write the maps that bring the rows of two layers closest to each other.
+    """Write the alignment maps that bring the rows of two layers closest to each other.
 
     With the `angles` of a rotary embedding, each key counts as if it were repeated at the next
     `span` positions.
@@ -121,9 +121,10 @@ def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tup
     layer, (H), equal for all sequences; and the sums of products of the two layers' rows.
 
     The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
-    these sums are the rotations. `rows` and `counted` have the same meaning as in `fit`. `slots`
-    contains, for each head of the upper layer, the matching head of the lower layer that an earlier
-    call chose; None means that this call chooses it.
+    these sums are the rotations. `rows` contains the keys and values of both layers, and `counted`
+    says which tokens count, as in `fit`. `slots` contains, for each head of the upper layer, the
+    matching head of the lower layer that an earlier call chose; None means that this call chooses
+    it.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)
@@ -189,7 +190,7 @@ def upper_heads(maps: Maps) -> Tensor:
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
     """Return aligned rows, in the order of the slots (heads of the lower layer), in fp32 or fp64.
-    `rows` has the same meaning as in `fit`.
+    `rows` contains the keys and values of both layers, or only the values, as in `fit`.
     """
     heads, kinds = upper_heads(maps), len(rows) // 2
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in range(kinds)]

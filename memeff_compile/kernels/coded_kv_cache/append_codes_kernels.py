@@ -74,7 +74,7 @@ def _codes(
 
 @triton.jit
 def _stored(step, ptr):
-    """Return a scale step rounded to the dtype of `ptr`, or 1 if the rounded step is 0."""
+    """Return a quantisation step rounded to the dtype of `ptr`, or 1 if the rounded step is 0."""
     step = step.to(ptr.dtype.element_ty)
     return tl.where(step.to(tl.float32) == 0.0, 1.0, step.to(tl.float32))
 
@@ -91,8 +91,8 @@ def _between(x, is_left_out):
 
 @triton.jit
 def _scaled(low, high, most, scales_base, place):
-    """Store the scale step and the zero point for numbers from `low` to `high`; return both as they
-    were rounded for storage.
+    """Store the quantisation step and the zero point for numbers from `low` to `high`; return both
+    as they were rounded for storage.
     """
     kind: tl.constexpr = scales_base.dtype.element_ty
     step, zero = _steps(low, high, most, scales_base)
@@ -103,8 +103,8 @@ def _scaled(low, high, most, scales_base, place):
 
 @triton.jit
 def _steps(low, high, most, scales_base):
-    """Return the scale step and the zero point for numbers from `low` to `high`, rounded to the
-    dtype of scales."""
+    """Return the quantisation step and the zero point for numbers from `low` to `high`, rounded to
+    the dtype of scales."""
     kind: tl.constexpr = scales_base.dtype.element_ty
     step = _stored(tl.div_rn(high - low, most), scales_base)
     return step, low.to(kind).to(tl.float32)
@@ -159,9 +159,9 @@ def _store_bytes(
     """Store the bytes with the codes of all column blocks, for some tokens and some columns of each
     block.
 
-    With 3-bit codes, the high bits of two tokens share a byte: for keys, of two neighbouring
-    tokens; for values, of a token in the first half of the argument `token` and the token at the
-    same position in its second half.
+    With 3-bit codes, the high bits of two tokens share a byte: for keys, two neighbouring tokens;
+    for values, the tokens at the same position in the first half and in the second half of the
+    argument `token`.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -215,8 +215,8 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Quantise some tokens and columns of a group of tokens with given scale steps, and store the
-    codes.
+    """Quantise some tokens and columns of a group of tokens with given quantisation steps, and
+    store the codes.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)

@@ -285,8 +285,8 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """Store, for a prompt's keys or for its values, the direction that both layers share per token,
-    and each layer's length.
+    """Store, for a prompt's keys or for its values, one direction per token, which both layers
+    share, and its length in each layer.
     """
     from . import append_pairs_kernels as kernels
 
@@ -317,6 +317,6 @@ def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor) -> tuple[int, int, int]:
-    """Return a tensor's strides between sequences and between heads, and the number of rows from
-    one token to the next."""
+    """Return a tensor's strides between sequences and between heads in elements, and its stride
+    between tokens in rows."""
     return x.stride(0), x.stride(1), x.stride(2) // x.shape[3]

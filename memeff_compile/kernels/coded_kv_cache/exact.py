@@ -1,4 +1,5 @@
-"""Tell reports which layers of a low-bit cache are stored exactly, not as codes.
+"""Record which layers of a low-bit cache are stored exactly, not as codes, so that reports can name
+these layers.
 
 A compiled graph contains the cache's tensors but not its settings, so it does not show which layers
 are exact. Therefore each cache registers in this module, and a pass asks this module whether an

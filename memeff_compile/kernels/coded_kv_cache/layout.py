@@ -165,7 +165,7 @@ class Layout:
 
     @property
     def window(self) -> int:
-        """Return the largest number of latest tokens that are not yet encoded."""
+        """Return how many latest tokens the cache can contain that are not yet encoded."""
         return self.recent + self.group
 
     @property
@@ -251,7 +251,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack the bytes that `pack` returned into codes."""
+    """Return the codes from bytes that `pack` returned."""
     places = range(0, 8, bits)
     return torch.cat([(packed >> place) & ((1 << bits) - 1) for place in places], -1)
 

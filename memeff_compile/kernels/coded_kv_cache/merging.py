@@ -123,9 +123,9 @@ def kept_rows(
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
-    The scale ``norm`` preserves the row's length; the scale ``projection`` minimises the error of
-    the restored row. The factor has shape (...) in fp32 or fp64; it is 0 where the decoded
-    direction is zero.
+    If `scale` is ``norm``, the factor preserves the row's length; if it is ``projection``, the
+    factor minimises the error of the restored row. The factor has shape (...) in fp32 or fp64; it
+    is 0 where the decoded direction is zero.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":

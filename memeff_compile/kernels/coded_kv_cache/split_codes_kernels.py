@@ -12,9 +12,9 @@ the queries for one group, the second half has the queries for the next group. E
 multiplies the codes of one of the two groups by all columns, and the kernel uses only the half of
 the columns that belongs to that group. At the end, the two halves of the columns are two separate
 partial results. Codes are not decoded: the query is multiplied by the keys' scales, the softmax
-weight by the values' scales, and zero points are added once per step. Softmax weights are summed
-per token in registers, and across tokens only at the end, so a step has just two reductions: the
-zero points of keys, and the largest score. The sums run in a fixed order.
+weight by the values' scales, and zero points are added once per step (a few groups of codes).
+Softmax weights are summed per token in registers, and across tokens only at the end, so a step has
+just two reductions: the zero points of keys, and the largest score. The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and
@@ -215,9 +215,9 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """Return the vector that each column of a tile needs, as (tokens, columns). If the tile's
-    columns are divided into halves, each half has its own vector; otherwise return the only vector,
-    as (tokens, 1)."""
+    """Return the vector (one number per token) for each column of a tile, as (tokens, columns). If
+    the tile's columns are divided into halves, each half has its own vector; otherwise return the
+    only vector, as (tokens, 1)."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:

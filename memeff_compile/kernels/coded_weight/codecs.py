@@ -276,8 +276,8 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes and signs of a weight; if `by`, an optimizer step, is given, first update the
-    weight.
+    """Write the codes, signs and mantissas of a weight; if `by`, an optimizer step, is given, first
+    update the weight.
 
     Return the numbers of patches (weights whose exponent is outside of the window, the range of
     exponents that have a code) in the form that the function `_list_win4` needs. The old weight's
@@ -351,8 +351,8 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write codes and signs into bit streams that contain zeros; the start of each stream is
-    already known."""
+    """Write the codes into zeroed bit streams, whose starts are already known, and write the signs
+    and mantissas."""
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)

@@ -88,7 +88,7 @@ class Format:
 
     @property
     def is_lossless(self) -> bool:
-        """Return whether decoding restores the same bits."""
+        """Return whether decoding restores all bits of the original weight."""
         return self.mantissa == MANTISSA_BITS
 
     @cached_property

@@ -2,10 +2,11 @@
 """Multiply several tokens (rows of x) by weights compressed with the codec win4, in Gluon: a kernel
 decodes the codes to tensor-core operands in registers.
 
-A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights already form
-such words, called pair words. Each thread loads only the codes of the weights that it passes to the
-tensor core, four words at a time, so threads need not exchange data. The order of the terms of a
-sum along K is free, as long as the weights and x are permuted in the same way.
+A tensor core takes pairs of neighbours along K (the columns of the weight) as 32-bit words, and
+decoded weights already form such words, called pair words. Each thread loads only the codes of the
+weights that it passes to the tensor core, four words at a time, so threads need not exchange data.
+The order of the terms of a sum along K is free, as long as the weights and x are permuted in the
+same way.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
 32-bit words of codes.

@@ -107,7 +107,7 @@ def pack_signs(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_signs(signs: Tensor, bits: int) -> Tensor:
-    """Return the flat fields from the output of `pack_signs`, as int16."""
+    """Return the flat sign and mantissa fields from the output of `pack_signs`, as int16."""
     if bits == 8:
         split = signs.view(torch.uint8).view(-1, 2, LANES, 2, 2).permute(0, 1, 4, 2, 3)
         return split.reshape(-1).to(torch.int16)
@@ -144,7 +144,7 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 
 
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 4 bits; return all coded tensors except the signs.
+    """Encode exponents in 4 bits; return all coded tensors except the signs and mantissas.
 
     Code 0 means a zero of either sign; a weight whose exponent is outside of the window (the range
     of exponents that have codes) is stored whole, as a patch.
@@ -290,8 +290,8 @@ def rans_table(counts: Sequence[int]) -> list[int]:
 
 
 def rans_order(flat: Tensor) -> Tensor:
-    """Reshape flat values to (chunks, steps, 32 threads); the eight fields of a thread's word
-    follow one another."""
+    """Reshape flat values to (chunks, steps, 32 threads); a thread's eight values of each 256
+    values take eight consecutive steps."""
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
     return lanes.reshape(-1, RANS_STEPS, LANES)
 

@@ -4,9 +4,9 @@ decode the weights themselves.
 
 A win4 code is a weight's exponent minus the number `base`. Used directly as an exponent, a code
 gives a tiny number, which the kernel then multiplies by 2^base; code 0 without mantissa bits is
-zero. For a lossy weight, the scale also contains the normaliser of the weight's block, and one
-instruction multiplies and rounds both weights of a pair word (a 32-bit word of two bf16 weights),
-so the kernel multiplies x by exactly the weights that decoding would give.
+zero. For a lossy weight, the kernel multiplies by 2^base times the normaliser (scale) of the
+weight's block. One instruction multiplies and rounds both weights of a pair word (a 32-bit word of
+two bf16 weights), so the kernel multiplies x by exactly the weights that decoding would give.
 
 In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
 """
@@ -87,8 +87,8 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
     """Add the products of x with the eight weights of each word to `acc`.
 
-    If PACKED is set, the scale 2^base is given twice in one 32-bit word, otherwise as a single
-    number.
+    If PACKED is set, the scale 2^base, by which decoded weights are multiplied, is given twice in
+    one 32-bit word, otherwise as a single number.
     """
     pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
     pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)
@@ -199,8 +199,8 @@ def _exact_rows(
 
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Load the codes and fields of some groups of weights of each row, (ROWS, GROUPS, 32), and the
-    groups' normalisers (scales).
+    """Load the codes and the sign and mantissa fields of some groups of weights of each row, (ROWS,
+    GROUPS, 32), and the groups' normalisers (scales).
     """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
@@ -259,7 +259,8 @@ def _narrow_rows(
 ):
     """Compute the products of ROWS rows of a lossy weight with one token x, summed in fp32.
 
-    The kernel loads the words of the next step before it multiplies the words of the current step.
+    The kernel loads the codes for the next loop iteration before it multiplies by the weights of
+    the current iteration.
     """
     IS_EVEN: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]

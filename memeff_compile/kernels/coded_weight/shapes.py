@@ -134,7 +134,7 @@ LEAST_FULL = 0.6
 
 
 def _fills_rounds(programs: int, places: int) -> bool:
-    """Return whether the given number of programs keeps the GPU busy, which runs up to `places`
+    """Return whether the given number of programs keeps a GPU busy that runs up to `places`
     programs at the same time. The result is true if all programs run at the same time, or if they
     run in several rounds that fill most of these `places`.
     """

@@ -291,7 +291,7 @@ class CodedWeight(Tensor):
 
     @property
     def number(self) -> int:
-        """Return a number that is equal for all weights that can run the same compiled code."""
+        """Return a number that is equal for all weights that the same compiled code can process."""
         self.settle()
         held = vars(self)
         if "_number" not in held:
@@ -420,8 +420,8 @@ class CodedWeight(Tensor):
         """Overwrite a gradient, for which `steps` has returned True, with the weight after an
         optimizer step, like `codecs.step`.
 
-        The weight is invalid until its new value is stored, with this function's result passed as
-        `counts`.
+        The weight is invalid until `store_soon` has stored the new value; pass this function's
+        result to `store_soon` as `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 

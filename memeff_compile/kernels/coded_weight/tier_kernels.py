@@ -181,7 +181,7 @@ def _coded_weight_tier_decode_kernel(
 @triton.jit
 def _codes(pattern, windows):
     """Return the codes of a 16-bit weight pattern in all three windows (ranges of exponents that
-    have codes), and its sign byte."""
+    have codes), and its byte of sign and mantissa."""
     narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
     first = exponent - narrow
@@ -224,8 +224,8 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of one weight pattern to earlier codes; return all codes and the sign
-    byte."""
+    """Append the codes of one weight pattern to earlier codes; return all codes, and the byte of
+    sign and mantissa."""
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)
     first |= code << (2 * FIELD)
@@ -267,7 +267,7 @@ def _coded_weight_tier_encode_kernel(
     second_room,  # words of the streams
     third_room,
 ):
-    """Write the codes and signs of one chunk of weights."""
+    """Write the codes, signs and mantissas of one chunk of weights."""
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
     windows = _windows(header_ptr)

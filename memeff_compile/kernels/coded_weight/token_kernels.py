@@ -17,7 +17,7 @@ The kernel may permute the columns (K), as long as weights and x have the same o
 group of 256 columns contains the eight columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
 from every word, operand 2 o + h of the tensor core takes the two columns with this o and h.
 
-The letters for axes are explained in `matrix_kernels`.
+Variable names have the same meaning as in `matrix_kernels`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ HALF_BIAS: gl.constexpr = gl.constexpr(112)
 @gluon.jit
 def _bytes_of(high, low, FIRST: gl.constexpr):
     """Return two fp16 numbers in one 32-bit word: their high bytes come from `high`, and their low
-    bytes from `low`, from the byte positions 0 and 1 if FIRST is set, otherwise from 2 and 3.
+    bytes from `low`, in both cases from the bytes 0 and 1 if FIRST is set, otherwise from the bytes
+    2 and 3.
     """
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x1504;" if FIRST else "prmt.b32 $0, $1, $2, 0x3726;",

@@ -11,10 +11,10 @@ each row of the hidden states, the op returns five numbers:
 - `entropy`: -sum_j p_j log p_j with p = softmax(z);
 - `top`: the index of the largest z_j, or the first of these indices if several z_j are largest.
 
-Here z is softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap). All numbers but
-`top` are differentiable once. The arguments low (..., R) and up (V, R) are a low-rank term of the
-projection: for a LoRA adapter, low is h A^T times the adapter's scale, and up is its B. The op
-builds neither the sum of the products hidden @ weight.T and low @ up.T, nor a copy of the
+Here z is softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap). All five
+results but `top` are differentiable once. The arguments low (..., R) and up (V, R) are a low-rank
+term of the projection: for a LoRA adapter, low is h A^T times the adapter's scale, and up is its B.
+The op builds neither the sum of the products hidden @ weight.T and low @ up.T, nor a copy of the
 projection's weight. If low and up are fp32 and the weight has 16 bits, as PEFT keeps adapters, the
 products with low and up are computed in fp32, and their gradients from unrounded fp32 gradients of
 the logits. Ordinary ops on N numbers compute the means, the sums, the class weights of targets and

@@ -11,9 +11,9 @@ An element of X is X_ij = exp(z_ij - base_i), times dz/ds with a softcap (s is t
 the softcap), rounded once to 16 bits; base_i is a number near the row's largest logit. The base is
 known before the logits are computed, so writing X need not wait for the log-sum-exp. The factor
 that turns row i of X into gradients is exp(base_i - lse_i) times the scale, where lse_i is the
-row's log-sum-exp; the two products with X apply this factor. At a row's target, X contains (p - 1)
-/ factor, where p is the target's probability, so that no difference of 16-bit numbers loses
-precision. If ranks split the vocabulary, they exchange their log-sum-exps after X is written.
+row's log-sum-exp; the products of X with other matrices apply this factor. At a row's target, X
+contains (p - 1) / factor, where p is the target's probability, so that no difference of 16-bit
+numbers loses precision. Ranks that split the vocabulary exchange log-sum-exps after writing X.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
@@ -535,8 +535,8 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Check that a row's base is close enough to its largest logit, then merge the row's statistics
-    in a fixed order.
+    """Check that a row's base (the number subtracted from its logits) is close enough to its
+    largest logit, then merge the row's statistics in a fixed order.
 
     If ranks split the vocabulary, this kernel only writes the numbers to exchange, and another
     kernel computes the loss.
@@ -596,7 +596,7 @@ def _linear_cross_entropy_hopper_loss_kernel(
 @triton.jit
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
     """Write X (the logits' gradient up to a factor per row) at each row's target: (p - 1) / (1 /
-    mass). Here p = 2^-nll2 is the target's probability, nll2 the loss in base 2, and mass the sum
+    mass), where p = 2^-nll2 is the target's probability, nll2 the loss in base 2, and mass the sum
     of the row's exp(z - base)."""
     ptrs, mask = at
     scale, softcap = cap

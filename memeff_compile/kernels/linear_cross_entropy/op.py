@@ -15,7 +15,7 @@ multiplies these gradients by the gradient of the loss (`_head_loss.scaling`).
 
 Four more ops support output projections whose classes are split over ranks (`vocabulary_parallel`):
 one rank's statistics, the merging of statistics, one rank's total, and the total that all ranks
-use. Four more names call these seven ops, so that graphs are easy to read: `_adapted` and
+use. Four further ops only call the ops above, and make graphs easy to read: `_adapted` and
 `_adapted_total` (with a LoRA adapter), `_over_ranks` and `_total_over_ranks` (split over ranks).
 
 Each argument of an op costs a few microseconds of CPU time, so the ops for a single process do not

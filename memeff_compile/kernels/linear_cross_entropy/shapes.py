@@ -1,8 +1,8 @@
 """All sizes that this folder chooses: blocks of rows and classes, tiles, and launches.
 
 The letters for axes are explained in `_head_loss.shapes`. The implementations process the rows or
-the vocabulary in blocks, so a temporary tensor is R x V or N x W, and N x V only if the workspace
-is large enough.
+the vocabulary in blocks, so a temporary tensor is R x V (a block of R rows) or N x W (a block of W
+classes), and N x V only if the workspace is large enough.
 """
 
 from __future__ import annotations
@@ -386,8 +386,8 @@ def hopper_rows(
     of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a
     full tile.
 
-    The number is the same for all GPUs, because ranks may have different GPUs, and a report may
-    describe another machine.
+    The number of rows is the same for all GPUs, because ranks may have different GPUs, and a report
+    may describe another machine.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
     product, _ = product_tile(depth, shapes)
@@ -418,7 +418,7 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 
 @lru_cache(maxsize=1024)
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
-    """Return how many programs divide the sum for one tile of dE among themselves.
+    """Return how many programs divide the sum for one tile of the hidden states' gradient (dE).
 
     A tile of the hidden states' gradient (dE) is a long sum over the vocabulary, and a block with
     few rows has few such tiles. With one program per tile, a few programs would still compute the

@@ -8,7 +8,7 @@ rows, if the implementation supports this: the loop computes a block's statistic
 block's gradients. Between these two steps, ranks with different classes exchange statistics.
 
 - `reference` has blocks of classes for a loss per row, and blocks of rows for a single number.
-- `library` has the same blocks, but for a single number only with a frozen weight and an adapter.
+- `library` has the blocks of `reference`; a single number needs a frozen weight and an adapter.
 - `hopper` has blocks of rows; the backward pass of a loss per row may have blocks of classes.
 
 An implementation is imported when it runs for the first time; before that, no module with kernels

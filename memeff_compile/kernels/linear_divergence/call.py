@@ -127,9 +127,7 @@ class Found(NamedTuple):
 def wanted(
     given: Request | ClassRequest, factors: Tensor | None, mask: Sequence[bool]
 ) -> tuple[bool, ...]:
-    """Return which gradients to compute; if the call has no factors for its rows, it computes no
-    gradient.
-    """
+    """Return which gradients to compute; if `factors` is None, the call computes no gradient."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)

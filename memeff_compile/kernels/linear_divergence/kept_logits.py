@@ -21,9 +21,9 @@ The CPU never waits for the GPU or reads a value from it, and the kernels sum wi
 operations.
 
 On an H200, with N = 8192 rows, a hidden size of 4096 and V = 128256 classes, a loss with its
-gradients needs at least the following time: four products at 790e12 operations per second take 43.6
-ms; reading and writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes 3.4
-ms; reading and writing the weight's gradient three times takes 1.5 ms.
+gradients needs at least the sum of three times. Four products at 790e12 operations per second take
+43.6 ms. Reading and writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes
+3.4 ms. Reading and writing the weight's gradient three times takes 1.5 ms.
 """
 
 from __future__ import annotations

@@ -188,7 +188,8 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
-    """Return how many keys the kernel sampled (WHICH is 0) or read (WHICH is 1), at least 1."""
+    """Return how many keys were sampled (WHICH is 0), or how many values were read (WHICH is 1);
+    the result is at least 1."""
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)

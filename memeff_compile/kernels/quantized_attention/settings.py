@@ -160,14 +160,14 @@ class Values:
 
     @property
     def offset(self) -> float:
-        """Return the number, in base 2, that is subtracted from the running maximum.
+        """Return the number that is subtracted from the running maximum of the scores (in base 2).
 
         With this offset, the largest possible softmax weight is `top`.
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Return `x`, which is fp32 and at most `top` in size, rounded to the format."""
+        """Return `x`, which is fp32 and at most `top` in size, rounded to this number format."""
         if self.dtype is None:
             return x
         if self.dtype == torch.int8:

@@ -72,7 +72,7 @@ def to_planes(codes: Tensor) -> Tensor:
 
 
 def from_planes(planes: Tensor, columns: int) -> Tensor:
-    """Convert planes that `to_planes` returned to codes of shape (M, columns)."""
+    """Return the codes, (M, columns), from planes that `to_planes` returned."""
     rows, _, width = planes.shape
     codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
     return codes[:, :columns]

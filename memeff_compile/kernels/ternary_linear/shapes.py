@@ -72,7 +72,8 @@ tokens only once."""
 
 
 def quantizes_first(words: int, rows: int) -> bool:
-    """Return whether a separate kernel quantises up to four tokens before the product."""
+    """Return whether, for up to four tokens, a separate kernel quantises them before the
+    product."""
     return words * rows > WORDS_OF_ONE_LAUNCH
 
 
