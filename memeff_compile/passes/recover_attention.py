@@ -10,8 +10,8 @@ The pass does not match the nodes of a mask against patterns: it turns them into
 batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed only if it is
 proved, for all sizes for which the graph is compiled, that with the new arguments every query
 attends to the same keys as with the mask. PyTorch's call has no arguments for padding, packed
-sequences, windows and softcaps. For such masks the pass uses memeff::attention, if that op has a
-kernel for the device (told_to_op); the op can also read any other mask at run time. All other
+sequences, windows and softcaps. For such masks, and for other masks whose values are known only at
+run time, the pass calls memeff::attention, if that op has a kernel for the device. All other
 attention calls are reported and not changed.
 """
 

@@ -161,8 +161,8 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 def _outside(found: Owned) -> Parts:
     """Return the bytes of tensors outside of blocks at a moment of the step, by kind of tensor.
 
-    The memory of a captured block is counted once for each block that the captured block
-    represents.
+    If a tensor belongs to one captured block that represents several equal blocks of the model, its
+    bytes are multiplied by the number of these blocks.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
