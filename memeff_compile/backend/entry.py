@@ -197,9 +197,9 @@ def compile(
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
-        UnsupportedInputError: The model is neither a module nor a function, `kv_cache` has an
-            unsupported setting, or the model does not generate, is an encoder-decoder or needs
-            another kind of cache.
+        UnsupportedInputError: The model is neither a module nor a function; or `kv_cache` is passed
+            and has an unsupported setting, or the model does not generate, is an encoder-decoder or
+            needs a kind of cache that is not supported.
 
     Example:
         >>> memeff_compile.compile(model, logits="eager")  # doctest: +SKIP

@@ -434,7 +434,7 @@ def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _round(g: Tensor, dtype: torch.dtype) -> None:
-    """Round the numbers of a wide tensor to another dtype, in place."""
+    """Round the numbers of a tensor to those of another dtype; the tensor keeps its dtype."""
     if g.dtype != dtype:
         g.copy_(g.to(dtype))
 

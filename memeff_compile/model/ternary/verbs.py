@@ -233,8 +233,8 @@ def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) 
 
 
 def dense_again(model: nn.Module) -> Undone:
-    """Replace linear layers that `ternarize_` made by dense linear layers with the same parameters,
-    for `undo`."""
+    """Turn the linear layers that `ternarize_` made back into dense linear layers with the same
+    parameters, for `undo`."""
     made: dict[nn.Module, nn.Module] = {}
     found: dict[str, str] = {}
     left: dict[str, str] = {}

@@ -248,7 +248,7 @@ class GraphInfo:
         return self.module_names(node)[0]
 
     def module_names(self, node: Node) -> tuple[str, ...]:
-        """Return every name of the module in which ``node`` was called, starting with its path."""
+        """Return all names of the module in which ``node`` was called; the first is its path."""
         stack = module_stack(node)
         return self.names.of(*stack[-1]) if stack else ("",)
 
