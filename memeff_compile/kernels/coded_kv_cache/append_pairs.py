@@ -32,7 +32,9 @@ def append_lower(
     batch, heads, window, depth = k_window.shape
     new = k.shape[2]
     with on_device(k):
-        kernels._coded_kv_cache_append_pairs_lower_kernel[(batch * heads,)](
+        start(
+            kernels._coded_kv_cache_append_pairs_lower_kernel,
+            (batch * heads,),
             *(cells_of(k), cells_of(v), k_window, v_window, counts, (heads, new, limit)),
             DEPTH=depth,
             WINDOW=window,
@@ -264,7 +266,9 @@ def measure_prompt(
     batch, heads, count, depth = keys[0].shape
     apart = torch.empty((batch, heads, count), dtype=torch.float32, device=keys[0].device)
     with on_device(apart):
-        kernels._coded_kv_cache_append_pairs_measure_kernel[(batch * heads, count // group)](
+        start(
+            kernels._coded_kv_cache_append_pairs_measure_kernel,
+            (batch * heads, count // group),
             *(*keys, *_steps(keys[0]), *values, *_steps(values[0]), apart, heads, count),
             DEPTH=depth,
             GROUP=group,
