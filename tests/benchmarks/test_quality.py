@@ -594,7 +594,12 @@ def test_a_model_continues_in_ternary_weights_and_its_variants_from_one_state(
     small = ["--model", str(folder), "--state", str(tmp_path), "--inner", "aot_eager", "--every"]
     small += ["2", "--batch", "2", "--length", "32", "--judged", "4", "--few", "2"]
     small += ["--train-tokens", "100000", "--out", str(out)]
-    small += ["--root", str(ROOT / "docs"), str(ROOT / "benchmarks")]
+    texts = tmp_path / "texts"  # not this project's own: an edit may move a file to another split
+    texts.mkdir()
+    for number in range(80):
+        sentences = [f"text {number} has line {line}, " * 4 for line in range(60)]
+        (texts / f"{number}.{'md' if number % 2 else 'py'}").write_text("\n".join(sentences))
+    small += ["--root", str(texts)]
     script("ternary_model", "text", *small)
     small.append("--rotate")
     script("ternary_model", "first", *small, "--steps", "2")
