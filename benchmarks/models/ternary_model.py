@@ -457,11 +457,35 @@ def table(given: argparse.Namespace) -> None:
     Gaps are differences on the same text from the run of the same seed. The number in brackets is
     the standard error over sequences.
     """
-    every = [row for row in rows.read(given.out) if row.get("stage") == 2]
-    for is_rotated in (False, True):
-        found = [row for row in every if row.get("rotated", False) == is_rotated]
-        if found:
-            _table(found, ", rotated" if is_rotated else "")
+    every = rows.read(given.out)
+    second_stage = [row for row in every if row.get("stage") == 2]
+    for start in sorted({_start(row) for row in second_stage}):
+        found = [row for row in second_stage if _start(row) == start]
+        _table(found, f", {start}" if start else "")
+    _switches([row for row in every if "switched" in row])
+
+
+def _start(row: dict[str, Any]) -> str:
+    """Return what was rotated before the training; rows with `turned` are of commits that rotated
+    more than hidden states."""
+    if not row.get("rotated"):
+        return ""
+    return " and ".join(["rotated", *(f"{part} turned" for part in row.get("turned", ()))])
+
+
+def _switches(ends: list[dict[str, Any]]) -> None:
+    """Print the rise of the loss at the switch of stages, for the end of each first stage."""
+    shown = ("a4.8", "a4.8, without top-K", "b1.58, with top-K")
+    if ends:
+        print(f"\n| start | steps | python | other | {' | '.join(shown)} |")
+        print("|---" + "|---:" * (3 + len(shown)) + "|")
+    for row in ends:
+        losses = [f"{row['judged'][part]:.4f}" for part in SLICES]
+        rises = [
+            " and ".join(f"{row['switched'][name][part][0]:+.4f}" for part in SLICES)
+            for name in shown
+        ]
+        print(f"| {_start(row)} | {row['step']} | {' | '.join([*losses, *rises])} |")
 
 
 def _table(found: list[dict[str, Any]], also: str) -> None:
