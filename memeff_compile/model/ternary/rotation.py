@@ -51,8 +51,8 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     The logits stay the same, up to rounding. Call this function before `ternarize_(model, "a4.8")`
     and before you create the optimizer. The model must have the structure of Llama, Mistral, Qwen2
     or Qwen3 in transformers; the function raises an error for other models and leaves them
-    unchanged. It also compares the logits before and after; meanwhile, the main memory has a copy
-    of the weights.
+    unchanged. It also compares the logits before and after, in float32; meanwhile, the main memory
+    has a copy of the weights.
 
     A tied output projection gets a weight of its own, because the weight of the final norm is
     multiplied into it, and `config.tie_word_embeddings` becomes False. `undo` cannot restore the
@@ -191,7 +191,14 @@ def _same_logits(plan: _Plan) -> Iterator[None]:
     tied = model.config.tie_word_embeddings, getattr(model, "all_tied_weights_keys", None)
 
     def logits() -> Tensor:
-        found: Tensor = model(input_ids=ids.to(plan.device).long(), use_cache=False).logits
+        # in float32: large channels make logits of 16-bit arithmetic differ by their rounding alone
+        wide = {
+            name: weight.float()
+            for name, weight in model.named_parameters()
+            if weight.is_floating_point() and weight.dtype.itemsize < 4
+        }
+        given = {"input_ids": ids.to(plan.device), "use_cache": False}
+        found: Tensor = torch.func.functional_call(model, wide, kwargs=given).logits
         return found.double()
 
     def restore() -> None:

@@ -86,6 +86,15 @@ def test_weights_of_16_bits_and_compiled_wrappers_are_rotated() -> None:
     assert memeff_compile.verb_report(model) is not None
 
 
+def test_logits_of_16_bit_models_are_compared_in_float32() -> None:
+    model = trained("Llama").bfloat16()  # large channels alone make such logits inexact
+    seen: list[torch.dtype] = []
+    model.lm_head.register_forward_hook(lambda *given: seen.append(given[-1].dtype))
+    rotate_hidden_states_(model)
+    assert seen == [torch.float32] * 2
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
 def wrapped_linear(model: Any) -> None:
     model.model.layers[1].mlp.gate_proj = nn.Sequential(model.model.layers[1].mlp.gate_proj)
 
