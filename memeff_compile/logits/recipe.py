@@ -98,10 +98,11 @@ class LogitsRecipe:
     """The steps of a model's output projection, from hidden states to logits.
 
     The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
-    ("bias", None), which adds the next tensor of `vectors`; if the sum has another dtype than the
-    logits before, that dtype replaces None. The first step may be ("adapter", Adapter), which takes
-    the next two vectors as A and B. The step ("classes", (start, stop, count)) selects the classes
-    from `start` up to, not including, `stop`; `count` is the number of classes before this step.
+    ("bias", None), which adds the next tensor of `vectors`. If this addition changes the dtype of
+    the logits, the step is ("bias", new dtype) instead. The first step may be ("adapter", Adapter),
+    which takes the next two vectors as A and B. The step ("classes", (start, stop, count)) selects
+    the classes from `start` up to, not including, `stop`; `count` is the number of classes before
+    this step.
     Only code outside of the graph adds the steps ("log_softmax", None), ("exp", None) and
     ("times_exp", None), which is x * exp(x).
 

@@ -171,7 +171,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 
 def _turned_from(node: Node) -> Node | None:
-    """Return the node from which a given node was made by swapping batch and length, or None."""
+    """If a node swaps batch and length of another node, return that node, otherwise None."""
     if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]

@@ -378,8 +378,8 @@ forward, backward, total = Forward, Backward, Total
 def _rows(
     kept: Tensor | None, hidden: Tensor, target: Tensor, low: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states, targets and `low` of the rows with the indices `kept`, or of all rows
-    if `kept` is None."""
+    """Return the hidden states, targets and low-rank inputs (`low`) of the rows with the indices
+    `kept`, or of all rows if `kept` is None."""
     if kept is None:
         return hidden, target, low
     return hidden[kept], target[kept], None if low is None else low[kept]

@@ -291,8 +291,8 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return the node of the mask with four axes, and the node of a tensor with a code for each
-    tile of the mask. The two nodes are inserted once and used by all layers."""
+    """Return the node of the mask with four axes, and the node of a tensor that says whether each
+    tile of the mask hides all keys, some or none. All layers use the same two nodes."""
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
     owner = editor

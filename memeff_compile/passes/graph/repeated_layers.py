@@ -102,9 +102,9 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 def _borders(info: GraphInfo) -> list[Node]:
     """Return the first node of each layer, and the first node after each stack of layers.
 
-    Without gradients, a layer's first normalization counts to the partition before it: there the
-    compiler fuses it with the addition of the previous layer's result to the residual, as in the
-    whole graph.
+    Without gradients, a layer's first normalization belongs to the partition of the previous layer.
+    In that partition, the compiler fuses the normalization with the addition of the previous
+    layer's result to the residual, as in the whole graph.
     """
     nodes = candidates(info)
     allowed = crossed_by_tensors(info, nodes)
@@ -140,8 +140,8 @@ def _give_residual(nodes: Sequence[Node], place: int, end: int) -> None:
 
 
 def _after_norm(nodes: Sequence[Node], place: int) -> int:
-    """Return the position after the normalization that begins at `place`, or `place` if the module
-    of that node is no normalization: a module without matrices.
+    """Return the position after the normalization that begins at `place`, or `place` if no
+    normalization begins there; every module without matrices counts as a normalization.
     """
     path = path_of(nodes[place])
     end = place

@@ -112,8 +112,8 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Go back from a target through reshapes and copies, as far as no later node writes to the
-    memory; return the node that is reached.
+    """Return the earliest node that is reached by going back from a target through reshapes and
+    copies; stop before a node to whose memory the graph may write.
     """
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]

@@ -30,9 +30,9 @@ from .targets import INDICES, NUMBERS, OneHot, counts_up, indexed_by_numbers, re
 class Tail:
     """A node whose result the op memeff::linear_cross_entropy can compute from logits.
 
-    kind is, with a target, ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
-    log-probabilities) or ``logit`` (gather on the logits themselves); without a target, ``lse``
-    (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p) or
+    With a target, kind is ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
+    log-probabilities) or ``logit`` (gather on the logits themselves). Without a target, kind is
+    ``lse`` (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p),
     ``mean_logit`` (the sum of p times the logits), ``log_prob_sum`` or ``logit_sum`` (over the
     classes). ``reduction`` is 0 for a number per row, 1 for their mean and 2 for their sum.
     """
@@ -759,9 +759,9 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph also computes a logsumexp over the rows of `tail`, which gathers
-    logits; together, the two form a loss.
+    """Return whether the graph, in addition to the logits that `tail` gathers, computes the
+    logsumexp of the same rows: gathered logits and logsumexps together form a loss.
 
-    In a loop over chunks, each logsumexp may cover only some of these rows.
+    In a loop over chunks, each logsumexp may cover only some of the rows of `tail`.
     """
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)
