@@ -320,8 +320,8 @@ class DeferredOutput:
         return tuple(view.output for view in self.views) or (self.output,)
 
     def put(self, logits: Tensor, results: list[Any]) -> None:
-        """Write the deferred logits, and views of the deferred logits, into the graph's results at
-        the recorded indices."""
+        """Write the deferred logits, and views of the deferred logits, into the list `results`, at
+        the indices `places`."""
         logits = logits.detach() if self.detached else logits
         logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
         views = {view.output: view.of(logits, results) for view in self.views}
@@ -346,7 +346,7 @@ class LogitsView:
     calls: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
-        """Apply the recorded view operations to `logits`, and return the view."""
+        """Apply this object's view operations to `logits`, and return the resulting view."""
         for name, args in self.calls:
             op = attrgetter(name)(torch.ops.aten)
             logits = op(logits, *(_with_sizes(arg, results) for arg in args))

@@ -8,11 +8,12 @@ scaled_dot_product_attention.
 
 PyTorch has two implementations of nn.MultiheadAttention. With ``need_weights=True``, the default,
 the first implementation builds the attention scores and weights, even if no node reads them.
-Otherwise, the second implementation calls scaled_dot_product_attention; if an attention mask and a
-padding mask are given, this implementation builds a separate mask per head. If no node reads the
-attention weights, this pass inserts nodes like those of the second implementation, but with one
-mask for all heads, so that the pass ``recover_attention`` can read the mask. If the rewrite would
-save neither memory nor time, the pass does not change the node.
+With ``need_weights=False``, the second implementation calls scaled_dot_product_attention; if an
+attention mask and a padding mask are given, this implementation builds a separate mask per head.
+
+If no node reads the attention weights, this pass inserts nodes like those of the second
+implementation, but with one mask for all heads, so that the pass ``recover_attention`` can read the
+mask. If the rewrite would save neither memory nor time, the pass does not change the node.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 
 
 def library_block(width: int) -> int:
-    """Return how many columns, at most 2048, a kernel of `library` processes at once per program.
+    """Return how many columns, at most 2048, a program of the `library` kernels processes at once.
 
     For strips of 64 columns, the result is 128.
     """

@@ -129,8 +129,8 @@ def _give_residual(nodes: Sequence[Node], place: int, end: int) -> None:
     """Make the partition that contains the normalization from `place` to `end` also return the
     input of the normalization.
 
-    The next layer reads this input, except after the last layer; with this output the last layer is
-    equal to the others.
+    The next layer reads this input. The last layer's partition returns it too, although no layer
+    reads it, so that this partition has the same structure as the others.
     """
     norm = {*nodes[place:end]}
     for node in norm:

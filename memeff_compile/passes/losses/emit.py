@@ -134,8 +134,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     """Return the nodes to compute again if the fused op's call for ``group`` runs before the
     group's first tail (a loss or another result of the logits).
 
-    Such nodes compute targets, such as shifted labels that the graph computes after a z-loss, and
-    are integer views and copies of inputs, so computing them again takes almost no time. If
+    Such nodes compute targets, for example shifted labels after a z-loss. They are integer views
+    and copies of inputs, so computing them again takes almost no time. If
     computing these nodes again could give other values, return None.
     """
     first, _ = _place(info, group)
