@@ -418,7 +418,7 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 
 @lru_cache(maxsize=1024)
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
-    """Return how many programs divide the sum for one tile of the hidden states' gradient (dE).
+    """Return over how many programs the sum for a tile of the hidden states' gradient is divided.
 
     A tile of the hidden states' gradient (dE) is a long sum over the vocabulary, and a block with
     few rows has few such tiles. With one program per tile, a few programs would still compute the

@@ -211,8 +211,8 @@ def _floating(node: Node) -> torch.Tensor | None:
 
 
 def _stack(block: str) -> str:
-    """Return the path of a layer without its number, which all layers of one stack have in
-    common."""
+    """Return the path of a layer without the layer's number; all layers of one stack have the
+    returned path in common."""
     return block.rstrip("_0123456789")
 
 

@@ -614,7 +614,7 @@ class GroupEmitter:
         return entropy
 
     def _class_sum(self, kind: str) -> Node:
-        """Return the sum over the classes of each row's logits or log-probabilities."""
+        """Return, for each row, the sum of its logits or log-probabilities over the classes."""
         e, rows = self.editor, self._rows(_LOGIT_SUM)
         if kind not in ("log_prob", "log_prob_sum"):
             return rows
@@ -673,7 +673,7 @@ class GroupEmitter:
         return e.call(aten.mul.Tensor, picked, kept)
 
     def _smooth_rows(self, tail: Tail, kept: Node) -> Node:
-        """Return the sum over the classes of weight * (lse - z), with zero in ignored rows."""
+        """Return the sum of weight * (lse - z) over the classes, with zero in ignored rows."""
         e = self.editor
         lse = self._rows(_LSE)
         if tail.class_weight is None:

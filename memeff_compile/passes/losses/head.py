@@ -290,8 +290,8 @@ class HeadReader:
         return None
 
     def masks_parameter(self, head: Head) -> bool:
-        """Return whether a weight is computed from a trained input of the same shape, such as a
-        masked parameter."""
+        """Return whether a weight, such as a masked parameter, is computed from a trained input of
+        the same shape."""
         weight = self.info.value(head.weight)
         values = [self.info.tensor(node) for node in self._sources(head.weight)]
         trained = [value for value in values if value is not None and value.requires_grad]

@@ -459,7 +459,7 @@ class TailReader:
             yield from self._top(node, {"keepdim": True, **call.args}, (pair, *others))
 
     def _top(self, node: Node, a: Any, through: tuple[Node, ...] = ()) -> Iterable[Tail]:
-        """Recognize an argmax over the classes of logits, probabilities or log-probabilities."""
+        """Recognize an argmax of logits, probabilities or log-probabilities, over the classes."""
         source = a["self"]
         value = self.info.tensor(source)
         if value is None or value.dim() == 0 or not isinstance(a["dim"], int):
@@ -489,7 +489,7 @@ class TailReader:
             yield from self._by_targets(node, a, reduction, term, sign, between, call)
 
     def _mean(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Recognize a mean over the classes of log-probabilities or logits, or over rows and
+        """Recognize a mean of log-probabilities or logits, over the classes or over rows and
         classes."""
         a, reduction = {"dim": None, "keepdim": False, **a}, 1 if a.get("dim") is None else 0
         if self._is_over_a_dimension(a, reduction):
@@ -538,8 +538,8 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail | Decline]:
-        """Recognize a sum over the classes of log-probabilities multiplied by one-hot targets, or
-        by other numbers."""
+        """Recognize log-probabilities that are multiplied by one-hot targets, or by other numbers,
+        and then summed over the classes."""
         left, right = call.args["self"], call.args["other"]
         for logs, targets in ((left, right), (right, left)):
             soft = self.softmax.signed_log_probs(logs)
@@ -585,7 +585,7 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail]:
-        """Recognize a sum over the classes of logits multiplied by one-hot targets."""
+        """Recognize logits that are multiplied by one-hot targets and summed over the classes."""
         left, right = call.args["self"], call.args["other"]
         for logits, targets in ((left, right), (right, left)):
             value, given = self.info.tensor(logits), self.info.tensor(targets)
@@ -625,7 +625,7 @@ class TailReader:
     def _entropy(
         self, node: Node, a: Any, term: Node, sign: int, between: tuple[Node, ...], call: Call
     ) -> Iterable[Tail]:
-        """Recognize a sum over the classes of p log p, p times the logits, or entr(p)."""
+        """Recognize p log p, p times the logits, or entr(p), summed over the classes."""
         value, dims = self.info.value(a["self"]), a["dim"]
         if call.op is aten.mul.Tensor:
             left, right = _unsigned(call.args["self"]), _unsigned(call.args["other"])
