@@ -299,8 +299,8 @@ _KEEPS_COUNT = named("unsqueeze.default view.default reshape.default alias.defau
 
 
 def _is_per_query(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` has the shape (B or 1, 1, M or 1, 1), or only the last two of these
-    dimensions."""
+    """Return whether ``node`` has the shape (B, 1, M, 1) or (M, 1), with B sequences and M queries;
+    B and M may be replaced by 1."""
     value = info.tensor(node)
     if value is None or value.dtype not in _INDICES:
         return False
