@@ -181,7 +181,7 @@ class Head:
     def logits(self, recipe: LogitsRecipe) -> Tensor:
         """Compute the logits of these rows by the steps of `recipe`.
 
-        `recipe` contains all steps that compute these logits, or only the first of these steps.
+        `recipe` contains all steps that compute these logits, or only the first few of them.
         """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 

@@ -63,9 +63,9 @@ class Statistics(NamedTuple):
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
         """Return the statistics of the rows of `view`, or None if they were not computed.
 
-        This object has the statistics of one view only, the stored view. They are also those of
-        `view` if `view` has the same rows, or was selected from the stored view by one index of
-        dimension 0.
+        This object has the statistics of one view only, the stored view. The
+        statistics apply to `view` too if `view` has the same rows as the stored view, or is
+        `stored[i]` for an index i.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:

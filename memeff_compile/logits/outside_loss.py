@@ -13,8 +13,8 @@ logits.
 pass of `_Rows` returns the gradient of the logits in a compact form (`FusedRows`, a few numbers per
 row), and autograd passes this form back through views, casts and scales of the logits. So hooks,
 `retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch, and code that reads
-the gradient gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred too. They are never
-computed if code only gathers some of them, sums them or passes them to `nll_loss`.
+the gradient gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred too.
+Log-probabilities that code only gathers, sums or passes to `nll_loss` are never computed.
 """
 
 from __future__ import annotations
@@ -294,8 +294,8 @@ def _needs_nothing(ctx: Any) -> bool:
     """Return whether the backward pass of a sum must run without saved tensors, as the backward
     pass of eager PyTorch's sum does.
 
-    That is necessary for a second derivative, and for a second backward pass through the same
-    graph.
+    A backward pass without saved tensors is necessary for a second derivative, and for a second
+    backward pass through the same graph.
     """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors
@@ -556,9 +556,9 @@ def _makes_gradients(view: View) -> bool:
     """Return whether a loss of deferred logits computes its gradients in its forward pass.
 
     Such gradients take as much memory as the hidden states and the weight together. So the forward
-    pass computes them only for a loss of more than half of the rows, and only if no earlier
-    training step had a second loss of the same logits, because a second loss would compute the
-    logits again.
+    pass computes gradients only for a loss of more than half of the rows. It also does not compute
+    gradients if an earlier training step had a second loss of the same logits, because a second
+    loss would compute the logits again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()

@@ -98,10 +98,11 @@ class LogitsRecipe:
     """The steps of a model's output projection, from hidden states to logits.
 
     The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
-    ("bias", None), which adds the next tensor of `vectors`; if the sum has another dtype than the
-    logits before, that dtype replaces None. The first step may be ("adapter", Adapter), which takes
-    the next two vectors as A and B. The step ("classes", (start, stop, count)) selects the classes
-    from `start` up to, not including, `stop`; `count` is the number of classes before this step.
+    ("bias", None), which adds the next tensor of `vectors`. If this addition changes the dtype of
+    the logits, the step is ("bias", new dtype) instead. The first step may be ("adapter", Adapter),
+    which takes the next two vectors as A and B. The step ("classes", (start, stop, count)) selects
+    the classes from `start` up to, not including, `stop`; `count` is the number of classes before
+    this step.
     Only code outside of the graph adds the steps ("log_softmax", None), ("exp", None) and
     ("times_exp", None), which is x * exp(x).
 
@@ -319,8 +320,8 @@ class DeferredOutput:
         return tuple(view.output for view in self.views) or (self.output,)
 
     def put(self, logits: Tensor, results: list[Any]) -> None:
-        """Write the deferred logits, and views of the deferred logits, into the graph's results at
-        the recorded indices."""
+        """Write the deferred logits, and views of the deferred logits, into the list `results`, at
+        the indices `places`."""
         logits = logits.detach() if self.detached else logits
         logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
         views = {view.output: view.of(logits, results) for view in self.views}
@@ -345,7 +346,7 @@ class LogitsView:
     calls: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
-        """Apply the recorded view operations to `logits`, and return the view."""
+        """Apply this object's view operations to `logits`, and return the resulting view."""
         for name, args in self.calls:
             op = attrgetter(name)(torch.ops.aten)
             logits = op(logits, *(_with_sizes(arg, results) for arg in args))

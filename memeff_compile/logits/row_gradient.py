@@ -36,8 +36,8 @@ class RowStep(NamedTuple):
     """A function that selects rows of a tensor, and its adjoint function, which writes the selected
     rows back to their positions.
 
-    The two functions apply to hidden states and to gradients of logits, because only the last
-    dimension of these tensors differs.
+    The two functions apply to hidden states and to gradients of logits, because these
+    tensors differ only in their last dimension.
     """
 
     select: Callable[[Tensor], Tensor]

@@ -37,7 +37,7 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """In this context, record computations of logits in the report under the given name of an op.
+    """While this context is active, the report lists computed logits under the given name of an op.
 
     If contexts are nested, the report shows the name that the outermost context set.
     """

@@ -9,13 +9,14 @@ reads the logits gets the same values and gradients as in eager PyTorch.
 The design, from the outermost object to the innermost:
 
 * `attach.defer` creates the tensors from the outputs of a graph, with an autograd function.
-* `DeferredLogits` is the class of these tensors, a wrapper subclass. Views, and other operations
-  that do not change the vocabulary dimension (`_LAZY`), return another `DeferredLogits`. Every
-  other operation computes the values and returns a plain tensor. All these operations run below
-  autograd (after autograd has recorded them), so the autograd graph, the views and the version
-  counters are the same as in eager PyTorch. Views that do not consist of whole rows (all classes of
-  some tokens), such as a diagonal, are `DeferredLogits` too, so that every write is detected.
-  `_ABOVE_AUTOGRAD` lists the functions that must be handled before autograd records them.
+* `DeferredLogits` is the class of these tensors, a wrapper subclass. The table `_LAZY` lists
+  views, and other operations that do not change the vocabulary dimension; these operations return
+  another `DeferredLogits`. Every other operation computes the values and returns a plain tensor.
+  Operations on `DeferredLogits` run below autograd (after autograd has recorded them), so the graph
+  of autograd, the views and the version counters are the same as in eager PyTorch. Views that do
+  not consist of whole rows (all classes of some tokens), such as a diagonal, are `DeferredLogits`
+  too, so that every write is detected. `_ABOVE_AUTOGRAD` lists the functions that must be handled
+  before autograd records them.
 * `Memory` represents the memory that eager PyTorch would allocate. The logits and all their views
 share one `Memory`; each copy or cast of the logits has a `Memory` for itself.
 * `LogitsSource` contains the hidden states and the output projection, and detects whether they have

@@ -74,7 +74,7 @@ class CompressKVCache(cached.CachedPass):
                 yield _unread(view)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return notes on the layers of a low-bit cache that stay exact, if there are any."""
+        """Return notes on the layers for which a low-bit cache stores all tokens exactly."""
         return [("exact_layers", k.kept_exact) for k in _keepers(info) if k.has_codes]
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
@@ -86,8 +86,8 @@ class CompressKVCache(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return a formula for the bytes of the decoded keys and values, and of the copies of both
-        that are made for the query heads.
+        """Return a formula for the bytes of the decoded keys and values, and of the copies that
+        repeat their heads for the query heads.
         """
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = match.tensors(info)
@@ -169,7 +169,7 @@ def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
     """If a node's value comes from the node that decodes a cache (the dense view), return the dense
-    view, and the nodes between the two that repeat heads.
+    view, and the nodes after the dense view that repeat heads.
     """
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):

@@ -72,8 +72,8 @@ class EncodeWeights(GraphPass):
     name = "encode_weights"
 
     def find(self, info: GraphInfo) -> list[Several]:
-        """Return one match for every node that reads a compressed weight; linear layers with the
-        same input form one match."""
+        """Group the nodes that read a compressed weight into matches: linear layers with the same
+        input form one match, and every other node forms a match alone."""
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
         for node in info.visit(info.gm.graph.nodes):

@@ -8,11 +8,12 @@ scaled_dot_product_attention.
 
 PyTorch has two implementations of nn.MultiheadAttention. With ``need_weights=True``, the default,
 the first implementation builds the attention scores and weights, even if no node reads them.
-Otherwise, the second implementation calls scaled_dot_product_attention; if an attention mask and a
-padding mask are given, this implementation builds a separate mask per head. If no node reads the
-attention weights, this pass inserts nodes like those of the second implementation, but with one
-mask for all heads, so that the pass ``recover_attention`` can read the mask. If the rewrite would
-save neither memory nor time, the pass does not change the node.
+With ``need_weights=False``, the second implementation calls scaled_dot_product_attention; if an
+attention mask and a padding mask are given, this implementation builds a separate mask per head.
+
+If no node reads the attention weights, this pass inserts nodes like those of the second
+implementation, but with one mask for all heads, so that the pass ``recover_attention`` can read the
+mask. If the rewrite would save neither memory nor time, the pass does not change the node.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 
 def _turned_from(node: Node) -> Node | None:
-    """Return the node from which a given node was made by swapping batch and length, or None."""
+    """If a node swaps batch and length of another node, return that node, otherwise None."""
     if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]

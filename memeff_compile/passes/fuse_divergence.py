@@ -27,7 +27,7 @@ The pass declines if one of these conditions holds:
 - a node writes to the logits in place before the divergence;
 - an operand is a tensor subclass.
 
-The page docs/passes/fuse-divergence.md lists the codes that the report shows for these reasons.
+The page docs/passes/fuse-divergence.md lists the report's code for each reason to decline.
 """
 
 from __future__ import annotations

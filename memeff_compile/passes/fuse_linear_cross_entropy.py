@@ -30,8 +30,8 @@ The pass declines if one of these conditions holds:
 - a scale is a tensor;
 - the output projection is in another graph.
 
-The page docs/passes/fuse-linear-cross-entropy.md lists the code that the report shows for each
-condition.
+The page docs/passes/fuse-linear-cross-entropy.md lists the report's code for each reason to
+decline.
 """
 
 from __future__ import annotations

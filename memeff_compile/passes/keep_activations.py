@@ -12,10 +12,10 @@ pass reads a linear layer's result only after further linear steps, such as the 
 queries and keys, the checkpoint saves the result of these steps instead. That result has the same
 size, and saving it spares the backward pass more work.
 
-With a limit in bytes, the checkpoint saves the results that save the most time per byte; among
-equal results, those of later blocks come first. A linear's result is not saved if the backward pass
-does not read it (because it is only added to the residual and leaves the block), or if
-`memeff::gated_linear` overwrites it.
+With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
+per byte; among results with equal time per byte, those of later blocks come first. A linear's
+result is not saved if the backward pass does not read it (because it is only added to the residual
+and leaves the block), or if `memeff::gated_linear` overwrites it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _MOVED = 3e12
 @dataclass(frozen=True)
 class Product:
     """A result that a checkpoint could save, the bytes of the result, and an estimate of the
-    seconds that saving it would save."""
+    seconds of recomputation that saving it would avoid."""
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
@@ -211,12 +211,12 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
 
 
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
-    """Yield the results that fit into ``limit`` bytes, starting with those that save the most time
-    per byte.
+    """Yield the results that fit into ``limit`` bytes, starting with those whose recomputation
+    would take the most time per byte.
 
-    Among equal results, those of later blocks come first, because the backward pass frees their
-    memory before most of the weights' gradients exist. Results whose size depends on the values of
-    tensors are not included, because they could exceed any limit.
+    Among results with equal time per byte, those of later blocks come first: the backward pass
+    frees their memory before most of the weights' gradients exist. Results whose size depends on
+    the values of tensors are not included, because they could exceed any limit.
     """
     left = limit
     known = (product for product in products if product.bytes)

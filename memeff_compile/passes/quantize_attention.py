@@ -8,8 +8,9 @@ The pass runs after the pass recover_attention. The pass rewrites calls of PyTor
 without a mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2,
 arXiv 2411.10958.
 
-The pass is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per
-module. If a gradient is needed, attention stays exact, and the report states this.
+The pass is lossy and therefore opt-in: the option memeff.attention names a precision level such as
+"8b", or a table with a level for each module. If a gradient is needed,
+the pass leaves the attention exact, and the report says why.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ filled part of the cache.
 
 The pass keeps the in-place writes to the cache, in their order. ``last`` is the last key that a
 query may attend to, so for every boolean mask the result equals attention over the whole cache. If
-the mask compares key indices with the positions of the queries, ``last`` is these positions, which
+the mask compares key indices with the positions of the queries, ``last`` has these positions, which
 stay on the device, and the mask is removed. Any other boolean mask, such as the one that generate()
 builds outside of the graph, is passed to memeff::kv_cache_attention, and ``last`` is computed from
 the mask once per forward pass.
@@ -299,8 +299,8 @@ _KEEPS_COUNT = named("unsqueeze.default view.default reshape.default alias.defau
 
 
 def _is_per_query(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` has the shape (B or 1, 1, M or 1, 1), or only the last two of these
-    dimensions."""
+    """Return whether ``node`` has the shape (B, 1, M, 1) or (M, 1), with B sequences and M queries;
+    B and M may be replaced by 1."""
     value = info.tensor(node)
     if value is None or value.dtype not in _INDICES:
         return False
@@ -415,8 +415,8 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return the writes of new keys and of new values, and the operands of the single op that can
-    do both writes at the position of the later one; otherwise return None.
+    """If one op can write both the new keys and the new values, at the position of the later of the
+    two writes, return the two writes and the op's operands, otherwise None.
     """
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)

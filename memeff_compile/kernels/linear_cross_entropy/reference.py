@@ -7,7 +7,7 @@ logits once to the input dtype, as the implementation `library` does. For a loss
 number, this implementation processes blocks of rows: it computes a block's logits once for the
 whole vocabulary, reduces them to row statistics, and then overwrites them with their gradient. The
 weight's gradient is summed over the blocks in fp32 (fp64 for fp64 inputs). On a CPU, rows with an
-ignored target are left out, because reading the targets there does not wait for a device.
+ignored target are left out; on a GPU, reading the targets would make the CPU wait for the GPU.
 """
 
 from __future__ import annotations
@@ -378,8 +378,8 @@ forward, backward, total = Forward, Backward, Total
 def _rows(
     kept: Tensor | None, hidden: Tensor, target: Tensor, low: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states, targets and `low` of the rows with the indices `kept`, or of all rows
-    if `kept` is None."""
+    """Return the hidden states, targets and low-rank inputs (`low`) of the rows with the indices
+    `kept`, or of all rows if `kept` is None."""
     if kept is None:
         return hidden, target, low
     return hidden[kept], target[kept], None if low is None else low[kept]

@@ -3,8 +3,8 @@ their merging.
 
 Rank r of P ranks has the rows W_r of the weight that `torch.chunk` assigns to it; h is the hidden
 states, and y the targets. For a loss per row, one op computes the statistics of the rank's classes,
-k numbers per row, and all ranks gather these statistics. Another op then merges them into the
-results of `linear_cross_entropy` for all classes:
+k numbers per row, and all ranks gather these statistics. Another op then merges the statistics
+of all ranks into the results of `linear_cross_entropy` for all classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)

@@ -2,8 +2,9 @@
 """Kernels that encode keys and values, and prepare the encoding of queries: four launches, or five
 if the queries' means are subtracted. A kernel's name contains its step:
 
-- `look` computes sums and extremes of keys and values in each chunk of tokens. It also computes
-  sums of some queries or, if the queries' means are subtracted, the mean of each block of queries.
+- `look` computes sums and extremes of keys and values in each chunk of tokens. `look` also
+  computes sums of some queries or, if the queries' means are subtracted, the mean of each block of
+  queries.
 - `settle` combines the chunks' results to means, the scales of values, and the common direction of
   queries.
 - `write` writes the codes of keys and values, and the sum of the values in each block.

@@ -172,8 +172,8 @@ def dequantized_weights(
 def quantize(
     x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's codes, split into four planes as the module describes, its scale, and the
-    sum of its codes.
+    """Return each token's codes, split into the four planes that the module's docstring describes,
+    its scale, and the sum of its codes.
     """
     codes, scale = codes_and_scale(enter(x, entry), quantizer)
     return to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)

@@ -65,9 +65,10 @@ def _larger_half(x, kept, LOW_BIT: tl.constexpr):
     """Set all elements of a token to zero, except the `kept` elements with the largest absolute
     values.
 
-    The kernel finds the smallest kept absolute value from its highest bits down, two bits at a
-    time. For each of the values 1, 2 and 3 of these two bits, it counts the elements that are at
-    least as large as a number with these bits. One sum over the token contains all three counts.
+    The kernel finds the smallest of these absolute values, two bits at a time, starting with the
+    highest bits. For each possible value (1, 2 or 3) of the next two bits, the kernel counts the
+    elements that are at least as large as a number with the known bits, this value, and then zeros.
+    One sum over the token contains all three counts.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)

@@ -260,7 +260,7 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
 
     ``positions`` maps each element of a tensor of sequence ids (a `Read`) to the position of the
     same token; where two neighbouring tokens have equal ids, the position increases by one. The
-    last two axes are query and key.
+    last two of the formula's ``rank`` axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` becomes ``ids[q] == ids[k] and k <= q``.
     """

@@ -165,8 +165,8 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return the value that ``node`` has when the node ``reader`` reads it; the value may
-        have changed before, if the graph writes to the memory of ``node``.
+        """Return the value that ``node`` has when the node ``reader`` reads it; if the graph
+        writes to the memory of ``node``, that may be another value than ``node`` computed.
         """
         if not self.info.may_be_written(node):
             return self._values[node]

@@ -54,8 +54,8 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
     """Return the node after which a table (the mask's condition on each key or query) can be
     computed, and the graph of this node, or None.
 
-    That node is the last one that the table reads; until then, the graph must not have changed the
-    memory of the nodes that the table reads.
+    The returned node is the last of the nodes that the table reads. If the graph changes one
+    of these tensors between its read and the returned node, return None.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info

@@ -113,8 +113,8 @@ def placed(
         result: the axes of the attention result.
         sizes: the sizes of the scores' axes; batch and heads are separate axes if they are separate
             in any tensor.
-        may_split: whether an axis that joins batch and heads may be split into the two axes from
-            which the views of the operands joined it.
+        may_split: whether an axis that the operands' views made from batch and heads may be split
+            into batch and heads again.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
     for each in given:

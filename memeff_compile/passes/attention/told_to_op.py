@@ -248,9 +248,8 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return pairs of a graph and a node: first the given pair; if the node is an input of a
-    checkpoint's body, also the node that the surrounding graph passes for this input, and so on
-    outwards.
+    """Return the given node with its graph; if the node is an input of a checkpoint's body, also
+    return the node that the surrounding graph passes for this input, and so on outwards.
     """
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
@@ -291,8 +290,8 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return the node of the mask with four axes, and the node of a tensor with a code for each
-    tile of the mask. The two nodes are inserted once and used by all layers."""
+    """Return the node of the mask with four axes, and the node of a tensor that says whether each
+    tile of the mask hides all keys, some or none. All layers use the same two nodes."""
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
     owner = editor

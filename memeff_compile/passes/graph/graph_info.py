@@ -112,8 +112,8 @@ class GraphInfo:
         return read_one(node)
 
     def tensor(self, node: Any) -> torch.Tensor | None:
-        """Return the fake tensor of ``node``, or None if the node's value is not a recorded
-        tensor."""
+        """Return the fake tensor of ``node``, or None if the node's value is not a tensor or has
+        no fake tensor."""
         value = compat.example_value(node) if isinstance(node, Node) else None
         return value if isinstance(value, torch.Tensor) else None
 

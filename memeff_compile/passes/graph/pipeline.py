@@ -157,8 +157,8 @@ class _Run:
                 self._append(record, is_counted=True)
 
     def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
-        """Rewrite a match; if this fails, rewrite, one by one, the smaller matches that it
-        combines. Return whether the whole match was rewritten.
+        """Rewrite a match; if this fails, rewrite the smaller matches that the match combines, one
+        by one. Return whether the whole match was rewritten.
         """
         editor = Editor(info)
         try:

@@ -102,9 +102,9 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 def _borders(info: GraphInfo) -> list[Node]:
     """Return the first node of each layer, and the first node after each stack of layers.
 
-    Without gradients, a layer's first normalization counts to the partition before it: there the
-    compiler fuses it with the addition of the previous layer's result to the residual, as in the
-    whole graph.
+    Without gradients, a layer's first normalization belongs to the partition of the previous layer.
+    In that partition, the compiler fuses the normalization with the addition of the previous
+    layer's result to the residual, as in the whole graph.
     """
     nodes = candidates(info)
     allowed = crossed_by_tensors(info, nodes)
@@ -129,8 +129,8 @@ def _give_residual(nodes: Sequence[Node], place: int, end: int) -> None:
     """Make the partition that contains the normalization from `place` to `end` also return the
     input of the normalization.
 
-    The next layer reads this input, except after the last layer; with this output the last layer is
-    equal to the others.
+    The next layer reads this input. The last layer's partition returns it too, although no layer
+    reads it, so that this partition has the same structure as the others.
     """
     norm = {*nodes[place:end]}
     for node in norm:
@@ -140,8 +140,8 @@ def _give_residual(nodes: Sequence[Node], place: int, end: int) -> None:
 
 
 def _after_norm(nodes: Sequence[Node], place: int) -> int:
-    """Return the position after the normalization that begins at `place`, or `place` if the module
-    of that node is no normalization: a module without matrices.
+    """Return the position after the normalization that begins at `place`, or `place` if no
+    normalization begins there; every module without matrices counts as a normalization.
     """
     path = path_of(nodes[place])
     end = place
@@ -211,8 +211,8 @@ def _floating(node: Node) -> torch.Tensor | None:
 
 
 def _stack(block: str) -> str:
-    """Return the path of a layer without its number, which all layers of one stack have in
-    common."""
+    """Return the path of a layer without the layer's number; all layers of one stack have the
+    returned path in common."""
     return block.rstrip("_0123456789")
 
 

@@ -2,8 +2,8 @@
 compiled code.
 
 Two layers of a model are captured as two partitions that differ only in node names and weights. One
-compiled function can run both if everything that a compiler may read is equal: operations,
-constants, and the sizes, strides, dtypes and aliasing of the inputs.
+compiled function can run both partitions if everything that a compiler may read is equal:
+operations, constants, and the sizes, strides, dtypes and aliasing of the inputs.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a Decline if the fused op cannot compute, over ranks, one of the losses and other
-    results (tails) of an output projection which is split over ranks.
+    """For an output projection that is split over ranks, return a Decline if the fused op cannot
+    compute one of the losses or other results (tails) of its logits.
     """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""

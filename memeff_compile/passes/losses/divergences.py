@@ -109,8 +109,8 @@ class Group:
     """All divergences of one student's logits, in their order, which are rewritten together.
 
     If the pass cannot rewrite one divergence of the group, the graph must build the logits anyway.
-    So the pass checks all divergences of the group before it rewrites the first one, and if it
-    declines one, it declines all for the same reason (`refusal`).
+    So the pass checks all divergences of the group before it rewrites the first one. If it declines
+    one of them, it declines all of them for the reason that the field `refusal` contains.
     """
 
     members: list[Divergence]

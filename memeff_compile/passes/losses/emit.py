@@ -112,8 +112,8 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Go back from a target through reshapes and copies, as far as no later node writes to the
-    memory; return the node that is reached.
+    """Return the earliest node that is reached by going back from a target through reshapes and
+    copies; stop before a node to whose memory the graph may write.
     """
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
@@ -134,8 +134,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     """Return the nodes to compute again if the fused op's call for ``group`` runs before the
     group's first tail (a loss or another result of the logits).
 
-    Such nodes compute targets, such as shifted labels that the graph computes after a z-loss, and
-    are integer views and copies of inputs, so computing them again takes almost no time. If
+    Such nodes compute targets, for example shifted labels after a z-loss. They are integer views
+    and copies of inputs, so computing them again takes almost no time. If
     computing these nodes again could give other values, return None.
     """
     first, _ = _place(info, group)
@@ -614,7 +614,7 @@ class GroupEmitter:
         return entropy
 
     def _class_sum(self, kind: str) -> Node:
-        """Return the sum over the classes of each row's logits or log-probabilities."""
+        """Return, for each row, the sum of its logits or log-probabilities over the classes."""
         e, rows = self.editor, self._rows(_LOGIT_SUM)
         if kind not in ("log_prob", "log_prob_sum"):
             return rows
@@ -673,7 +673,7 @@ class GroupEmitter:
         return e.call(aten.mul.Tensor, picked, kept)
 
     def _smooth_rows(self, tail: Tail, kept: Node) -> Node:
-        """Return the sum over the classes of weight * (lse - z), with zero in ignored rows."""
+        """Return the sum of weight * (lse - z) over the classes, with zero in ignored rows."""
         e = self.editor
         lse = self._rows(_LSE)
         if tail.class_weight is None:

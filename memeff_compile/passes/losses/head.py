@@ -119,10 +119,10 @@ class Step:
     """One node between the output projection and a node that uses the logits.
 
     kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
-    (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (selects some
-    classes), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias`` or ``factor``, whose
-    operand is ``value``. If the operand is a number that the user passed (``dynamic=True`` turns
-    such numbers into symbols), a guard on ``symbol`` keeps it constant. The field ``classes`` has
+    (no change), ``move`` (class dimension from last to 1), ``detach`` or ``classes`` (selects some
+    classes). Pointwise steps have the kinds ``to``, ``mul``, ``div``, ``tanh``, ``bias`` and
+    ``factor``; their operand is ``value``. If ``value`` is a number that the user passed (a symbol
+    under ``dynamic=True``), a guard on ``symbol`` keeps it constant. The field ``classes`` has
     the index of the first selected class and the index after the last one. If a step also moves
     rows, ``whole`` is the complete ATen call of its node.
     """
@@ -290,8 +290,8 @@ class HeadReader:
         return None
 
     def masks_parameter(self, head: Head) -> bool:
-        """Return whether a weight is computed from a trained input of the same shape, such as a
-        masked parameter."""
+        """Return whether a weight, such as a masked parameter, is computed from a trained input of
+        the same shape."""
         weight = self.info.value(head.weight)
         values = [self.info.tensor(node) for node in self._sources(head.weight)]
         trained = [value for value in values if value is not None and value.requires_grad]

@@ -1,9 +1,9 @@
 """Report each output projection of a training graph whose loss was not fused.
 
-This module tells an output projection from a wide layer inside a model by how the graph uses the
-layer's result. The result of an inner layer is an operand of another matrix product. The result of
-an output projection is reduced to at most one number per row, as in a loss, or is an output of the
-graph.
+To distinguish an output projection from a wide layer inside a model, this module looks at how the
+graph uses the layer's result. The result of an inner layer is an operand of another matrix product.
+The result of an output projection is reduced to at most one number per row, as in a loss, or is an
+output of the graph.
 """
 
 from __future__ import annotations
