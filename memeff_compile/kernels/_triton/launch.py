@@ -93,7 +93,8 @@ def noted(launches: list[Launch]) -> Iterator[None]:
 
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
-    """Run a kernel like `kernel[grid](*arguments, **given)`, with its constants packed."""
+    """Run a kernel like `kernel[grid](*arguments, **given)`, with all its constants in one
+    argument."""
     notes = _notes.get()
     if notes is not None:
         notes.append(Launch(kernel, _typed(arguments), packed(kernel, given)))

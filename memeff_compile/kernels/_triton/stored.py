@@ -2,7 +2,7 @@
 
 `torch.compiler.save_cache_artifacts` saves the kernels that Inductor generates, but not the kernels
 that this package launches. So each kernel is recorded as one more artifact at its first launch.
-PyTorch writes loaded artifacts to files in Inductor's cache folder, also if this package is not
+PyTorch writes loaded artifacts to files in Inductor's cache folder even if this package is not
 imported; `unpack` moves the kernels from there to Triton's cache.
 """
 

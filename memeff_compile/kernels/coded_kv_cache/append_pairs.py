@@ -108,8 +108,8 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge, by kernels, the first tokens that an empty cache gets; the cache then contains the
-    same as after `pair_reference.merge`.
+    """Use kernels to merge the first tokens that an empty cache gets from both layers; the cache
+    then contains the same as after `pair_reference.merge`.
     """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)

@@ -81,7 +81,7 @@ def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> 
     The function uses only the distances (B, H, N) for which `counted` is true; if `counted` is true
     for no row, the function returns nan. `gamma` says how much of the range from the smallest to
     the largest distance stays unmerged: 0.1 stands for the tenth of this range at its upper end or,
-    if `reading` is ``similar``, at its lower end. A larger fraction keeps more rows unmerged, and 1
+    if `reading` is ``similar``, at its lower end. A larger `gamma` keeps more rows unmerged, and 1
     keeps all rows unmerged.
     """
     if gamma >= 1:

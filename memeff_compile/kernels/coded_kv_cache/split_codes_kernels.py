@@ -103,7 +103,7 @@ def _numbers(
     """Return the codes of one block of channels as numbers, (ROWS, COLUMNS): first the codes in
     even bytes, then the codes in odd bytes.
 
-    With PACKED, the numbers are scaled down as `_take_two` describes.
+    With PACKED, the numbers are the codes times a very small power of two.
     """
     if not C.PACKED:
         even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
