@@ -336,7 +336,7 @@ class Filtered(RowWalk):
         )
 
     def _by_mean_logit(self) -> Tensor:
-        """Return the order of the classes sorted by their mean logit before a softcap."""
+        """Return the classes' order by mean logit; the logits are taken before a softcap."""
         logits = self.weight @ self.hidden.mean(0)
         if self.bias is not None:
             logits = logits + self.bias

@@ -86,7 +86,8 @@ def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: g
 
 @gluon.jit
 def _nth(index, found):
-    """Return the tile that the program visits at this step; tiles with hidden keys come first."""
+    """Return the tile with the given index in the order of the program's visits: tiles with hidden
+    keys come first."""
     first, full_first, full_stop, edges, _ = found
     edge = edge_tile(index, first, full_first, full_stop)
     return gl.where(index < edges, edge, full_first + index - edges)

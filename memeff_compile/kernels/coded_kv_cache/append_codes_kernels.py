@@ -399,8 +399,8 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values, and copy those tokens of the groups that
-    stay exact.
+    """Encode some groups of new keys, or of new values; also copy each token of these groups that
+    stays exact.
     """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes

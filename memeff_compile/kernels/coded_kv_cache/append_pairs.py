@@ -285,8 +285,8 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """Store, for a prompt's keys or for its values, one direction per token, which both layers
-    share, and its length in each layer.
+    """For a prompt's keys or for its values, store one direction per token, which both layers
+    share, and the lengths of the token's two vectors, one per layer.
     """
     from . import append_pairs_kernels as kernels
 

@@ -61,8 +61,8 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """The description of a win4 weight, in the form that the kernels for one token take as an
-    argument."""
+    """The description of a weight of the codec `win4`, in the form that the kernels for one token
+    take as an argument."""
 
     # header, codes, starts, places, patterns, signs, norms: its parts; the patterns are values
     header: Any

@@ -25,9 +25,9 @@ the same registers. The missing factor of a row follows from its log-sum-exp; th
 multiply X by operands that contain this factor. For R rows and V classes, X takes 2RV bytes. The
 kernels compute rows again if their logits are far from the expected range, which the GPU checks.
 
-Ignored rows are left out of all products, by a permutation of the rows that the GPU computes. The
-CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks
-of rows need bf16), a hidden size that is a multiple of 8, and a contiguous weight.
+The GPU permutes the rows so that all products leave out the ignored rows. The CPU never waits for
+the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
+a hidden size that is a multiple of 8, and a contiguous weight.
 
 On an H200, which reaches 700e12 operations and reads or writes 4.28e12 bytes per second, forward
 plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds:
