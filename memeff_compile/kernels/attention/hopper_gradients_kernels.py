@@ -154,9 +154,9 @@ def _query_step(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start three products: the scores of a tile of keys, the output gradients times the tile's
-    values, and the slopes (gradients of the scores) of the previous tile times that tile's keys;
-    compute this tile's slopes during the third product.
+    """Start three products: the scores of a tile of keys; the output gradients times the tile's
+    values; and the previous tile's slopes (gradients of the scores) times the previous tile's keys.
+    During the third product, compute this tile's slopes.
     """
     acc, slope, turns = sums
     q_memory, grad_memory, _, k_memory, v_memory = memory

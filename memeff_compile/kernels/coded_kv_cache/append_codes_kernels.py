@@ -161,7 +161,7 @@ def _store_bytes(
 
     With 3-bit codes, the high bits of two tokens share a byte: for keys, two neighbouring tokens;
     for values, the tokens at the same position in the first half and in the second half of the
-    argument `token`.
+    given tokens.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made

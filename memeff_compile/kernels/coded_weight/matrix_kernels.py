@@ -280,7 +280,7 @@ def _later_patches(
     ROUNDS: gl.constexpr,
 ):
     """Add the products of x with patches (weights stored whole) to `acc` as `patched` does, but
-    leave out the first ROUNDS rounds of its loop.
+    leave out the first ROUNDS rounds of the loop in `patched`.
 
     This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
     One function for all rounds took more registers, which made products with few mantissa bits

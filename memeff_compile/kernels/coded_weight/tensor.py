@@ -650,7 +650,8 @@ def _is_piece_of_more(part: Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on decoded values; results that share memory with them raise an error on writes."""
+    """Run an op on decoded values; results that share memory with the decoded values raise an error
+    on writes."""
     leaves, spec = compat.pytree.tree_flatten((args, kwargs))
     memory = set()
     for place, each in enumerate(leaves):

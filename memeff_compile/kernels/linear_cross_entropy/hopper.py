@@ -14,10 +14,10 @@ weight's gradient (dC) is stored in fp16, because its sums need three more bits 
 sums of a class in SLICE features share a power of two as their scale.
 
 A second form of the backward pass processes blocks of W classes one after another. This form takes
-less memory, and supports fp16 and a workspace limit. For each block of classes, it writes the
-weight's gradient for these classes once, and adds the logits' gradient times the block's rows of
-the weight to the hidden states' gradient in fp32, where a launch adds to each element once. With
-the minimal workspace, the logits' gradient and the fp32 sums use the weight gradient's memory.
+less memory, and supports fp16 and a workspace limit. For each block of classes, the kernels write
+the weight's gradient for these classes once. They add the logits' gradient times the block's rows
+of the weight to the hidden states' gradient in fp32; a launch adds to each element once. With the
+minimal workspace, the logits' gradient and the fp32 sums use the weight gradient's memory.
 
 A loss that is a single number takes three matrix products for each block of rows. The first product
 writes X (the probabilities up to one factor per row) in 16 bits, and computes fp32 statistics from
