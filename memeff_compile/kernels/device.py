@@ -59,8 +59,8 @@ def where_it_runs(device: torch.device) -> torch.device:
 
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the Triton kernels support a dtype on a device. Inside `planned_for`, the
-    function answers for the planned device instead.
+    """Return whether the Triton kernels support a dtype on a device. Inside the context
+    `planned_for`, the function answers for the planned device instead.
     """
     device = where_it_runs(device)
     return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)
@@ -69,7 +69,7 @@ def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
 def can_run_kernels(device: torch.device) -> bool:
     """Return whether a GPU can run the Triton kernels and matrix products with fp32 output.
 
-    The kernels need triton and an NVIDIA GPU of compute capability 8.0 or later. Inside
+    The kernels need triton and an NVIDIA GPU of compute capability 8.0 or later. Inside the context
     `planned_for`, the function answers for the planned kind of GPU, and assumes that triton is
     installed.
     """
@@ -169,7 +169,8 @@ def _has_gpu() -> bool:
 
 def speed_note(device: torch.device) -> str:
     """Return a remark that says whether speed was measured on the present GPU. The result is "" if
-    no GPU is present, or inside `planned_for`, where code is planned for another device.
+    no GPU is present, or inside the context `planned_for`, where code is planned for another
+    device.
     """
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return ""

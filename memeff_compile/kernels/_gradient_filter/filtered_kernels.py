@@ -150,7 +150,8 @@ def _level(index, highest, C: tl.constexpr):
     """Return the thresholds of the levels with the given indices; a level drops a class whose score
     is below its threshold.
 
-    The last level's score is higher than the score of every class, so this level drops all classes.
+    The last level's threshold is higher than the score of every class, so this level drops all
+    classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -455,8 +456,9 @@ def _gradient_filter_word_kernel(
     class.
 
     The first group of rows has the highest bit of the word. After sorting by these words, classes
-    that are kept in the same groups are next to each other. With this order of bits, more tiles
-    consist only of classes that the filter keeps than with the reverse order.
+    that are kept in the same groups are next to each other. If the first group has the word's
+    highest bit, more tiles consist only of classes that the filter keeps than if the first group
+    has the lowest bit.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)

@@ -112,8 +112,8 @@ def layout(tensor: Any) -> str:
 
 
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return a DTensor's local tensor; its gradient is a partial sum over the mesh dimension
-    `summed`, if that is given."""
+    """Return a DTensor's local tensor; if `summed` is given, the gradient of the local tensor is a
+    partial sum over the mesh dimension `summed`."""
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial
@@ -127,8 +127,8 @@ class Ranks(NamedTuple):
 
     For each row, a rank sends the log-sum-exp of its classes, and the target's loss if the target
     is one of its classes, otherwise 0. Ranks exchange no other data. All implementations exchange
-    log-sum-exps and losses in the same format. Blocks contain rows in the order of `counted_first`,
-    which is the same on all ranks.
+    log-sum-exps and losses in the same format. Blocks contain rows in the order that
+    `counted_first` returns, which is the same on all ranks.
     """
 
     rank: int

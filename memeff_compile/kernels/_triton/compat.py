@@ -1,6 +1,8 @@
-"""Wrap Triton's private names, so that a new Triton release needs changes in only one file.
+"""Wrap Triton's private functions and classes, so that a new Triton release needs changes in only
+one file.
 
-The functions import triton when they are called. The module `gluon` wraps the names of Gluon.
+The functions import triton when they are called. The module `gluon` wraps Gluon's functions and
+classes.
 """
 
 from __future__ import annotations

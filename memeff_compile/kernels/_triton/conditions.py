@@ -37,8 +37,9 @@ class Conditions:
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether the bounds `ahead` and `behind` leave at least one key visible for every
-        query. With `ahead=0` as the only bound, the result is true."""
+        """Return whether at least one key is visible for every query under the bounds `ahead` and
+        `behind`, which say how far after and before a query its keys may be. With `ahead=0` as the
+        only bound, the result is true."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead

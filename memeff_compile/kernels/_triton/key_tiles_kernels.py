@@ -224,7 +224,8 @@ def _attention_key_tiles_bounds_kernel(
 
 @triton.jit
 def bounds_of(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return the range of tiles that a program visits, from a table or computed by `_visited`."""
+    """Return the range of tiles that a program visits: read it from a table, or compute it if the
+    mask depends only on positions."""
     if C.HAS_BOUNDS:
         found_ptr = bounds_ptr + (batch * tiles + tile) * 4
         first = tl.load(found_ptr)

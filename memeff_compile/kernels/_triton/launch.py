@@ -62,7 +62,7 @@ def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Launch(NamedTuple):
-    """A launch that was recorded instead of run."""
+    """The description of a kernel launch that was put into a list instead of being run."""
 
     kernel: Any
     arguments: tuple[Any, ...]  # with the dtypes and alignments of tensors in place of tensors
@@ -93,7 +93,8 @@ def noted(launches: list[Launch]) -> Iterator[None]:
 
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
-    """Run a kernel like `kernel[grid](*arguments, **given)`, with its constants packed."""
+    """Run a kernel like `kernel[grid](*arguments, **given)`, with all its constants in one
+    argument."""
     notes = _notes.get()
     if notes is not None:
         notes.append(Launch(kernel, _typed(arguments), packed(kernel, given)))
@@ -115,8 +116,7 @@ def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return the properties of a recorded argument on which the compiler's specialisation
-    depends."""
+    """Return the properties of a kernel argument on which the compiler's specialisation depends."""
     if isinstance(argument, tuple):
         return tuple(map(_kind, argument))
     if isinstance(argument, int) and not isinstance(argument, bool):

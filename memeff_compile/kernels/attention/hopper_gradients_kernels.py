@@ -65,8 +65,9 @@ def _hide(weight, query, key, keys, span, AXIS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _query_tile(turn, bounds_ptr, work, C: gl.constexpr):
-    """Return the tile of queries that a program computes in a round (one tile for every program),
-    the tile's sequence and head, and the tiles of keys that it visits."""
+    """Return the tile of queries that a program computes in a given round (in each round, every
+    program computes one tile), the tile's sequence and head, and the tiles of keys that it
+    visits."""
     batch_heads, heads, _, queries, keys, tiles, _, span, section = work
     tile, row = _place_of(turn, batch_heads, tiles, section)
     tile = tiles - 1 - tile  # the last queries see most keys under causal masks: they come first
@@ -153,9 +154,9 @@ def _query_step(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start three products: the scores of a tile of keys, the output gradients times the tile's
-    values, and the slopes (gradients of the scores) of the previous tile times that tile's keys;
-    compute this tile's slopes during the third product.
+    """Start three products: the scores of a tile of keys; the output gradients times the tile's
+    values; and the previous tile's slopes (gradients of the scores) times the previous tile's keys.
+    During the third product, compute this tile's slopes.
     """
     acc, slope, turns = sums
     q_memory, grad_memory, _, k_memory, v_memory = memory
@@ -368,9 +369,9 @@ def _attention_hopper_gradients_query_kernel(
 
 @gluon.jit
 def _key_tile(turn, bounds_ptr, work, C: gl.constexpr):
-    """Return the tile of keys that a program computes in a round (one tile for every program), the
-    tile's sequence and key head (first as one combined index, then as two indices), and the tiles
-    of queries that the program visits.
+    """Return the tile of keys that a program computes in a given round (in each round, every
+    program computes one tile), the tile's sequence and key head (first as one combined index, then
+    as two indices), and the tiles of queries that the program visits.
     """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
     # The first keys are seen by most queries under causal masks: they come first.

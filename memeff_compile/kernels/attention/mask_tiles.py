@@ -36,7 +36,7 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 class Dense(NamedTuple):
     """Kernel arguments: a mask tensor, its strides, and a list of tiles for each program.
 
-    A broadcast axis has a stride of 0. A program's list names the tiles of the mask that the
+    A broadcast axis has a stride of 0. A program's list contains the tiles of the mask that the
     program visits: the full tiles (every key is visible), and the partial tiles (some keys are
     hidden). Each list has 3 more int32 numbers than there are tiles that could be visited: the list
     begins with the number of full tiles and the number of partial tiles. In the rest of the list,
@@ -68,7 +68,7 @@ def classify(
     """Return the code of each tile of a mask: empty (every key is hidden), full (every key is
     visible) or partial.
 
-    The result is a tensor (B or 1, H or 1, tiles, tiles) uint8.
+    The result is a uint8 tensor of shape (B or 1, H or 1, tiles, tiles).
     """
     if not (mask.is_cuda and mask.numel() and kernels_serve(mask.device, torch.bfloat16)):
         return _classify_plainly(mask)

@@ -2,8 +2,9 @@
 any device.
 
 The scores of a block are computed in fp32 (fp64 for fp64 inputs) and freed as soon as its results
-are computed, so the scores of all queries never exist at once. Keys that `ahead` and `behind` hide
-from a whole block are not read.
+are computed, so the scores of all queries never exist at once. The implementation does not read
+keys that the bounds `ahead` and `behind` (how far after and before a query its keys may be) hide
+from a whole block of queries.
 """
 
 from __future__ import annotations

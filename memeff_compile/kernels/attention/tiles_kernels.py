@@ -110,7 +110,7 @@ def _program(rows, tiles, C: tl.constexpr):
     attention head.
 
     Programs that run at the same time read the same keys and values of an attention head, or the
-    same queries and gradients of queries.
+    same queries and output gradients.
     """
     if C.BY_HEAD:
         tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles

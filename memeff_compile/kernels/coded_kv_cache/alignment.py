@@ -77,9 +77,10 @@ def fit(
     With the `angles` of a rotary embedding, each key counts as if it were repeated at the next
     `span` positions.
 
-    If the given rotations are not the identity, they were fitted to other rows before. `fit` keeps
-    these rotations and their slots if the new rows are too few to fit better rotations: the keys of
-    a few tokens, after rotary embedding, do not show how keys at later positions are rotated.
+    If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
+    rows. `fit` keeps these rotations and their slots if the new rows are too few to fit better
+    rotations: the keys of a few tokens, after rotary embedding, do not show how keys at later
+    positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
     kinds, depth = maps.turns.shape[2], maps.turns.shape[-1]

@@ -161,7 +161,7 @@ def _store_bytes(
 
     With 3-bit codes, the high bits of two tokens share a byte: for keys, two neighbouring tokens;
     for values, the tokens at the same position in the first half and in the second half of the
-    argument `token`.
+    given tokens.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -399,8 +399,8 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values, and copy those tokens of the groups that
-    stay exact.
+    """Encode some groups of new keys, or of new values; also copy each token of these groups that
+    stays exact.
     """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes

@@ -110,8 +110,8 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge, by kernels, the first tokens that an empty cache gets; the cache then contains the
-    same as after `pair_reference.merge`.
+    """Use kernels to merge the first tokens that an empty cache gets from both layers; the cache
+    then contains the same as after `pair_reference.merge`.
     """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
@@ -289,8 +289,8 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """Store, for a prompt's keys or for its values, one direction per token, which both layers
-    share, and its length in each layer.
+    """For a prompt's keys or for its values, store one direction per token, which both layers
+    share, and the lengths of the token's two vectors, one per layer.
     """
     from . import append_pairs_kernels as kernels
 

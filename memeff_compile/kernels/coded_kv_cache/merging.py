@@ -79,10 +79,10 @@ def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> 
     `reading` is ``similar``, the rows below it.
 
     The function uses only the distances (B, H, N) for which `counted` is true; if `counted` is true
-    for no row, the function returns nan. `gamma` says how much of the range from the smallest to
-    the largest distance stays unmerged: 0.1 stands for the tenth of this range at its upper end or,
-    if `reading` is ``similar``, at its lower end. A larger fraction keeps more rows unmerged, and 1
-    keeps all rows unmerged.
+    for no row, the function returns nan. `gamma` is a fraction of the range from the smallest to
+    the largest distance: with 0.1, the rows in the upper tenth of this range stay unmerged or, if
+    `reading` is ``similar``, the rows in its lower tenth. A larger `gamma` keeps more rows
+    unmerged, and 1 keeps all rows unmerged.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)

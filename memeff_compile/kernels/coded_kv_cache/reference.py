@@ -61,8 +61,8 @@ def encode(
     """Encode groups of keys or values; return (B, H, n, G * D * bits / 8) uint8 codes, and the
     scales.
 
-    The returned scales have the memory order of the cache. If bits is PLAIN, the result contains
-    numbers (B, H, n, G * D) instead of codes.
+    The returned scales have the memory order of the cache. If `bits` is PLAIN (rows are stored
+    without codes), the result contains numbers (B, H, n, G * D).
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:

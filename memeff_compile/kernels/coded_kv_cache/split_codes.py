@@ -99,8 +99,8 @@ def heads_at_once(q: Tensor, turns: Tensor) -> int:
     """Return how many of the query heads (B, Hq, ...) one program rotates by an alignment map (B,
     H, ...).
 
-    The result is all query heads that share a map, so that the map is read once, or 1 if the GPU
-    would otherwise have too few programs.
+    The result is the number of query heads that share a map, so that the map is read once, or 1 if
+    the GPU would otherwise have too few programs.
     """
     batch, kv_heads, _, depth = turns.shape[:4]
     programs = batch * kv_heads * (depth // min(CHUNK, depth))

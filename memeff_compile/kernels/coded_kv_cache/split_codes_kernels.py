@@ -103,7 +103,7 @@ def _numbers(
     """Return the codes of one block of channels as numbers, (ROWS, COLUMNS): first the codes in
     even bytes, then the codes in odd bytes.
 
-    With PACKED, the numbers are scaled down as `_take_two` describes.
+    With PACKED, the numbers are the codes times a very small power of two.
     """
     if not C.PACKED:
         even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
@@ -703,8 +703,8 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
-    """Combine partial results, and rotate the part of the result that comes from merged tokens back
-    by the inverse of the layer's alignment map."""
+    """Combine partial results, and apply the inverse of the layer's alignment map to the part of
+    the result that comes from merged tokens."""
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)

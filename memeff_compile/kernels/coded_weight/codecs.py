@@ -486,8 +486,8 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     multiple of the chunk size.
 
     With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight;
-    for win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit
-    numbers.
+    for the codec `win4`, the same kernel also encodes the updated weight. The buffer contains
+    16-bit numbers.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -567,8 +567,8 @@ def product(
     *,
     setting: Setting | None = None,  # tile, by default the choice of `shapes`
 ) -> Tensor:
-    """Return x @ W.T for a win4 weight, which the kernel decodes itself: (M, N) bf16, summed in
-    fp32."""
+    """Return x @ W.T for a weight of the codec `win4`, which the kernel decodes itself: (M, N)
+    bf16, summed in fp32."""
     given = _given(_aligned(x), parts, bias, shape, form)
     setting = setting or setting_of(x.shape[0], shape, x.device, form)
     if isinstance(setting, shapes.RowTile):
@@ -651,7 +651,8 @@ def products(
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
     form: Format = WIN4,
 ) -> list[Tensor]:
-    """Multiply one token by several win4 weights in one launch: (1, N) bf16 for each.
+    """Multiply one token by several weights of the codec `win4` in one launch: (1, N) bf16 for
+    each.
 
     Each weight uses the same tiles as in `product`, so the results are equal bit for bit.
     """

@@ -280,7 +280,7 @@ def _later_patches(
     ROUNDS: gl.constexpr,
 ):
     """Add the products of x with patches (weights stored whole) to `acc` as `patched` does, but
-    leave out the first ROUNDS rounds of its loop.
+    leave out the first ROUNDS rounds of the loop in `patched`.
 
     This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
     One function for all rounds took more registers, which made products with few mantissa bits
@@ -472,8 +472,8 @@ def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.
 def _coded_weight_matrix_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
-    """Multiply some tokens by 2 or 3 weights of the same width, summed in the same order as by
-    `_coded_weight_matrix_win4_kernel`.
+    """Multiply some tokens by 2 or 3 weights of the same width; the order of each sum is the same
+    as in `_coded_weight_matrix_win4_kernel`.
     """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS

@@ -122,10 +122,10 @@ def encode_soon(
     fitted.
 
     If the value did not fit, the contents of these tensors are invalid, and the caller must
-    allocate new tensors. On a GPU, win4 and tier do not make the CPU wait: they return an
-    `Outcome`, which tells later whether the value fitted. Until then no code may read the coded
-    tensors, and without a spill buffer (memory for values whose codes do not fit) the caller must
-    keep the dense value. A lossy codec raises an error for values that are not finite.
+    allocate new tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait: they
+    return an `Outcome`, which tells later whether the value fitted. Until then no code may read the
+    coded tensors, and without a spill buffer (memory for values whose codes do not fit) the caller
+    must keep the dense value. A lossy codec raises an error for values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":

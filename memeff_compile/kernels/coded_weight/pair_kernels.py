@@ -277,8 +277,8 @@ def _coded_weight_pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches (weights stored whole) of one chunk of a `tier` weight, in order; patches
-    beyond the end of the list are dropped.
+    """Write the patches (weights stored whole) of one chunk of weights in order, for the codec
+    `tier`; patches beyond the end of the list are dropped.
     """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)

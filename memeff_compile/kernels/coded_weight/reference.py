@@ -164,8 +164,8 @@ def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_win4(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block as flat int16. The caller must still insert the patches
-    (weights stored whole)."""
+    """Yield the exponents as flat int16 tensors, a few chunks of weights at a time. The caller must
+    still insert the patches (weights stored whole)."""
     header, codes = parts[:2]
     for piece in _pieces(size):
         fields = _fields(codes[piece.start // 8 : piece.stop // 8], _WIN4_SHIFTS, 15)
@@ -257,8 +257,8 @@ def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Te
 
 
 def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block as flat int16. The caller must still insert the patches
-    (weights stored whole)."""
+    """Yield the exponents as flat int16 tensors, a few chunks of weights at a time. The caller must
+    still insert the patches (weights stored whole)."""
     header, first_words, second_stream, third_stream, starts = parts[:5]
     narrow, middle, wide = header.tolist()
     for piece in _pieces(size):
@@ -327,7 +327,7 @@ def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block as flat int16."""
+    """Yield the exponents as flat int16 tensors, a few chunks of weights at a time."""
     table, words, starts, states = parts[:4]
     words = F.pad(words, (0, 1)).long() & 0xFFFF
     table = table.long() & 0xFFFFFFFF
@@ -349,8 +349,8 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Divide each block by the significand of its largest weight, and keep only the top mantissa
-    bits of the quotients.
+    """Divide each block of weights by the significand of its largest weight, and keep only the top
+    mantissa bits of the quotients.
 
     `patterns` are the bit patterns of finite bf16 weights. The function returns the quotients as
     bit patterns, with the dropped mantissa bits set to zero. The function also returns the

@@ -311,8 +311,8 @@ def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
 def _coded_weight_row_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width, summed in the same order as by
-    `_coded_weight_row_win4_kernel`.
+    """Multiply one token by 2 or 3 weights of the same width; the order of each sum is the same as
+    in `_coded_weight_row_win4_kernel`.
     """
     program = tl.program_id(0)
     first = tl.cdiv(weight_0.rows, C.TILE_0[2])

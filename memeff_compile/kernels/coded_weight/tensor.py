@@ -54,7 +54,7 @@ class Unsettled:
         """Record that the weight's coded tensors are about to be overwritten, so that readers wait
         for the new codes.
 
-        From then on, all code that reads the weight first calls `settle`.
+        From then on, all code must call `settle` before it reads the weight.
         """
         self._weight = weight
         self._outcome: codecs.Outcome | bool = False
@@ -101,9 +101,9 @@ class UnsettledTogether:
     """New values of several weights that are encoded together; each weight's coded tensors lie in
     one allocation. Otherwise this class is like `Unsettled`.
 
-    This object keeps the weights' gradients until `encode` is called. Code that reads one of the
-    weights first calls `encode`. All gradients come from one CUDA stream, and the kernels run on
-    that stream, even if the caller uses another stream.
+    This object keeps the weights' gradients until `encode` is called. All code must call `encode`
+    before it reads one of the weights. All gradients come from one CUDA stream, and the kernels run
+    on that stream, even if the caller uses another stream.
     """
 
     is_settled = False
@@ -650,7 +650,8 @@ def _is_piece_of_more(part: Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on decoded values; results that share memory with them raise an error on writes."""
+    """Run an op on decoded values; results that share memory with the decoded values raise an error
+    on writes."""
     leaves, spec = compat.pytree.tree_flatten((args, kwargs))
     memory = set()
     for place, each in enumerate(leaves):

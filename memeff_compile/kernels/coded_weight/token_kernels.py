@@ -37,8 +37,8 @@ HALF_BIAS: gl.constexpr = gl.constexpr(112)
 @gluon.jit
 def _bytes_of(high, low, FIRST: gl.constexpr):
     """Return two fp16 numbers in one 32-bit word: their high bytes come from `high`, and their low
-    bytes from `low`, in both cases from the bytes 0 and 1 if FIRST is set, otherwise from the bytes
-    2 and 3.
+    bytes from `low`. If FIRST is set, the function uses the bytes 0 and 1 of both words, otherwise
+    the bytes 2 and 3.
     """
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x1504;" if FIRST else "prmt.b32 $0, $1, $2, 0x3726;",

@@ -13,12 +13,12 @@ each row of the hidden states, the op returns five numbers:
 
 Here z is softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap). All five
 results but `top` are differentiable once. The arguments low (..., R) and up (V, R) are a low-rank
-term of the projection: for a LoRA adapter, low is h A^T times the adapter's scale, and up is its B.
-The op builds neither the sum of the products hidden @ weight.T and low @ up.T, nor a copy of the
-projection's weight. If low and up are fp32 and the weight has 16 bits, as PEFT keeps adapters, the
-products with low and up are computed in fp32, and their gradients from unrounded fp32 gradients of
-the logits. Ordinary ops on N numbers compute the means, the sums, the class weights of targets and
-the label shift, outside of this op.
+term of the projection: for a LoRA adapter with matrices A and B, low is h A^T times the adapter's
+scale, and up is B. The op builds neither the sum of the products hidden @ weight.T and low @ up.T,
+nor a copy of the projection's weight. If low and up are fp32 and the weight has 16 bits, as PEFT
+keeps adapters, the products with low and up are computed in fp32, and their gradients from
+unrounded fp32 gradients of the logits. Ordinary ops on N numbers compute the means, the sums, the
+class weights of targets and the label shift, outside of this op.
 
 The module `op` calls the module `walk`, which chooses the implementation (`reference`, `library` or
 `hopper`) and runs it block by block. The module `_head_loss.call` defines the arguments of a call,

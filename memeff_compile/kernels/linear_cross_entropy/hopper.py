@@ -14,10 +14,10 @@ weight's gradient (dC) is stored in fp16, because its sums need three more bits 
 sums of a class in SLICE features share a power of two as their scale.
 
 A second form of the backward pass processes blocks of W classes one after another. This form takes
-less memory, and supports fp16 and a workspace limit. For each block of classes, it writes the
-weight's gradient for these classes once, and adds the logits' gradient times the block's rows of
-the weight to the hidden states' gradient in fp32, where a launch adds to each element once. With
-the minimal workspace, the logits' gradient and the fp32 sums use the weight gradient's memory.
+less memory, and supports fp16 and a workspace limit. For each block of classes, the kernels write
+the weight's gradient for these classes once. They add the logits' gradient times the block's rows
+of the weight to the hidden states' gradient in fp32; a launch adds to each element once. With the
+minimal workspace, the logits' gradient and the fp32 sums use the weight gradient's memory.
 
 A loss that is a single number takes three matrix products for each block of rows. The first product
 writes X (the probabilities up to one factor per row) in 16 bits, and computes fp32 statistics from
@@ -25,9 +25,9 @@ the same registers. The missing factor of a row follows from its log-sum-exp; th
 multiply X by operands that contain this factor. For R rows and V classes, X takes 2RV bytes. The
 kernels compute rows again if their logits are far from the expected range, which the GPU checks.
 
-Ignored rows are left out of all products, by a permutation of the rows that the GPU computes. The
-CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks
-of rows need bf16), a hidden size that is a multiple of 8, and a contiguous weight.
+The GPU permutes the rows so that all products leave out the ignored rows. The CPU never waits for
+the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
+a hidden size that is a multiple of 8, and a contiguous weight.
 
 On an H200, which reaches 700e12 operations and reads or writes 4.28e12 bytes per second, forward
 plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds:

@@ -1,7 +1,7 @@
 """The implementation `library`: matrix products by cuBLAS, with a Triton kernel after each product.
 
 The forward pass multiplies the hidden states by the weight's rows for one strip of classes after
-another; the products are fp32, also for 16-bit inputs. After each strip, a kernel merges the
+another; the products are fp32, even for 16-bit inputs. After each strip, a kernel merges the
 products into a running maximum and sum per row.
 
 The backward pass computes the same strips of products again, one block of classes after another. A
@@ -16,13 +16,13 @@ If the output projection is frozen and has a LoRA adapter, and the loss is a sin
 implementation processes blocks of rows instead. For each block of rows, it multiplies hidden states
 and weight once, for all classes, and adds the adapter's product `low @ up.T`. A kernel computes the
 rows' statistics from this sum, and then the logits' gradient G from the same sum. Products with G
-are the gradients of these rows' hidden states (dE), and of these rows' `low` (the adapter's input
+are the gradients of the block's hidden states (dE), and of the block's `low` (the adapter's input
 to `up`). The gradient of `up` is summed over the blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
 on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.
 
-On an H200, forward plus backward pass take at least the sum of the first three times, in seconds:
+On an H200, forward plus backward pass take at least the sum of the first three times below (in s):
 - 4 * 2NDV / 790e12 for four products: logits (twice), weight's gradient, hidden states' gradient;
 - 10 NV / 4.28e12 to read the fp32 logits twice and write their gradient once (16-bit inputs);
 - 8 ND * blocks / 4.28e12 to read and write the hidden states' gradient once per block;
