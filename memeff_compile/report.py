@@ -165,8 +165,8 @@ class Record:
 
     @property
     def bytes_saved(self) -> int | None:
-        """Return the bytes saved when the formula's symbols have the values in `sizes`, or None if
-        a value is missing."""
+        """Return the formula of the saved bytes as a number, with the values in `sizes` for its
+        symbols, or None if a value is missing."""
         return self._value(self.formula)
 
     def _value(self, formula: sympy.Expr | None) -> int | None:

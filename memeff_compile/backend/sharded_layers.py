@@ -1,4 +1,5 @@
-"""Compile layers and output projections that FSDP2 shards if Dynamo leaves them out of every graph.
+"""Compile separately those layers and output projections sharded by FSDP2 that Dynamo would leave
+out of every graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
 hooks, as in transformers before 5.23, Dynamo skips the layer: if you compile the model as a whole,

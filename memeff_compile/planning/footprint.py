@@ -442,8 +442,8 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block of the op that is running; for an op outside of blocks, return the block
-        that ran last, and True.
+        """Return the block of the op that is running, and False; for an op outside of blocks,
+        return the block that ran last, and True.
         """
         for node in nodes:
             seen = self._block_of(node)

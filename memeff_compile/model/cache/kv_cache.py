@@ -645,8 +645,8 @@ def use_kv_cache_(
         object is also a report.
 
     Raises:
-        UnsupportedInputError: The model does not generate, is an encoder-decoder or uses another
-            kind of cache, or a setting is not supported.
+        UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache: it has
+            no `generate`, is an encoder-decoder, or uses another kind of cache.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

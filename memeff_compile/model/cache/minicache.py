@@ -181,8 +181,11 @@ _EXPECTED = {
 
 
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
-    """Raise an error if the layers to merge are not similar; if their similarity was not measured,
-    warn the user, or raise an error if keys of layers that are further apart would be merged."""
+    """Raise an error if the layers to merge are not similar.
+
+    If their similarity was not measured, warn the user; raise an error if keys would be merged of
+    layers that are not adjacent.
+    """
     if merge.force:
         return
     if merge.fidelity is None:

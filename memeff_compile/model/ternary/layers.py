@@ -83,7 +83,8 @@ class TernaryLinear(nn.Linear):
     saves two bits per weight and one byte per input element.
 
     Attributes:
-        kind: "int8", "int4", "fp4" or "topk8"; you may change it at any time.
+        kind: how inputs are quantised: "int8", "int4", "fp4", or "topk8" (INT8 for the half of the
+            elements with the largest magnitudes, 0 for the others); you may change it at any time.
         was_dense: whether `ternarize_` created the module from an nn.Linear, which `undo` restores.
 
     Example:
