@@ -301,8 +301,8 @@ def record_artifact(name: str, content: Mapping[str, Any]) -> None:
     """Add an object, which JSON can contain, to the artifacts that
     `torch.compiler.save_cache_artifacts` saves.
 
-    The artifact has a type of Inductor's, so that PyTorch can load it in a process that has not
-    imported this package; for an unknown type, PyTorch would load no artifact at all.
+    The artifact has one of Inductor's artifact types, so that PyTorch can load it in a process that
+    has not imported this package; for an unknown type, PyTorch would load no artifact at all.
     """
     from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
     from torch.compiler._cache import CacheArtifactManager

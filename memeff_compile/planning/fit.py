@@ -73,7 +73,7 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield a setting once per codec of compressed weights.
+    """For each codec of compressed weights, yield the given setting with weights in this codec.
 
     `write` is a template for the lines of user code, each abbreviated to one letter; `{}` is
     replaced by the first letter of the codec.

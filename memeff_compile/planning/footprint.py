@@ -42,8 +42,8 @@ LOSSES = tuple(
 
 @dataclass(frozen=True)
 class Block:
-    """A captured block of a model (such as a layer), identified by the list of blocks and its index
-    among the captured blocks of this list."""
+    """A captured block of a model (such as a layer), identified by the list of blocks that contains
+    it and by its index among the captured blocks of this list."""
 
     stack: Stack
     place: int

@@ -7,11 +7,12 @@ layer does not reach the next layer. As in SageAttention2, a level is chosen per
 diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
 enough; the mean score does not count.
 
-If a share of the calls gets the more precise level, the calls are compared by their effect on the
-model's output: for each call, the model runs again with only this call in low bits, once at each of
-two levels. The difference of the two changes of the output counts. Any change makes the rest of a
-16-bit model round differently, more so in early layers, and this part cancels in the difference. A
-layer whose own result changes little may change the output much, and the reverse.
+With the argument `share`, this share of the attention calls gets the more precise of two levels. To
+choose these calls, the model runs again for each call, with only this call in low bits, once at
+each of the two levels. The difference between the two changes of the model's output measures the
+harm of the less precise level. Any change makes the rest of a 16-bit model round differently, more
+so in early layers, and this part cancels in the difference. A layer whose own result changes little
+may change the output much, and the reverse.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def calibrate_attention(
             second level.
         levels: The levels to choose from, in this order, by default `8b` (INT8 scores) and `8b+f16`
             (INT8 scores, fp16 attention weights and values); if no level reaches the score, `exact`
-            is chosen. With `share`, there must be two levels, by default `4b` (4-bit scores) and `8b`;
-            the second may be `exact`.
+            is chosen. With `share`, there must be two levels, by default `4b` (4-bit scores) and
+            `8b`; the second may be `exact`.
         by: How `share` measures harm. "output": for each call and input, the model runs twice more,
             with only this call at the first and at the second level. The harm is the difference
             between the two changes of the model's output, as the mean over inputs. A change is the
@@ -184,7 +185,7 @@ def calibrate_attention(
             once per input and the output contains a floating-point tensor that is the same in a
             second run, otherwise "attention".
         run: A function that runs the model on one input, if `model(input)` does not; for example a
-            whole sampling loop. For `by="output"`, it returns the model's output.
+            whole sampling loop. With `by="output"`, this function must return the model's output.
 
     Returns:
         The level of each attention module, as a value for the option `memeff.attention`; it can be

@@ -62,7 +62,7 @@ class MiniCache:
     much accuracy the merge costs.
 
     Two layers form a pair if they are consecutive among the layers that attend to all tokens.
-    Layers with a sliding window between them stay exact.
+    A layer with a sliding window that lies between the two layers stays exact.
 
     Args:
         start_layer: layers before this one are not merged, and the first pair starts at the first

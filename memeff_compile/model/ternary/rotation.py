@@ -221,7 +221,8 @@ def _same_logits(plan: _Plan) -> Iterator[None]:
 
 
 def _untie(model: Any) -> None:  # noqa: ANN401
-    """Make transformers save the output projection's weight, and load it."""
+    """Make transformers save and load the output projection's weight separately from the
+    embedding's weight."""
     model.config.tie_word_embeddings = False
     if getattr(model, "all_tied_weights_keys", None):
         model.all_tied_weights_keys = {}
