@@ -75,8 +75,8 @@ def _compressed(
 ) -> Iterator[Kind]:
     """For each codec of compressed weights, yield the given setting with weights in this codec.
 
-    `write` is a template for the lines of user code, each abbreviated to one letter; `{}` is
-    replaced by the first letter of the codec.
+    `write` lists the lines of user code that apply the setting, with one letter for each line; `{}`
+    in it is replaced by the first letter of the codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}

@@ -183,8 +183,8 @@ _EXPECTED = {
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
     """Raise an error if the layers to merge are not similar.
 
-    If their similarity was not measured, warn the user; raise an error if keys would be merged of
-    layers that are not adjacent.
+    If their similarity was not measured, warn the user; but raise an error if the cache would merge
+    the keys of layers that are not adjacent.
     """
     if merge.force:
         return
@@ -258,7 +258,7 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Among the layers whose entry in `kinds` is not None, return each two neighbours with equal
-    entries; a layer may belong to two pairs."""
+    """Among the layers whose entry in `kinds` is not None, return every pair of neighbours with
+    equal entries; a layer may belong to two pairs."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

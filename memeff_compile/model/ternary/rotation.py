@@ -51,7 +51,7 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     The logits stay the same, up to rounding. Call this function before `ternarize_(model, "a4.8")`
     and before you create the optimizer. The model must have the structure of Llama, Mistral, Qwen2
     or Qwen3 in transformers; the function raises an error for other models and leaves them
-    unchanged. It also compares the logits before and after the rotation.
+    unchanged. The function also compares the logits before and after the rotation.
 
     A tied output projection gets a weight of its own, because the weight of the final norm is
     multiplied into it, and `config.tie_word_embeddings` becomes False. `undo` cannot restore the
