@@ -125,7 +125,7 @@ def explain_cache(
 
     Raises:
         ExplainError: the memory is not a size; or the model's config does not say how many layers
-            and key-value heads the model has, or which head dimension keys and values share.
+            or key-value heads the model has; or keys and values have no common head dimension.
         UnsupportedInputError: `KVCache` does not support a setting.
 
     Example:

@@ -67,8 +67,8 @@ class Calibration(VerbReport, dict[str, Any]):
     - `levels` maps each attention module to a level, or to a list with a level per call;
     - `scores` contains, for each attention, level and call, the mean and standard deviation of the
       score over inputs, and the worst score;
-    - `min_score` is the lowest acceptable score; if you passed `share`, `share` and `by` are here
-      instead;
+    - `min_score` is the lowest acceptable score; if you passed `share`, the dictionary contains
+      `share` and `by` instead;
     - `changes`, if `by` is "output", contains for each attention and call how much more the model's
       output changes at the first level than at the second, as the mean over inputs.
     """
