@@ -24,7 +24,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def coefficients_of(kind: str, beta: float) -> Coefficients:
-    """Return the coefficients of a divergence, given the divergence's name.
+    """Return the coefficients with which the fused op computes the divergence with a given name.
 
     `beta` is the teacher's weight in the Jensen-Shannon divergence (jsd).
     """

@@ -57,7 +57,7 @@ class UnsupportedInputError(MemeffError, TypeError):
 
 
 class CodedWeightError(MemeffError, RuntimeError):
-    """A compressed weight was written to in place, or a file of compressed weights cannot be
+    """Code tried to change a compressed weight in place, or a file of compressed weights cannot be
     used."""
 
 

@@ -657,7 +657,7 @@ class Options:
         return (found,) if isinstance(found, str) else found
 
     def _take_preset(self) -> None:
-        """Set all options that the user did not set to the values of the preset.
+        """Take the preset's value for each option that the user did not set.
 
         Options of the gradient filter are only set if the filter is on.
         """

@@ -158,15 +158,16 @@ class Record:
 
     @property
     def formula(self) -> sympy.Expr | None:
-        """Return the formula of the bytes saved, or None if the record has no formula."""
+        """Return the formula of the bytes that are no longer allocated, or None if the record has
+        no formula."""
         if self.bytes_before is None:
             return None
         return self.bytes_before - (0 if self.bytes_after is None else self.bytes_after)
 
     @property
     def bytes_saved(self) -> int | None:
-        """Return the bytes saved when the formula's symbols have the values in `sizes`, or None if
-        a value is missing."""
+        """Return `formula` as a number, with the values in `sizes` for its symbols, or None if a
+        value is missing."""
         return self._value(self.formula)
 
     def _value(self, formula: sympy.Expr | None) -> int | None:
@@ -495,8 +496,8 @@ class GraphReport:
 class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
-    The text shows the changes, the bytes saved, and suggestions for the user; `details` adds
-    locations and reasons, and `to_json` returns all facts.
+    The text shows the changes, the bytes of memory that they save, and suggestions for the user;
+    `details` adds locations and reasons, and `to_json` returns all facts.
 
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
@@ -512,8 +513,8 @@ class Report(VerbReport):
 
     @property
     def bytes_saved(self) -> int:
-        """Return the known bytes saved by all changes and by losses computed outside of the
-        graphs."""
+        """Return the number of bytes that are not allocated, as far as it is known, because of all
+        changes and of losses computed outside of the graphs."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
@@ -575,7 +576,8 @@ class Report(VerbReport):
         return pre(str(self)) + self._bars() + folded(self.details())
 
     def _changed(self) -> str:
-        """Return, for each pass, its changes, their locations and the bytes saved."""
+        """Return, for each pass, its changes, their locations and the bytes of memory that they
+        save."""
         texts = []
         changes = [record for record in self.records if record.action in CHANGES]
         for name in dict.fromkeys(record.pass_name for record in changes):

@@ -5,9 +5,9 @@ A decoding step of few tokens launches several hundred small kernels, and the ho
 more slowly than the GPU runs them. A graph counts as a decoding step if it computes without
 gradients, contains attention with few queries, and writes in place to inputs that are caches.
 
-If you set a mode of torch.compile, Inductor decides instead. If that mode uses CUDA graphs, this
-module tells Inductor which inputs keep their address, and which graphs have outputs that are still
-in use after the graph's next call.
+If you set a mode of torch.compile, Inductor decides which graphs are recorded as CUDA graphs. If
+that mode uses CUDA graphs, this module tells Inductor which inputs keep their address, and which
+graphs have outputs that are still in use after the graph's next call.
 """
 
 from __future__ import annotations

@@ -188,18 +188,19 @@ def compile(
             mapping of its settings, or "static" for an uncompressed cache. Every later `generate()`
             then uses such a cache, as after `use_kv_cache_`.
         **settings: Options of memeff as keywords: `logits="eager"` sets `memeff.logits`.
-            `weights="win4"` (or "tier", "rans", or lossy "win4:k3") calls `compress_` on the model
-            first; `compression_report(model)` returns its report. `ternary="a4.8"` (or "b1.58",
-            "a4.8-fp4") calls `ternarize_` first.
+            `weights="win4"` calls `compress_(model, "win4")` before the compilation; any codec of
+            `compress_` can be passed, and `compression_report(model)` returns the report.
+            `ternary="a4.8"` calls `ternarize_(model, "a4.8")` before the compilation; any recipe of
+            `ternarize_` can be passed.
 
     Returns:
         The module itself, compiled; for a function, the result of `torch.compile`.
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
-        UnsupportedInputError: The model is neither a module nor a function; or `kv_cache` is passed
-            and has an unsupported setting, or the model does not generate, is an encoder-decoder or
-            needs a kind of cache that is not supported.
+        UnsupportedInputError: The model is neither a module nor a function. If you pass `kv_cache`,
+            also: a setting of the cache is not supported; or the model cannot use a KVCache,
+            because it has no `generate`, is an encoder-decoder, or needs another kind of cache.
 
     Example:
         >>> memeff_compile.compile(model, logits="eager")  # doctest: +SKIP

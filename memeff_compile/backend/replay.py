@@ -5,7 +5,7 @@ and caches are read and written at their addresses. So a recording is valid only
 same addresses, sizes and Python numbers, and each call looks up its recording by these three
 properties. The results of a replay are cloned, so that the next replay does not overwrite them.
 
-If several calls have the same addresses, sizes and numbers, these are the steps:
+Several calls with the same addresses, sizes and numbers run as follows:
 
 - the first call runs the compiled step;
 - the second call runs the step on static buffers, and so loads every kernel;
@@ -209,8 +209,8 @@ class Recorder:
 def _place(tensor: Any) -> Hashable:
     """Return a value that changes when a tensor's memory moves to another address.
 
-    A tensor subclass that contains several tensors may instead count the moves of its memory in an
-    attribute `memory_number`.
+    The value is usually the address. A tensor subclass may count the moves of its memory in an
+    attribute `memory_number`; then the value is this number.
     """
     number = getattr(type(tensor), "memory_number", None)
     return _address(tensor) if number is None else tensor.memory_number

@@ -32,8 +32,8 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mv")
 
 
 class _KeepsMarked:
-    """A `context_fn` that makes a checkpoint save the results of marked calls and recompute all
-    others."""
+    """A `context_fn` that makes a checkpoint save the results of the calls that
+    `keep_in_checkpoint` has marked, and recompute all others."""
 
     def __init__(self, cache_hash: str) -> None:
         self.cache_hash = cache_hash  # distinguishes two of them in AOTAutograd's caches

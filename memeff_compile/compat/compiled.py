@@ -142,7 +142,7 @@ def _asked_of(held: object) -> Any:
 
 def undo_compile(module: torch.nn.Module, name: str) -> str:
     """Undo the compilation of one module with the backend ``name``; return a description of what
-    was undone, or "" if the module was not compiled with it.
+    was undone, or "" if the module was not compiled with this backend.
 
     A wrapper that `torch.compile(module)` returned remains usable, and runs the module uncompiled.
     """

@@ -413,7 +413,7 @@ def room_for_graphs(limit: int = 64) -> dict[str, Any]:
 
     Without these arguments, all models of a process share one limit, because transformers wraps the
     forward of every model in the same decorator, and Dynamo counts graphs per code object. Before
-    torch 2.13 these arguments do not exist, so this function raises the shared limit instead.
+    torch 2.13 these arguments do not exist, so this function increases the shared limit instead.
     """
     from torch._dynamo import config
 

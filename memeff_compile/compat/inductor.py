@@ -96,8 +96,9 @@ def compile_with_inductor(
 
 
 def _operations_to_cache() -> dict[str, str]:
-    """Return the names and versions of operations with which torch 2.11 and 2.12 store graphs in
-    their caches only if a setting names the operations.
+    """Return the names and versions of operations that Inductor must be told to cache.
+
+    Unless a setting names these operations, torch 2.11 and 2.12 do not cache graphs with them.
 
     If a checkpoint makes the backward pass call a random operation again, AOTAutograd wraps the
     operation in `graphsafe_run_with_rng_state` on a GPU. PyTorch also counts its fused attention
@@ -300,8 +301,8 @@ def record_artifact(name: str, content: Mapping[str, Any]) -> None:
     """Add an object, which JSON can contain, to the artifacts that
     `torch.compiler.save_cache_artifacts` saves.
 
-    The artifact has a type of Inductor's, so that PyTorch can load it in a process that has not
-    imported this package; for an unknown type, PyTorch would load no artifact at all.
+    The artifact has one of Inductor's artifact types, so that PyTorch can load it in a process that
+    has not imported this package; for an unknown type, PyTorch would load no artifact at all.
     """
     from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
     from torch.compiler._cache import CacheArtifactManager
@@ -311,8 +312,8 @@ def record_artifact(name: str, content: Mapping[str, Any]) -> None:
 
 
 def loaded_artifacts() -> dict[str, Callable[[], Any]]:
-    """Return a function for each artifact of this package that
-    `torch.compiler.load_cache_artifacts` has loaded, by name; the function reads the artifact."""
+    """Return a dictionary of this package's artifacts that `torch.compiler.load_cache_artifacts`
+    has loaded, from the name of each artifact to a function that reads it."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     def read(path: Path) -> Any:

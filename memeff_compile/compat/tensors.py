@@ -65,7 +65,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 @functools.cache
 def _let_fake_modes_ask() -> None:
-    """Let code read the device of a tensor that is not fake while a fake tensor mode is active."""
+    """While a fake tensor mode is active, let code read the device of a tensor that is not fake."""
     op = torch.ops.prim.device.default
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
     usual = handlers[op]

@@ -38,9 +38,8 @@ class MemeffPlugin(BasePlugin):  # type: ignore[misc]
     place.
 
     Raises:
-        OptionError: While Axolotl reads the configuration: an option has an unknown name, a wrong
-            type or a value out of range, or the configuration also makes Axolotl compile the model
-            or replace the loss.
+        OptionError: While Axolotl reads the configuration: an option is not valid; or another
+            setting makes Axolotl itself compile the model or replace the loss.
     """
 
     def get_input_args(self) -> str:

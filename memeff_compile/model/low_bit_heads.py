@@ -80,7 +80,7 @@ class Undo(VerbReport, AbstractContextManager["Undo"]):
         return f"{self.verb}: {self.what}"
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the function's name and its summary as JSON."""
+        """Return the name of the function that changed the model, and a summary, as JSON."""
         return json.dumps({"verb": self.verb, "summary": self.summary}, indent=indent)
 
     def __call__(self) -> None:

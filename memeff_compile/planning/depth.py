@@ -1,9 +1,9 @@
 """Capture a deep model with only some of its repeated blocks, which show the memory of every kind
 of block.
 
-Of each list of blocks, the first and the last block are captured, and one block of each kind from
-between the two; this block represents all blocks of its kind, because their tensors have the same
-sizes.
+Of each list of blocks, this module captures the first block, the last block, and one block of each
+kind from between them. This one block represents all blocks of its kind, because their tensors have
+the same sizes.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
 
 
 def _shorten(config: object, stack: Stack) -> None:
-    """Set the number of blocks in a config, and shorten its lists with one entry per block to the
-    remaining blocks."""
+    """Set the number of blocks in a config; in the config's lists with one entry per block, keep
+    only the entries of the remaining blocks."""
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == stack.depth:
             vars(config)[name] = type(value)([value[index] for index in stack.kept])

@@ -71,9 +71,9 @@ def explain(
         **kwargs: keyword arguments of the model.
 
     Raises:
-        ExplainError: the model is neither a module nor a function, or the call has no tensor or
+        ExplainError: the model is neither a module nor a function; or its call has no tensor, or
             fails on tensors without memory.
-        OptionError: an option is unknown or out of range, or has no effect on a plan.
+        OptionError: an option is not valid, or has no effect on a plan.
 
     Example:
         >>> print(memeff_compile.explain(model, input_ids=ids, labels=ids))  # doctest: +SKIP
@@ -288,8 +288,8 @@ class Explanation(VerbReport):
             **given: the fields of `Setting`; by default one GPU and no optimizer.
 
         Raises:
-            ExplainError: a setting is unknown or out of range, or the plan does not hold for
-                another batch or length than the call's.
+            ExplainError: a setting is not valid; or `batch` or `length` differs from the call's,
+                although the plan holds only for the call's sizes.
 
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP

@@ -73,10 +73,10 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield a setting once per codec of compressed weights.
+    """For each codec of compressed weights, yield the given setting with weights in this codec.
 
-    `write` is a template for the lines of user code, each abbreviated to one letter; `{}` is
-    replaced by the first letter of the codec.
+    `write` lists the lines of user code that apply the setting, with one letter for each line; `{}`
+    in it is replaced by the first letter of the codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -313,8 +313,8 @@ def fit(
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
 
     Raises:
-        ExplainError: the model cannot be built or captured, neither `memory` nor `gpu` is given, or
-            the GPU's name is unknown.
+        ExplainError: the model cannot be built or captured; or the memory is not known, because
+            you passed neither `memory` nor `gpu`, or because the GPU's name is unknown.
 
     Example:
         >>> print(memeff_compile.fit("config.json", gpu="rtx4090", length=2048))  # doctest: +SKIP

@@ -42,8 +42,8 @@ LOSSES = tuple(
 
 @dataclass(frozen=True)
 class Block:
-    """A captured block of a model (such as a layer), identified by the list of blocks and its index
-    among the captured blocks of this list."""
+    """A captured block of a model (such as a layer), identified by the list of blocks that contains
+    it and by its index among the captured blocks of this list."""
 
     stack: Stack
     place: int
@@ -442,8 +442,8 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block of the op that is running; for an op outside of blocks, return the block
-        that ran last, and True.
+        """Return the block of the op that is running, and False; for an op outside of blocks,
+        return the block that ran last, and True.
         """
         for node in nodes:
             seen = self._block_of(node)

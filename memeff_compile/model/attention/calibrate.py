@@ -7,11 +7,12 @@ layer does not reach the next layer. As in SageAttention2, a level is chosen per
 diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
 enough; the mean score does not count.
 
-If a share of the calls gets the more precise level, the calls are compared by their effect on the
-model's output: for each call, the model runs again with only this call in low bits, once at each of
-two levels. The difference of the two changes of the output counts. Any change makes the rest of a
-16-bit model round differently, more so in early layers, and this part cancels in the difference. A
-layer whose own result changes little may change the output much, and the reverse.
+With the argument `share`, this share of the attention calls gets the more precise of two levels. To
+choose these calls, the model runs again for each call, with only this call in low bits, once at
+each of the two levels. The difference between the two changes of the model's output measures the
+harm of the less precise level. Any change makes the rest of a 16-bit model round differently, more
+so in early layers, and this part cancels in the difference. A layer whose own result changes little
+may change the output much, and the reverse.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Calibration(VerbReport, dict[str, Any]):
     - `levels` maps each attention module to a level, or to a list with a level per call;
     - `scores` contains, for each attention, level and call, the mean and standard deviation of the
       score over inputs, and the worst score;
-    - `min_score`, or `share` and `by` if `share` was passed, are arguments of the calibration;
+    - `min_score` is the lowest acceptable score; if you passed `share`, the dictionary contains
+      `share` and `by` instead;
     - `changes`, if `by` is "output", contains for each attention and call how much more the model's
       output changes at the first level than at the second, as the mean over inputs.
     """
@@ -171,18 +173,20 @@ def calibrate_attention(
         share: An alternative to `min_score`: the share of all calls that gets the second of two
             levels, as in SageAttention2. The calls that do most harm at the first level get the
             second level.
-        levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
-            reaches the score, `exact` is chosen. With `share`, there must be two levels, by default
-            `4b` and `8b`; the second may be `exact`.
+        levels: The levels to choose from, in this order, by default `8b` (INT8 scores) and `8b+f16`
+            (INT8 scores, fp16 attention weights and values); if no level reaches the score, `exact`
+            is chosen. With `share`, there must be two levels, by default `4b` (4-bit scores) and
+            `8b`; the second may be `exact`.
         by: How `share` measures harm. "output": for each call and input, the model runs twice more,
-            with only this call at the first and at the second level. The difference of the changes
-            of the model's output counts, as the mean over inputs. A change is the KL divergence if
-            the output has `logits`, otherwise the relative squared error of the largest output
-            tensor. "attention": the worst score counts, as in SageAttention2. By default "output"
-            if each attention is called once per input and the output contains a floating-point
-            tensor that is the same in a second run, otherwise "attention".
+            with only this call at the first and at the second level. The harm is the difference
+            between the two changes of the model's output, as the mean over inputs. A change is the
+            KL divergence if the output has `logits`, otherwise the relative squared error of the
+            largest output tensor. "attention": a call with a lower worst score at the first level
+            does more harm, as in SageAttention2. By default "output" if each attention is called
+            once per input and the output contains a floating-point tensor that is the same in a
+            second run, otherwise "attention".
         run: A function that runs the model on one input, if `model(input)` does not; for example a
-            whole sampling loop. For `by="output"`, it returns the model's output.
+            whole sampling loop. With `by="output"`, this function must return the model's output.
 
     Returns:
         The level of each attention module, as a value for the option `memeff.attention`; it can be
@@ -238,7 +242,8 @@ def calibrate_attention(
 
 
 def _note(by_call: list[list[float]], place: int, number: float) -> None:
-    """Add a number to those of a call; `place` is at most one beyond the last call."""
+    """Append a number to the list of the call with index `place`; if `place` is the index after the
+    last list, first append an empty list for a new call."""
     if place == len(by_call):
         by_call.append([])
     by_call[place].append(number)
@@ -259,7 +264,7 @@ class _Run:
 
     def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
         """Compare each attention call at each level with the exact result, and add the scores to
-        the dictionary ``found``. Return the calls that were scored, each as its site and number.
+        the dictionary ``found``. Return the name and the number of each call that was scored.
         """
         places: list[tuple[str, int]] = []
         calls: Counter[str] = Counter()
@@ -288,11 +293,11 @@ class _Run:
         *,
         are_single: bool,
     ) -> str | None:
-        """Add to the dictionary ``changes``, for each of the calls `places`, how much more the
-        model's output changes with only this call at the first of two levels than at the second.
+        """Add to the dictionary ``changes``, for each call in `places`, how much more the model's
+        output changes with only this call at the first level of `pair` than at the second level.
 
-        Return a sentence if the output cannot be compared, otherwise None. With `are_single`, a
-        site that was called more than once is such a reason.
+        Return a sentence if the output cannot be compared, otherwise None. With `are_single`, the
+        output cannot be compared if an attention was called more than once.
         """
         if self.exact is None:
             return "by is 'output', but a run returns no floating-point tensor; return the output."
@@ -313,8 +318,8 @@ class _Run:
         return None
 
     def _change(self, place: tuple[str, int] | None, level: str) -> float:
-        """Return the change of the output if one call runs at a level, or with None if the model
-        runs again as it is."""
+        """Return how much the model's output changes if the call `place` runs at a low-bit level;
+        if `place` is None, return the change between two exact runs."""
 
         def seen(attended: Attended) -> Tensor | None:
             return attended.at(level) if (attended.site, attended.number) == place else None

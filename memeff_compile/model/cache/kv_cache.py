@@ -221,11 +221,11 @@ class KVCache(Cache):
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence, in new tensors."""
+        """Replace the layers' tensors by new ones in which every sequence is repeated."""
         self._change_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some sequences, in new tensors."""
+        """Replace the layers' tensors by new ones that contain only some of the sequences."""
         self._change_rows(lambda t: t[indices].contiguous())
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -371,7 +371,7 @@ def _pair(
     layers that share the directions (unit vectors) of their older tokens' keys and values.
 
     Two layers form a pair if they are consecutive among the layers that attend to all tokens.
-    Layers with a sliding window between them stay exact.
+    A layer with a sliding window that lies between the two layers stays exact.
     """
     rotary = rotary_of(config, len(layers))
     rotated = [
@@ -645,8 +645,8 @@ def use_kv_cache_(
         object is also a report.
 
     Raises:
-        UnsupportedInputError: The model does not generate, is an encoder-decoder or uses another
-            kind of cache, or a setting is not supported.
+        UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache: it has
+            no `generate`, is an encoder-decoder, or uses another kind of cache.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

@@ -138,8 +138,8 @@ class InPlace(CacheLayerMixin):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error for tokens that do not match the cache, before any token is written.
 
-        This method checks whether the tokens fit only if the CPU knows how many tokens the cache
-        already contains; on a GPU and in a compiled graph, the CPU does not know this.
+        If the CPU knows how many tokens the cache already contains, this method also checks whether
+        the new tokens fit; on a GPU and in a compiled graph, the CPU does not know this.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:

@@ -3,10 +3,10 @@ direction of their keys (and one of their values) and a separate length for each
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
 exist. So when one token is appended, the lower layer first stores the token exactly; when the upper
-layer gets the same token, it merges the groups of tokens that are now complete. When several tokens
-are appended at once, the lower layer keeps them aside until the upper layer's tokens arrive. Other
-layers, with a sliding window, may run between the two layers of a pair; they are not part of this
-module.
+layer gets the same token, the upper layer merges the groups of tokens that are now complete. When
+several tokens are appended at once, the lower layer keeps them aside until the upper layer's tokens
+arrive. Other layers, with a sliding window, may run between the two layers of a pair; they are not
+part of this module.
 """
 
 from __future__ import annotations

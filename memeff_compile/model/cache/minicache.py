@@ -62,7 +62,7 @@ class MiniCache:
     much accuracy the merge costs.
 
     Two layers form a pair if they are consecutive among the layers that attend to all tokens.
-    Layers with a sliding window between them stay exact.
+    A layer with a sliding window that lies between the two layers stays exact.
 
     Args:
         start_layer: layers before this one are not merged, and the first pair starts at the first
@@ -181,8 +181,11 @@ _EXPECTED = {
 
 
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
-    """Raise an error if the layers to merge are not similar; if their similarity was not measured,
-    warn the user, or raise an error if keys of layers that are further apart would be merged."""
+    """Raise an error if the layers to merge are not similar.
+
+    If their similarity was not measured, warn the user; but raise an error if the cache would merge
+    the keys of layers that are not adjacent.
+    """
     if merge.force:
         return
     if merge.fidelity is None:
@@ -255,7 +258,7 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Among the layers whose entry in `kinds` is not None, return each two neighbours with equal
-    entries; a layer may belong to two pairs."""
+    """Among the layers whose entry in `kinds` is not None, return every pair of neighbours with
+    equal entries; a layer may belong to two pairs."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

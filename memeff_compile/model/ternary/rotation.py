@@ -51,8 +51,8 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     The logits stay the same, up to rounding. Call this function before `ternarize_(model, "a4.8")`
     and before you create the optimizer. The model must have the structure of Llama, Mistral, Qwen2
     or Qwen3 in transformers; the function raises an error for other models and leaves them
-    unchanged. It also compares the logits before and after, in float32; meanwhile, the main memory
-    has a copy of the weights.
+    unchanged. The function also compares the logits before and after the rotation, in float32;
+    meanwhile, the main memory has a copy of the weights.
 
     A tied output projection gets a weight of its own, because the weight of the final norm is
     multiplied into it, and `config.tie_word_embeddings` becomes False. `undo` cannot restore the
@@ -63,7 +63,8 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
         seed: The seed of the rotation.
 
     Raises:
-        OptionError: The model has another structure than those above, or the logits would change.
+        OptionError: The model does not have the structure of Llama, Mistral, Qwen2 or Qwen3, or the
+            rotation would change its logits.
 
     Example:
         >>> rotate_hidden_states_(model)  # doctest: +SKIP
@@ -155,8 +156,8 @@ class _Plan:
         return found
 
     def rotate(self, turn: Tensor) -> None:
-        """Multiply an orthogonal matrix, and the weights of norms, into the weights next to hidden
-        states."""
+        """Multiply an orthogonal matrix, and the weights of norms, into the weights of the layers
+        that read or write hidden states."""
         head = _scaled(self.head.weight, self.body.norm) @ turn
         if self.was_tied:
             _untie(self.model)
@@ -181,8 +182,11 @@ class _Plan:
 
 @contextmanager
 def _same_logits(plan: _Plan) -> Iterator[None]:
-    """Restore the model, and raise OptionError, if its logits changed; also restore it after any
-    other error. Meanwhile the model is in eval mode."""
+    """At the end of this context, if the model's logits have changed, restore the model and raise
+    OptionError; also restore the model after any other error.
+
+    In this context, the model is in eval mode.
+    """
     model, head = plan.model, plan.head.weight
     count = model.config.vocab_size
     ids = torch.arange(_PROBE).remainder(count)[None]
@@ -225,7 +229,8 @@ def _same_logits(plan: _Plan) -> Iterator[None]:
 
 
 def _untie(model: Any) -> None:  # noqa: ANN401
-    """Make transformers save the output projection's weight, and load it."""
+    """Make transformers save and load the output projection's weight separately from the
+    embedding's weight."""
     model.config.tie_word_embeddings = False
     if getattr(model, "all_tied_weights_keys", None):
         model.all_tied_weights_keys = {}

@@ -98,9 +98,10 @@ def ternarize_(
             INT8 for the half of the elements with the largest magnitudes; INT8 in the down
             projection), or "a4.8-fp4" (FP4 in all projections except the down projection, which has
             INT8).
-        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". This
-            mapping overrides the recipe. Modules whose names the recipe does not know must be in
-            this mapping. If several patterns match a path, the first pattern counts.
+        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8" (INT8 for
+            the half of the elements with the largest magnitudes). This mapping overrides the
+            recipe. Modules whose names the recipe does not know must be in this mapping. If several
+            patterns match a path, the first pattern counts.
         skip: Patterns for paths of modules that stay dense.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
             the model's config; you must train the model afterwards. None leaves activation
@@ -110,10 +111,11 @@ def ternarize_(
             `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 
     Raises:
-        OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is
-            no linear to change, a linear has hooks or parametrisations, which would be lost, an MLP
-            has no activation function to replace, or the model's attention cannot have low-bit
-            heads.
+        OptionError: The recipe or a kind is unknown, or the model does not fit: it has no linear to
+            change, or a linear whose name the recipe does not know. A linear with hooks or
+            parametrisations also raises this error, because they would be lost. So does an MLP
+            without an activation function that can be replaced, if `activation` is passed, and
+            attention that cannot get low-bit heads, if `low_bit_heads` is passed.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP
@@ -391,8 +393,9 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     Args:
         model: Any module that contains ternary linear layers.
         layers: Further classes of linear layers to pack, each with the kind of its input
-            quantisation: "int8", "int4", "fp4" or "topk8". The classes must be subclasses of
-            nn.Linear that quantise weights by their mean absolute value.
+            quantisation: "int8", "int4", "fp4" or "topk8" (INT8 for the half of the elements with
+            the largest magnitudes). The classes must be subclasses of nn.Linear that quantise
+            weights by their mean absolute value.
 
     Raises:
         OptionError: There is no linear to pack, or a linear has hooks or parametrisations.
