@@ -2,7 +2,7 @@
 
 As in Cut Cross-Entropy (arXiv 2411.09009, table 1), the op computes a language model's loss from
 the hidden states and the weight of the output projection. This folder contains the op
-memeff::linear_cross_entropy, its implementations, and the formulas for the bytes that it saves. For
+memeff::linear_cross_entropy, its implementations, and the formulas for its memory. For
 each row of the hidden states, the op returns five numbers:
 
 - `nll`: logsumexp(z) - z[target];
