@@ -79,8 +79,9 @@ def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int 
 
 
 def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the caches of two layers that share values, for `tokens` tokens, without
-    the alignment maps and the positions of first tokens.
+    """Return the bytes of the caches of two layers that share values, for `tokens` tokens. The
+    rotations that align the two layers (`map_bytes`) and the positions at which sequences begin are
+    not counted.
 
     Codes and scales of values and a norm per token are stored once per pair; codes and scales of
     keys, windows and first tokens are stored once per layer.

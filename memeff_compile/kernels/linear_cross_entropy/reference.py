@@ -386,8 +386,8 @@ def _rows(
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Return a tensor with `rows` rows that contains the rows of `part` at the indices `kept`, and
-    zeros in all other rows."""
+    """Return a tensor with `rows` rows, in which row `kept[i]` is row i of `part`, and all other
+    rows are zero."""
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole

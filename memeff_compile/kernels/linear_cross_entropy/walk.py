@@ -242,8 +242,8 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether to compute a loss that is a single number in one loop, for an output
-    projection that is split over ranks.
+    """Return whether the forward pass of a scalar loss also computes the gradients, in one loop
+    over the rows, if the output projection is split over ranks.
 
     All ranks get the same result, whatever their GPUs.
 

@@ -205,7 +205,7 @@ class Chain:
 
 
 def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the classes that remain after some steps, numbered as before these steps."""
+    """Return the range of classes (start, stop) that all slices of classes in `steps` keep."""
     first = None
     for start, stop in (step.classes for step in steps if step.classes is not None):
         first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
