@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from memeff_compile.errors import CalibrationError
 from memeff_compile.kernels.quantized_attention import LEVELS, restart
-from memeff_compile.model.attention.calls import Attended, watched
+from memeff_compile.model.attention.calls import EXACT, Attended, watched
 from memeff_compile.model.attention.output import change_of, main_output
 from memeff_compile.model.changes import require_module
 from memeff_compile.model.figures import Spread, draw_spreads
@@ -37,19 +37,18 @@ from memeff_compile.model.runs import call, runs_of
 from memeff_compile.report import VerbReport
 
 FORMAT = 1
-EXACT = "exact"
 DEFAULT_LEVELS = ("8b", "8b+f16")
 SHARED_LEVELS = ("4b", "8b")
 """The default levels if a share is given."""
 LEAST_SCORE = 0.98
 MEASURES = ("output", "attention")
 """What is compared with exact attention: the output of the model, or the result of the call."""
-FINEST = "8b+f16"
-"""The level that shows the effect of rounding alone, if the more precise level is exact."""
 MOST_DRIFT = 0.1
 """The largest change of the output between two exact runs, relative to the largest change by a call
 in low bits, with which the changes by calls have a meaning.
 """
+_FAR = 1e30
+"""The change of an output that contains an infinity or nan; JSON has no infinity."""
 
 _Found: TypeAlias = "dict[str, dict[str, list[list[float]]]]"
 """Scores by site, level and call, one per input."""
@@ -78,8 +77,9 @@ class Calibration(VerbReport, dict[str, Any]):
         which the module with the lowest score comes first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
+        by = self.get("by", "attention")
         asked = (
-            f"the worst {self['share']} of calls by {self['by']} have the more precise level"
+            f"the worst {self['share']} of calls by {by} have the more precise level"
             if "share" in self
             else f"at least {self['min_score']} is wanted"
         )
@@ -167,7 +167,8 @@ def calibrate_attention(
     Args:
         model: The model to calibrate; it runs eagerly, without gradients, and is not changed.
         inputs: The inputs of each run: a mapping of keyword arguments, a tuple or list of
-            arguments, or a single argument. A single mapping or tensor is one run.
+            arguments, or a single argument. A single mapping or tensor is one run. A run must not
+            change its inputs, so pass no KV cache.
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
             `share`.
         share: An alternative to `min_score`: the share of all calls that gets the second of two
@@ -215,8 +216,7 @@ def calibrate_attention(
         one = _Run(model, run or call, each)
         places = one.score([level for level in levels if level != EXACT], found)
         if changes is not None:
-            pair = levels[0], FINEST if levels[1] == EXACT else levels[1]
-            problem = one.compare(places, pair, changes, are_single=by is None)
+            problem = one.compare(places, levels, changes, are_single=by is None)
             if problem and by is not None:
                 raise CalibrationError(problem)
             changes = None if problem else changes
@@ -288,7 +288,7 @@ class _Run:
     def compare(
         self,
         places: Sequence[tuple[str, int]],
-        pair: tuple[str, str],
+        pair: Sequence[str],
         changes: _Changes,
         *,
         are_single: bool,
@@ -304,6 +304,8 @@ class _Run:
         if are_single and len({site for site, _ in places}) < len(places):
             return "an attention is called more than once per input"
         drift = self._change(None, pair[0])
+        if not math.isfinite(drift):
+            return "by is 'output', but the output of an exact run contains an infinity or nan."
         each = [[self._change(place, level) for level in pair] for place in places]
         if each and drift > MOST_DRIFT * max(first for first, _ in each):
             return (
@@ -312,7 +314,9 @@ class _Run:
             )
         calls: Counter[str] = Counter()
         for (site, _), (first, second) in zip(places, each, strict=True):
-            more = first - second if math.isfinite(second) else math.inf
+            more = first - second
+            if not math.isfinite(more):
+                more = -_FAR if math.isfinite(first) else _FAR
             _note(changes.setdefault(site, []), calls[site], more)
             calls[site] += 1
         return None
@@ -322,7 +326,9 @@ class _Run:
         if `place` is None, return the change between two exact runs."""
 
         def seen(attended: Attended) -> Tensor | None:
-            return attended.at(level) if (attended.site, attended.number) == place else None
+            ours = attended.at(level) if (attended.site, attended.number) == place else None
+            # with the strides and the dtype that the model expects
+            return None if ours is None else torch.empty_like(attended.result).copy_(ours)
 
         assert self.exact is not None
         output = self._output(seen)

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from memeff_compile.kernels.quantized_attention import attend_under_mask
 from memeff_compile.model.watch import Watch
+
+EXACT = "exact"
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,22 @@ class Attended:
 
     def at(self, level: str) -> Tensor | None:
         """Return the call's result at a precision level, or None if the op does not support the
-        call."""
+        call. The level "exact" is PyTorch's attention in float32, so its result differs from the
+        model's by the rounding of 16-bit numbers alone."""
         query, key, value = self.query, self.key, self.value
+        if level == EXACT:
+            mask = self.attn_mask
+            if mask is not None and mask.is_floating_point():
+                mask = mask.float()
+            return torch.nn.functional.scaled_dot_product_attention(
+                query.float(),
+                key.float(),
+                value.float(),
+                attn_mask=mask,
+                is_causal=self.is_causal,
+                scale=self.scale,
+                enable_gqa=self.enable_gqa,
+            )
         if self.dropout_p or query.dim() != 4 or query.shape[3] != value.shape[3]:
             return None
         return attend_under_mask(

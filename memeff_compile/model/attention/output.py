@@ -16,14 +16,18 @@ def main_output(result: Any) -> tuple[Tensor, bool] | None:  # noqa: ANN401
     """Return the tensor of a model's result by which the model is judged, and whether it contains
     logits.
 
-    This is the tensor named `logits` if there is one, otherwise the largest floating-point tensor.
-    Without a floating-point tensor, the function returns None.
+    This is the tensor named `logits` if there is one with several classes, otherwise the largest
+    floating-point tensor. Without a floating-point tensor, the function returns None.
     """
     logits = result.get("logits") if isinstance(result, Mapping) else None
-    if isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() > 1:
+    if isinstance(logits, Tensor) and _has_classes(logits):
         return logits, True
     found = [each for each in _tensors(result) if each.is_floating_point() and each.numel()]
     return (max(found, key=Tensor.numel), False) if found else None
+
+
+def _has_classes(logits: Tensor) -> bool:
+    return logits.is_floating_point() and logits.dim() > 1 and logits.shape[-1] > 1
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:  # noqa: ANN401
@@ -51,5 +55,6 @@ def change_of(found: Tensor, wanted: Tensor, *, are_logits: bool) -> float:
     pairs = (x.reshape(rows, -1).split(ROWS) for x in (found, wanted))
     for ours, theirs in zip(*pairs, strict=True):
         mine, exact = ours.float().log_softmax(-1), theirs.float().log_softmax(-1)
-        total += float((exact.exp() * (exact - mine)).sum())
+        each = exact.exp() * (exact - mine)
+        total += float(each.masked_fill(exact == -math.inf, 0.0).sum())
     return max(0.0, total / max(1, rows)) if math.isfinite(total) else math.inf

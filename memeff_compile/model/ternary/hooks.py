@@ -58,7 +58,8 @@ class TernaryHooks(Hooks):
         from memeff_compile.model.ternary.verbs import dense_again
 
         undone = dense_again(model)
-        if verb_report(model, "rotate_hidden_states_") is None:
+        reports = (verb_report(each, "rotate_hidden_states_") for each in model.modules())
+        if all(report is None for report in reports):
             return undone
         why = "its hidden states stay rotated, with the same logits: load the model again"
         return replace(undone, left={**undone.left, "(model)": why})

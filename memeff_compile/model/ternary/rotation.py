@@ -24,8 +24,9 @@ from memeff_compile.model.changes import Changes, keep, require_module
 Model = TypeVar("Model", bound=nn.Module)
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-_TOLERANCE_16_BITS = 0.05
-"""Largest relative change of the logits, by the dtype of the weights."""
+"""Largest relative change of the logits on a CPU, by the dtype of the weights."""
+_ROUNDED = 0.05
+"""The same for weights of 16 bits, and for GPUs, which may multiply float32 numbers as TF32."""
 _PROBE = 64
 """The number of tokens whose logits are compared."""
 
@@ -51,8 +52,9 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     The logits stay the same, up to rounding. Call this function before `ternarize_(model, "a4.8")`
     and before you create the optimizer. The model must have the structure of Llama, Mistral, Qwen2
     or Qwen3 in transformers; the function raises an error for other models and leaves them
-    unchanged. The function also compares the logits before and after the rotation, in float32;
-    meanwhile, the main memory has a copy of the weights.
+    unchanged. The function also compares the logits before and after the rotation, in float32.
+    Meanwhile, the main memory has a copy of the weights, and the model's device has a float32 copy
+    of 16-bit weights; so rotate a large model before you move it to a GPU.
 
     A tied output projection gets a weight of its own, because the weight of the final norm is
     multiplied into it, and `config.tie_word_embeddings` becomes False. `undo` cannot restore the
@@ -193,6 +195,7 @@ def _same_logits(plan: _Plan) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     kept = {weight: weight.detach().to("cpu", copy=True) for weight in plan.changed()}
     tied = model.config.tie_word_embeddings, getattr(model, "all_tied_weights_keys", None)
+    attention = getattr(model.config, "_attn_implementation", None)
 
     def logits() -> Tensor:
         # in float32: large channels make logits of 16-bit arithmetic differ by their rounding alone
@@ -202,7 +205,8 @@ def _same_logits(plan: _Plan) -> Iterator[None]:
             if weight.is_floating_point() and weight.dtype.itemsize < 4
         }
         given = {"input_ids": ids.to(plan.device), "use_cache": False}
-        found: Tensor = torch.func.functional_call(model, wide, kwargs=given).logits
+        with torch.autocast(plan.device.type, enabled=False):
+            found: Tensor = torch.func.functional_call(model, wide, kwargs=given).logits
         return found.double()
 
     def restore() -> None:
@@ -215,15 +219,20 @@ def _same_logits(plan: _Plan) -> Iterator[None]:
 
     try:
         model.eval()
+        if isinstance(attention, str) and "flash" in attention:  # takes 16-bit numbers alone
+            model.config._attn_implementation = "sdpa"
         before = logits()
         yield
         error = float((logits() - before).norm() / before.norm())
-        if not error < _TOLERANCE.get(head.dtype, _TOLERANCE_16_BITS):
+        is_exact = plan.device.type == "cpu"
+        if not error < (_TOLERANCE.get(head.dtype, _ROUNDED) if is_exact else _ROUNDED):
             _refuse(f"its logits would change by {error:.1e} of their norm")
     except BaseException:
         restore()
         raise
     finally:
+        if attention is not None:
+            model.config._attn_implementation = attention
         for module, training in modes.items():
             module.training = training
 

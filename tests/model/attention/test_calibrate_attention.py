@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -136,6 +137,9 @@ class Lower:
 
     def __init__(self, layer: Attend, level: str) -> None:
         def forward(x: Tensor) -> Tensor:
+            if level == "exact":
+                wide = x.float(), (x * layer.loud).float(), x.float()
+                return F.scaled_dot_product_attention(*wide, is_causal=True).to(x.dtype)
             found = attend_under_mask(x, x * layer.loud, x, is_causal=True, level=level)
             assert found is not None
             return found * layer.weight
@@ -161,15 +165,57 @@ def test_changes_of_logits_are_divergences() -> None:
     model, x = Judged(), draw()
     wanted = model(x)["logits"].log_softmax(-1)
     divergence = {}
-    for level in ("4b", "8b", "8b+f16"):
+    for level in ("4b", "8b", "8b+f16", "exact"):
         with Lower(model.layer, level):
             ours = model(x)["logits"].log_softmax(-1)
         divergence[level] = float((wanted.exp() * (wanted - ours)).sum(-1).mean())
-    for high, least in (("8b", "8b"), ("exact", "8b+f16")):
-        given = {"share": 0.0, "levels": ("4b", high)}
+    for pair in (("4b", "8b"), ("4b", "exact"), ("8b+f16", "exact")):
+        given = {"share": 0.0, "levels": pair}
         (found,) = calibrate_attention(model, [x], **given)["changes"]["layer"]
-        assert found == pytest.approx(divergence["4b"] - divergence[least], rel=1e-3)
+        assert found == pytest.approx(divergence[pair[0]] - divergence[pair[1]], rel=1e-3)
         assert found > 0.0
+
+
+def test_a_result_in_low_bits_has_the_strides_and_the_dtype_of_the_exact_one() -> None:
+    class Viewed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = F.scaled_dot_product_attention(x, x, x)
+            assert y.dtype == torch.bfloat16
+            return y.view(-1, *x.shape[2:])
+
+    table = calibrate_attention(Viewed(), [draw().float()], share=1.0, by="output")
+    assert table["by"] == "output"
+
+
+@pytest.mark.parametrize("low", [-math.inf, math.nan])
+def test_logits_of_minus_infinity_have_a_divergence_and_nan_has_none(low: float) -> None:
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Attend(3.0)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            logits = self.layer(x).float()
+            logits[..., 2] = low
+            return {"logits": logits}
+
+    table = calibrate_attention(Hides(), [draw()], share=0.0)
+    assert table["by"] == ("output" if low == -math.inf else "attention")
+    assert all(math.isfinite(each) for (each,) in table.get("changes", {}).values())
+
+
+def test_logits_of_one_class_are_compared_as_numbers() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Attend(3.0)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.layer(x).float().mean((1, 2))[:, :1]}
+
+    (found,) = calibrate_attention(Scores(), [draw()], share=0.0)["changes"]["layer"]
+    assert found != 0.0
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_undo_says_that_a_rotated_model_stays_rotated() -> None:
     said = memeff_compile.undo(model)
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
     assert "stay rotated" in said.left["(model)"]
+    assert "stay rotated" in memeff_compile.undo(nn.Sequential(model)).left["(model)"]
 
 
 def test_weights_of_16_bits_and_compiled_wrappers_are_rotated() -> None:
@@ -84,6 +85,17 @@ def test_weights_of_16_bits_and_compiled_wrappers_are_rotated() -> None:
     error = (logits(model) - wanted).float().norm() / wanted.float().norm()
     assert 0 < error < 0.05
     assert memeff_compile.verb_report(model) is not None
+
+
+def test_autocast_and_attention_of_16_bits_alone_do_not_affect_the_check() -> None:
+    model = trained("Llama")
+    wanted = logits(model)
+    model.config._attn_implementation = "flash_attention_2"
+    with torch.autocast("cpu", torch.bfloat16):
+        rotate_hidden_states_(model)
+    assert model.config._attn_implementation == "flash_attention_2"
+    model.config._attn_implementation = "sdpa"
+    torch.testing.assert_close(logits(model), wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_logits_of_16_bit_models_are_compared_in_float32() -> None:
