@@ -214,7 +214,8 @@ def compile(
         said = f"compile was given the class {model.__name__}; it needs a model that is made of it."
         raise UnsupportedInputError(said)
     checked = or_off(_parse(mode, options, settings))
-    start_workers()  # again: this module may have been loaded before CUDA was initialized
+    if checked.inner == "inductor" and not disable:
+        start_workers()  # again: this module may have been loaded before CUDA was initialized
     given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
     if model is None:  # a decorator: the function or module that follows decides
         given |= settings

@@ -134,7 +134,7 @@ def _caches(given: argparse.Namespace, model: object) -> int:
     try:
         plan = explain_cache(model, **how)
     except UnsupportedInputError as error:
-        if given.merge is None or given.values_only:
+        if "values_only" not in str(error) or given.values_only:
             raise
         here = "In this command, --values-only is values_only=True."
         raise ExplainError(f"{error} {here}") from error

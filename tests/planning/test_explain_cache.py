@@ -237,5 +237,7 @@ def test_the_command_merges_values_of_layers_with_a_window_between_them(
     assert said.endswith("In this command, --values-only is values_only=True.\n")
     assert command_line.main([*asked, "--merge", "0", "--values-only"]) == 0
     assert "2 layers share" in capsys.readouterr().out
+    assert command_line.main([*asked, "--merge", "50"]) == 1
+    assert "--values-only" not in capsys.readouterr().err
     assert command_line.main([*asked, "--values-only"]) == 1
     assert "give --merge, too" in capsys.readouterr().err

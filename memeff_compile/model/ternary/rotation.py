@@ -196,6 +196,7 @@ def _same_logits(plan: _Plan) -> Iterator[None]:
     kept = {weight: weight.detach().to("cpu", copy=True) for weight in plan.changed()}
     tied = model.config.tie_word_embeddings, getattr(model, "all_tied_weights_keys", None)
     attention = getattr(model.config, "_attn_implementation", None)
+    takes_16_bits_alone = isinstance(attention, str) and "flash" in attention
 
     def logits() -> Tensor:
         # in float32: large channels make logits of 16-bit arithmetic differ by their rounding alone
@@ -219,8 +220,8 @@ def _same_logits(plan: _Plan) -> Iterator[None]:
 
     try:
         model.eval()
-        if isinstance(attention, str) and "flash" in attention:  # takes 16-bit numbers alone
-            model.config._attn_implementation = "sdpa"
+        if takes_16_bits_alone:
+            model.set_attn_implementation("sdpa")
         before = logits()
         yield
         error = float((logits() - before).norm() / before.norm())
@@ -231,8 +232,8 @@ def _same_logits(plan: _Plan) -> Iterator[None]:
         restore()
         raise
     finally:
-        if attention is not None:
-            model.config._attn_implementation = attention
+        if takes_16_bits_alone:
+            model.set_attn_implementation(attention)
         for module, training in modes.items():
             module.training = training
 

@@ -117,6 +117,9 @@ def _borders(info: GraphInfo) -> list[Node]:
         if (block and block != current) or place in ends:
             current = block
             end = place if info.needs_grad else _after_norm(nodes, place)
+            if end == len(nodes):  # the graph ends with this norm, which the last layer keeps
+                _give_residual(nodes, place, end)
+                continue
             if nodes[end] not in allowed:
                 end = place
             if place and nodes[end] in allowed and nodes[end] not in found[-1:]:
@@ -150,7 +153,7 @@ def _after_norm(nodes: Sequence[Node], place: int) -> int:
         if any(isinstance(each, torch.nn.Parameter) and each.dim() > 1 for each in given):
             return place
         end += 1
-    return end if end < len(nodes) else place
+    return end
 
 
 def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:

@@ -90,11 +90,18 @@ def test_weights_of_16_bits_and_compiled_wrappers_are_rotated() -> None:
 def test_autocast_and_attention_of_16_bits_alone_do_not_affect_the_check() -> None:
     model = trained("Llama")
     wanted = logits(model)
-    model.config._attn_implementation = "flash_attention_2"
+    chosen: list[str] = []
+
+    def choose(name: str) -> None:
+        chosen.append(name)
+        model.config._attn_implementation = name
+
+    model.set_attn_implementation = choose
+    choose("flash_attention_2")
     with torch.autocast("cpu", torch.bfloat16):
         rotate_hidden_states_(model)
-    assert model.config._attn_implementation == "flash_attention_2"
-    model.config._attn_implementation = "sdpa"
+    assert chosen == ["flash_attention_2", "sdpa", "flash_attention_2"]
+    choose("sdpa")
     torch.testing.assert_close(logits(model), wanted, rtol=1e-3, atol=1e-3)
 
 

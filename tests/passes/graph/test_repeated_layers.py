@@ -588,6 +588,21 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
     assert len(compilations) == 3
 
 
+def test_the_last_layer_of_a_model_without_a_head_equals_the_others(
+    compilations: list[int],
+) -> None:
+    """The graph ends with a norm, to which the last layer's result goes."""
+    model = _llama().eval().model
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "on"}
+    compiled = torch.compile(model, backend="memeff", options=options)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).last_hidden_state
+        found = compiled(ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, wanted)
+    assert records()["repeated_layers"] == "4 layers of 1 kind, each kind compiled once"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["static", 4])
 def test_a_llama_generates_as_without(compilations: list[int], cache: Any) -> None:
