@@ -42,7 +42,7 @@ SHARED_LEVELS = ("4b", "8b")
 """The default levels if a share is given."""
 LEAST_SCORE = 0.98
 MEASURES = ("output", "attention")
-"""What is compared with exact attention: the output of the model, or the result of the call."""
+"""How `share` measures harm: by the output of the model, or by the result of the attention call."""
 MOST_DRIFT = 0.1
 """The largest change of the output between two exact runs, relative to the largest change by a call
 in low bits, with which the changes by calls have a meaning.
