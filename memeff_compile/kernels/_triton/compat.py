@@ -93,6 +93,13 @@ def files_of(key: str) -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in found if not _is_of_cache(each.name)}
 
 
+def is_kept(key: str) -> bool:
+    """Return whether Triton's cache has a compiled kernel with the hash `key`."""
+    from triton.runtime.cache import get_cache_manager
+
+    return any(Path(get_cache_manager(key).cache_dir).glob(f"{_GROUP}*"))
+
+
 def keep_files(key: str, files: Mapping[str, bytes]) -> None:
     """Add a compiled kernel to Triton's cache, unless the cache has it."""
     from triton.runtime.cache import get_cache_manager
@@ -105,7 +112,11 @@ def keep_files(key: str, files: Mapping[str, bytes]) -> None:
 
 def _is_of_cache(name: str) -> bool:
     """Return whether Triton's cache wrote a file for itself: a lock, or a list of paths."""
-    return name.startswith("__grp__") or name == "lock"
+    return name.startswith(_GROUP) or name == "lock"
+
+
+_GROUP = "__grp__"
+"""How the name of the file begins in which Triton lists a kernel's files."""
 
 
 def described(tensor: Tensor, block: Sequence[int]) -> Any:

@@ -48,6 +48,8 @@ def unpack() -> None:
                 continue
             _unpacked.add(name)
             try:
+                if compat.is_kept(name):
+                    continue
                 stored = read()
                 files = {file: _data_of(text) for file, text in stored["files"].items()}
                 compat.keep_files(stored["kernel"], files)

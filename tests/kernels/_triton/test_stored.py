@@ -71,6 +71,20 @@ def test_a_kernel_that_triton_has_is_not_overwritten(folder: Any) -> None:
     assert Path(found).read_bytes() == b"{}"
 
 
+def test_a_kernel_that_triton_has_is_not_read(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder("only")
+    manager = cache.get_cache_manager(KEY)
+    read = []
+    artifacts = {KEY: lambda: read.append(KEY)}
+    monkeypatch.setattr(compat, "loaded_artifacts", lambda: artifacts)
+    stored.unpack()
+    assert read == [KEY]
+    stored._unpacked.clear()
+    manager.put_group("kernel.json", {"kernel.json": manager.put(b"{}", "kernel.json")})
+    stored.unpack()
+    assert read == [KEY]
+
+
 def test_what_cannot_be_saved_or_read_is_left_out(folder: Any) -> None:
     path = folder("only") / "memeff_compile" / "broken.json"
     path.parent.mkdir(parents=True)
