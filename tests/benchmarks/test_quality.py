@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -584,6 +585,29 @@ def test_tables_of_rotated_starts_are_those_of_the_rows() -> None:
     history = (ROOT / "docs" / "history" / "ternary-linears.md").read_text()
     assert plain in history
     assert turned in history
+
+
+def test_the_table_of_long_first_stages_is_that_of_the_rows() -> None:
+    results = ROOT / "benchmarks" / "results" / "nvidia-h200" / "ternary-model-long.jsonl"
+    page = (ROOT / "docs" / "measured" / "ternary-linears.md").read_text()
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    ends = {(row["seed"], row["variant"]): row for row in found if row.get("done")}
+    assert len(ends) == 5
+    for (seed, variant), row in ends.items():
+        recipe = f"`{variant.partition(',')[0]}`"
+        recipe += ", queries, keys and values in 4 bits" if "heads" in variant else ""
+        cells = [f"{row['first_steps']} and {row['step']}", recipe]
+        cells += [f"{row['judged'][part]:.4f}" for part in ("python", "other")]
+        for part in ("python", "other"):
+            base = ends[seed, "b1.58"]["judged_each"][part]
+            gaps = [own - other for own, other in zip(row["judged_each"][part], base, strict=True)]
+            error = statistics.stdev(gaps) / len(gaps) ** 0.5
+            cells.append(f"{statistics.mean(gaps):+.4f} ({error:.4f})")
+        assert f"| {' | '.join(cells)} | {row['zeros']['overall']:.1%} |" in page
+    printed = script("ternary_model", "table", "--out", str(results)).splitlines()
+    rises = [line for line in printed if line.startswith("| rotated | ")]
+    assert len(rises) == 2
+    assert all(line in page for line in rises)
 
 
 @pytest.mark.slow
