@@ -443,56 +443,54 @@ def test_the_page_shows_what_the_rows_say() -> None:
 
 
 SMALL, QWEN, GEMMA = "smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m"
-VALUES = "cache, 4 bits, values merged from half on"
-ALIGNED = "cache, aligned from half on, 4 bits"
-MIXED = "cache, 3 bits, values of 2 bits, merged"
-WIDE = "cache, 3 bits, values of 2 bits, groups of 128, merged from a quarter on"
-BOTH = "cache, aligned from a quarter on, 3 bits"
-CLAIMS = {
-    "all 64 needles at 2,048": (SMALL, "cache, 4 bits", "needles, 2k", 64),
-    "17 instead of 19 of 24": (SMALL, "cache, 4 bits", "needles, 8k", 17),
-    "13 instead of 14 of 16 keys": (QWEN, "cache, 4 bits", "key-value, 32k", 13),
-    "6 instead of 9 of 16 needles": (QWEN, "cache, 4 bits", "needles, 32k", 6),
-    "60 of 64 needles": (SMALL, "cache, 3 bits", "needles, 2k", 60),
-    "15 of 24 in 8,192 tokens": (SMALL, "cache, 3 bits", "needles, 8k", 15),
-    "12 of 16 keys in 32,768": (QWEN, "cache, 3 bits", "key-value, 32k", 12),
-    "53 of 64 keys": (QWEN, "cache, 2 bits", "key-value, 2k", 53),
-    "14 of 24 in 8,192": (QWEN, "cache, 2 bits", "key-value, 8k", 14),
-    "3 of 16 keys in 32,768": (QWEN, "cache, 2 bits", "key-value, 32k", 3),
-    "62 of 64 needles": (SMALL, VALUES, "needles, 2k", 62),
-    "17 of 24 in 8,192": (SMALL, VALUES, "needles, 8k", 17),
-    "all 64 keys": (QWEN, VALUES, "key-value, 2k", 64),
-    "49 of 64 needles": (SMALL, ALIGNED, "needles, 2k", 49),
-    "tokens and 5 of 24 needles": (SMALL, ALIGNED, "needles, 8k", 5),
-    "57 of 64 keys": (QWEN, ALIGNED, "key-value, 2k", 57),
-    "55 of 64": (SMALL, WIDE, "needles, 2k", 55),
-    "and 10 of 24 needles": (SMALL, WIDE, "needles, 8k", 10),
-    "all of Qwen's 64 keys": (QWEN, WIDE, "key-value, 2k", 64),
-    "24 of 64 needles in 2,048": (SMALL, "cache, 2 bits", "needles, 2k", 24),
-    "36 of 64 needles in 2,048": (SMALL, MIXED, "needles, 2k", 36),
-    "and 4 of 24": (SMALL, MIXED, "needles, 8k", 4),
-    "18 of 64 needles in 2,048": (SMALL, BOTH, "needles, 2k", 18),
-    "and 3 of 24": (SMALL, BOTH, "needles, 8k", 3),
-    "14 of 16 keys at every level": (QWEN, "attention, 4b", "key-value, 32k", 14),
-    "8 with `8b`": (QWEN, "attention, 8b", "needles, 32k", 8),
-    "6 with `4b`": (QWEN, "attention, 4b", "needles, 32k", 6),
-    "it finds 42 of 64 needles": (GEMMA, "cache, 4 bits, per_head", "needles, 2k", 42),
-    "and 3 of 24 needles in 8,192": (GEMMA, "cache, 4 bits, per_head", "needles, 8k", 3),
-    "and 9 with `8b`": (QWEN, "attention, 4b, the worst half 8b", "needles, 32k", 9),
+MODELS = {"SmolLM2": SMALL, "Qwen": QWEN, "Gemma": GEMMA}
+MERGED = "4-bit cache, keys and values aligned and merged in the upper half of the layers"
+APART = "16-bit cache, keys and values merged without alignment in the upper half of the layers"
+BOTH = "3-bit cache, keys and values aligned and merged from the second quarter of the layers on"
+WIDE = "3-bit keys, 2-bit values, 128 numbers share a scale, values merged from the second quarter"
+HALF = "attention in `4b`, but in `8b` in the half of the layers that loses most with `4b`"
+VALUES = "4-bit cache, values merged in the upper half of the layers"
+WIDE_MODE = "cache, 3 bits, values of 2 bits, groups of 128, merged from a quarter on"
+FOUND = {
+    "exact model": "exact",
+    "8-bit cache": "cache, 8 bits",
+    "4-bit cache": "cache, 4 bits",
+    "4-bit cache, one scale per head (`per_head`)": "cache, 4 bits, per_head",
+    "3-bit cache": "cache, 3 bits",
+    "2-bit cache": "cache, 2 bits",
+    VALUES: "cache, 4 bits, values merged from half on",
+    MERGED: "cache, aligned from half on, 4 bits",
+    APART: "cache, merged from half on, slerp, t 0.5",
+    f"{WIDE} of the layers on": WIDE_MODE,
+    f"{WIDE[:24]}, values merged in all layers": "cache, 3 bits, values of 2 bits, merged",
+    BOTH: "cache, aligned from a quarter on, 3 bits",
+    "attention in int8 (`8b`)": "attention, 8b",
+    "attention in 4-bit codes (`4b`)": "attention, 4b",
+    HALF: "attention, 4b, the worst half 8b",
 }
-"""Words of the page -> the newest row of seed 0 that they stand for, and how many items are right."""
+"""Rows of the page's table of needles and keys -> the mode whose newest rows of seed 0 they show."""
 
 
-@pytest.mark.parametrize("words", CLAIMS)
-def test_counts_in_the_text_are_those_of_the_rows(words: str) -> None:
-    page = " ".join((ROOT / "docs" / "measured" / "tasks.md").read_text().split())
+def test_counts_in_the_table_are_those_of_the_rows() -> None:
+    page = (ROOT / "docs" / "measured" / "tasks.md").read_text()
     file = ROOT / "benchmarks" / "results" / "nvidia-h200" / "tasks.jsonl"
-    model, mode, task, right = CLAIMS[words]
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    named = (model, mode, task, 0)
-    own = [r for r in found if (r["model"], r["mode"], r.get("task"), r.get("seed")) == named]
-    assert words in page
-    assert own[-1]["right"] == right
+    newest = {}
+    for each in map(json.loads, file.read_text().splitlines()):
+        if each["what"] == "tasks" and each["seed"] == 0:
+            key = (each["model"], each["mode"], each["task"])
+            newest[key] = (each["right"], each["items"])
+    section = page.partition("## Hidden numbers and keys")[2].partition("\n## ")[0]
+    table = [line[1:-1].split("|") for line in section.splitlines() if line[:1] == "|"]
+    (_, *columns), _, *lines = ([cell.strip() for cell in line] for line in table)
+    assert [label for label, *_ in lines] == list(FOUND)
+    for label, *cells in lines:
+        for column, cell in zip(columns, cells, strict=True):
+            told = re.fullmatch(r"(\w+): (\w+) in (\d+),\d+ tokens, of (\d+)", column)
+            assert told is not None
+            model, kind, length, items = told.groups()
+            named = (MODELS[model], FOUND[label], f"{kind.replace('keys', 'key-value')}, {length}k")
+            counts = (int(cell), int(items)) if cell else None
+            assert newest.get(named) == counts, (label, column)
 
 
 EXACT_MODES = {
