@@ -28,6 +28,7 @@ from .._triton.key_tiles import depth_block, tiles_of
 from .._triton.launch import launch
 from .._triton.typed import typed
 from ..device import gpu, on_device, processors, was_measured
+from . import ranges
 from .call import Call
 
 NARROWEST, WIDEST = 40, 128
@@ -55,10 +56,8 @@ class Shape:
 
 
 def shape_for(*, has_tables: bool) -> Shape:
-    """Return the tile shape for a call; calls with a mask of keys or with sequence ids get smaller
-    tiles, because these tensors take additional registers.
-    """
-    return Shape(128, 64, 4) if has_tables else Shape(128, 128, 2)
+    """Return the tile shape for a call; ranges of positions take additional registers."""
+    return Shape(128, 128, 2, registers=240 if has_tables else 232)
 
 
 def is_faster(call: Call) -> bool:
@@ -111,6 +110,20 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
     }
 
 
+def flags_of(call: Call) -> dict[str, bool]:
+    """Return the compile-time flags that tell a kernel which conditions a call has."""
+    return {"HAS_BOUNDS": call.given.has_tables(), **key_tiles.flags_of(call.given)}
+
+
+def plan_of(call: Call, own: int, others: int, *, ours_are_queries: bool = True) -> Tensor:
+    """Return the result of `ranges.find`, or a placeholder that kernels do not read if the mask
+    depends only on positions.
+    """
+    if not call.given.has_tables():
+        return call.q
+    return ranges.find(call, own, others, ours_are_queries=ours_are_queries)
+
+
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """Return attention over the keys that no mask excludes, like `tiles.attend`."""
     from .._triton.gluon import tiles_of_heads
@@ -124,16 +137,16 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     tiles = tiles_of(queries, shape.rows)
     # All heads that share keys are computed at the same time.
     section = max(1, CACHED // (4 * depth * keys)) * repeat
-    flags = {"HAS_BOUNDS": given.has_tables(), **key_tiles.flags_of(given)}
-    constants = constants_of(shape, depth, flags)
+    if given.has_tables():  # the tiles of all sequences are in one order: heads are divided
+        section = max(1, section // (batch * repeat)) * repeat
+    constants = constants_of(shape, depth, flags_of(call))
     with on_device(q):
-        sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
         arguments = (
             tiles_of_heads(q, [1, 1, OWN, block]),
             *(tiles_of_heads(each, [1, 1, shape.keys, block]) for each in (call.k, call.v)),
             tiles_of_heads(out, [1, OWN, 1, block]),
             key_tiles.tables_of(given, q),
-            key_tiles.find_bounds(q, given, sizes, tile),
+            plan_of(call, shape.rows, shape.keys),
             *(lse, call.scales()[0], *key_tiles.positions_of(given)),
             *(batch * heads, heads, repeat, queries, keys, tiles, section),
         )

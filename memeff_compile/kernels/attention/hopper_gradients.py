@@ -73,6 +73,8 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
 
     `grad` is the gradient of the result `out`.
     """
+    if call.given.has_tables():
+        return False
     batch, heads, groups, queries, keys, depth = call.sizes
     is_large = batch * heads * queries * keys >= hopper.LEAST_PAIRS
     tiles = batch * groups * tiles_of(keys, plan_for(depth, keys).key_gradient.keys)
@@ -84,7 +86,7 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
 
 def serves(call: Call, grad: Tensor, out: Tensor) -> bool:
     """Return whether the Gluon kernels support a backward call of the implementation `tiles`."""
-    if call.given.has_tables() or not hopper.serves(call):
+    if not hopper.serves(call):
         return False
     return all(map(hopper.is_loadable, (grad, out)))
 
@@ -100,7 +102,6 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
         "EARLY": shape.early,
         "REGISTERS": shape.registers,
         "LOADER_REGISTERS": shape.loader_registers,
-        "HAS_BOUNDS": False,
         "num_warps": 4,
         **flags,
     }
@@ -139,7 +140,9 @@ def _query_gradient(
         *(tiles_of_heads(each, own) for each in (q, grad, out)),
         *(tiles_of_heads(each, others) for each in (call.k, call.v)),
         tiles_of_heads(grad_q, own),
-        *(q, lse, stats, call.scales()[0], call.given.scale),
+        key_tiles.tables_of(call.given, q),
+        hopper.plan_of(call, shape.rows, shape.keys),
+        *(lse, stats, call.scales()[0], call.given.scale),
         *key_tiles.positions_of(call.given),
         *(batch * heads, heads, repeat, queries, keys, tiles, padded, batch * heads),
     )
@@ -161,7 +164,9 @@ def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tup
         *(tiles_of_heads(each, own) for each in (call.k, call.v)),
         *(tiles_of_heads(each, others) for each in (q, grad)),
         *(tiles_of_heads(each, own) for each in (grad_k, grad_v)),
-        *(q, stats, call.scales()[0], call.given.scale),
+        key_tiles.tables_of(call.given, q),
+        hopper.plan_of(call, shape.keys, shape.rows, ours_are_queries=False),
+        *(stats, call.scales()[0], call.given.scale),
         *key_tiles.positions_of(call.given),
         *(batch * groups, groups, repeat, queries, keys, tiles, stats.shape[3], batch * groups),
     )
@@ -180,6 +185,6 @@ def _like(tensor: Tensor) -> Tensor:
 def _run(kernel: Any, call: Call, shape: Shape, tiles: int, arguments: tuple[Any, ...]) -> None:
     """Run a kernel with one program per multiprocessor; `tiles` is the number of tiles in one
     sequence, over all heads."""
-    constants = constants_of(shape, call.sizes[5], key_tiles.flags_of(call.given))
+    constants = constants_of(shape, call.sizes[5], hopper.flags_of(call))
     programs = min(call.sizes[0] * tiles, processors(call.q.device))
     launch(kernel, (programs,), arguments, constants, tuple(constants.items()))

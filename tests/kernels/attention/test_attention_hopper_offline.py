@@ -31,7 +31,7 @@ POINTERS = {
     "key_mask_ptr": "*u8",
     "query_ids_ptr": "*i64",
     "key_ids_ptr": "*i64",
-    "bounds_ptr": "*i32",
+    "plan_ptr": "*i32",
     "lse_ptr": "*fp32",
 }
 LAYOUT = (
@@ -117,7 +117,8 @@ def _compile_backward(step: str, depth: int, dtype: str, flags: dict[str, bool])
 
     constants = hopper_gradients.constants_of(shape, depth, flags)
     warps = constants.pop("num_warps")
-    return compile_for(HOPPER, kernel, constants, type_of, num_warps=warps)
+    parts = {"tables": TABLES_NAMED}
+    return compile_for(HOPPER, kernel, constants, type_of, parts=parts, num_warps=warps)
 
 
 @pytest.mark.parametrize("step", ["query", "key"])

@@ -1,0 +1,155 @@
+"""Attention's Gluon kernels under padding and packed documents, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton.conditions import Conditions
+from memeff_compile.kernels.attention import hopper, hopper_gradients, tiles
+from memeff_compile.kernels.attention.call import Call
+from tests.support.dense_attention import Case, dense_with_gradients, draw, largest
+
+pytestmark = pytest.mark.gpu
+
+# Largest difference from float64, over the largest value.
+BUDGET = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+NAMES = ("out", "lse", "grad of q", "grad of k", "grad of v")
+Tables = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _documents(batch: int, length: int, mean: int) -> Tensor:
+    """Return ids of documents, of random lengths and of one token."""
+    generator = torch.Generator().manual_seed(length + mean)
+    starts = torch.rand(batch, length, generator=generator) < 1.0 / mean
+    starts[:, length // 2 : length // 2 + 3] = True  # documents of one token
+    return starts.cumsum(1)
+
+
+def tables(kind: str, batch: int, queries: int, keys: int) -> Tables:
+    """Return the mask of keys and the ids of a kind of call."""
+    place = torch.arange(keys)[None]
+    size = max(queries, keys)
+    lengths = torch.tensor([keys, keys // 3, 1, 0])[:batch, None]
+    generator = torch.Generator().manual_seed(keys)
+    match kind:
+        case "right padding":
+            return place < lengths, None, None
+        case "left padding":
+            return place >= keys - lengths, None, None
+        case "padding of all sequences":
+            return (place >= 5)[:1] & (place < keys - 300), None, None
+        case "documents":
+            ids = _documents(batch, size, 150)
+            return None, ids[:, :queries], ids[:, :keys]
+        case "short documents":
+            ids = _documents(1, size, 7).int()
+            return None, ids[:, :queries], ids[:, :keys]
+        case "documents and padding":
+            ids = _documents(batch, size, 200)
+            return place < lengths, ids[:, :queries], ids[:, :keys]
+        case "keys with gaps":
+            return torch.rand(batch, keys, generator=generator) < 0.7, None, None
+        case "documents in turn":
+            ids = torch.arange(size)[None] // 40 % 3
+            return None, ids[:, :queries], ids[:, :keys]
+        case "documents in turn and gaps":
+            ids = torch.randint(0, 3, (batch, size), generator=generator).sort(1).values
+            ids = torch.where(torch.arange(size)[None] // 60 % 5 == 0, 1, ids)
+            shown = torch.rand(batch, keys, generator=generator) < 0.9
+            return shown, ids[:, :queries], ids[:, :keys]
+    raise AssertionError(kind)
+
+
+def call_of(case: Case) -> Call:
+    """Return a call as the kernels in Gluon take it, or skip the test if they do not support it."""
+    bounds = (case.settings.get("ahead"), case.settings.get("behind"))
+    scale = case.settings.get("scale", case.q.shape[3] ** -0.5)
+    given = Conditions(*case.tables, *bounds, scale, 0.0, mean=False)
+    call = tiles._call(case.q, case.k, case.v, given)
+    if not hopper.serves(call):
+        pytest.skip("needs compute capability 9.0 and Gluon")
+    return call
+
+
+def found_by(case: Case, grad: Tensor) -> tuple[Tensor, ...]:
+    call = call_of(case)
+    out, lse = hopper.attend(call)
+    assert hopper_gradients.serves(call, grad, out)
+    return (out, lse, *hopper_gradients.gradients(call, grad, out, lse))
+
+
+def gradient_like(case: Case) -> Tensor:
+    generator = torch.Generator(case.q.device).manual_seed(7)
+    return torch.randn(case.q.shape, device="cuda", dtype=case.q.dtype, generator=generator)
+
+
+def check(case: Case) -> None:
+    case = case.to("cuda")
+    grad = gradient_like(case)
+    found = found_by(case, grad)
+    assert all(map(torch.equal, found, found_by(case, grad)))
+    for name, ours, wanted in zip(NAMES, found, dense_with_gradients(case, grad), strict=True):
+        is_number = wanted != -math.inf
+        assert torch.equal(ours != -math.inf, is_number), name
+        difference = largest(ours.double()[is_number] - wanted[is_number])
+        budget = BUDGET[case.q.dtype] * max(1.0, largest(wanted[is_number]))
+        assert difference <= budget, f"{name}: {difference} > {budget}"
+
+
+KINDS = (
+    *("right padding", "left padding", "padding of all sequences", "documents", "short documents"),
+    *("documents and padding", "keys with gaps", "documents in turn", "documents in turn and gaps"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [128, 64])
+def test_causal_attention_under_tables(kind: str, depth: int) -> None:
+    for groups, length in ((2, 1000), (4, 640)):
+        case = draw(4, 4, groups, length, length, depth, torch.bfloat16, ahead=0)
+        check(Case(case.q, case.k, case.v, tables(kind, 4, length, length), case.settings))
+
+
+@pytest.mark.parametrize("kind", ["right padding", "documents", "documents in turn and gaps"])
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ((4, 4, 2, 700, 1000), {}),
+        ((4, 4, 1, 1000, 700), {"ahead": 0, "behind": 200}),
+        ((2, 4, 4, 129, 1153), {"ahead": 1024}),
+        ((4, 4, 2, 900, 300), {"ahead": -200}),
+    ],
+    ids=str,
+)
+def test_other_bounds_under_tables(
+    kind: str, sizes: tuple[int, int, int, int, int], settings: dict[str, int]
+) -> None:
+    case = draw(*sizes, 128, torch.float16, **settings)
+    check(Case(case.q, case.k, case.v, tables(kind, sizes[0], *sizes[3:]), case.settings))
+
+
+@pytest.mark.parametrize("kind", ["left padding", "documents"])
+def test_peaked_weights_under_tables(kind: str) -> None:
+    case = draw(3, 4, 2, 700, 700, 128, torch.bfloat16, ahead=0, scale=1.5)
+    check(Case(case.q, case.k, case.v, tables(kind, 3, 700, 700), case.settings))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("depth", [128, 64])
+@pytest.mark.parametrize(
+    "kind", ["right padding", "left padding", "documents and padding", "keys with gaps"]
+)
+def test_what_hidden_keys_hold_reaches_nothing(kind: str, depth: int, bad: float) -> None:
+    case = draw(4, 4, 2, 900, 900, depth, torch.bfloat16, ahead=0)
+    case = Case(case.q, case.k, case.v, tables(kind, 4, 900, 900), case.settings).to("cuda")
+    mask = case.tables[0]
+    assert mask is not None
+    hidden = ~mask[:, None, :, None]
+    k, v = (each.masked_fill(hidden, bad) for each in (case.k, case.v))
+    filled = Case(case.q, k, v, case.tables, case.settings)
+    grad = gradient_like(case)
+    assert all(map(torch.equal, found_by(filled, grad), found_by(case, grad)))
