@@ -25,8 +25,8 @@ number, which tile of all sequences has the n-th most work."""
 
 CHUNK = 2048
 """Positions that one program reads at a time."""
-SORTED = 128
-"""Tiles that one program sorts, and with which it compares them at a time."""
+SORTED, COMPARED = 128, 32
+"""Tiles that one program sorts, and tiles with which it compares them at a time."""
 
 
 def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor:
@@ -57,7 +57,7 @@ def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor
     arguments = (tables, plan, *positions, queries, keys, tiles)
     name = tuple(constants.items())
     launch(kernels._attention_ranges_kernel, (batch * tiles,), arguments, constants, name)
-    constants = {"OURS": SORTED, "OTHERS": SORTED, "num_warps": 8}
+    constants = {"OURS": SORTED, "OTHERS": COMPARED, "num_warps": 8}
     grid = (tiles_of(batch * tiles, SORTED),)
     name = tuple(constants.items())
     launch(kernels._attention_ranges_order_kernel, grid, (plan, batch * tiles), constants, name)

@@ -24,19 +24,20 @@ from .._triton.key_tiles_kernels import (
 )
 
 FIELDS = tl.constexpr(8)  # numbers per tile
+PART = tl.constexpr(16)  # visited positions that are compared at a time
 NOWHERE = tl.constexpr(2**30)  # above every position
 # Arguments for whose values no kernel is compiled again.
 VARYING = ["ahead", "behind", "queries", "keys", "tiles"]
 
 
 @triton.jit
-def _range_of(other, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.constexpr):
-    """Return the first and the last position of a visited tile that each of the program's positions
-    sees, and the number of such positions.
+def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.constexpr):
+    """Return the first and the last of `PART` visited positions that each of the program's
+    positions sees, and the number of such positions.
     """
     place, is_ours = mine
     their_mask: tl.constexpr = C.HAS_KEY_MASK and C.OURS_ARE_QUERIES
-    their = (other * C.OTHERS + tl.arange(0, C.OTHERS)).to(tl.int32)
+    their = (start + tl.arange(0, PART)).to(tl.int32)
     is_their = their < length
     their_id = ids_of(ids_ptr, their, is_their, C)
     if their_mask:
@@ -132,19 +133,21 @@ def _attention_ranges_kernel(
     lowest = tl.full((C.OURS,), NOWHERE, dtype=tl.int32)
     highest = tl.full((C.OURS,), -1, dtype=tl.int32)
     number = tl.zeros((C.OURS,), dtype=tl.int32)
-    for index in tl.range(0, whole - least + end - broken, num_stages=1):
-        other = edge_tile(index, least, whole, broken)
-        low, high, more = _range_of(
-            other, (place, is_ours), span, count, own_id, their_ids_ptr, mask_ptr, C
+    PARTS: tl.constexpr = C.OTHERS // PART
+    for index in tl.range(0, (whole - least + end - broken) * PARTS, num_stages=1):
+        step = least * 0 + index
+        begin = edge_tile(step // PARTS, least, whole, broken) * C.OTHERS + step % PARTS * PART
+        start, final, more = _range_of(
+            begin, (place, is_ours), span, count, own_id, their_ids_ptr, mask_ptr, C
         )
-        lowest, highest = tl.minimum(lowest, low), tl.maximum(highest, high)
+        lowest, highest = tl.minimum(lowest, start), tl.maximum(highest, final)
         number += more
     if broken > whole:
-        start = (whole * C.OTHERS).to(tl.int32)
-        final = tl.minimum(broken * C.OTHERS, count).to(tl.int32)
-        lowest = tl.where(is_ours, tl.minimum(lowest, start), lowest)
-        highest = tl.where(is_ours, tl.maximum(highest, final - 1), highest)
-        number += tl.where(is_ours, final - start, 0)
+        since = (whole * C.OTHERS).to(tl.int32)
+        until = tl.minimum(broken * C.OTHERS, count).to(tl.int32)
+        lowest = tl.where(is_ours, tl.minimum(lowest, since), lowest)
+        highest = tl.where(is_ours, tl.maximum(highest, until - 1), highest)
+        number += tl.where(is_ours, until - since, 0)
     has_gaps = (number > 0) & (number != highest - lowest + 1)
     found_ptr = plan_ptr + (batch * tiles + tile) * FIELDS
     tl.store(found_ptr, least.to(tl.int32))
