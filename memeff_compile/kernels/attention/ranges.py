@@ -27,6 +27,7 @@ CHUNK = 2048
 """Positions that one program reads at a time."""
 SORTED, COMPARED = 128, 32
 """Tiles that one program sorts, and tiles with which it compares them at a time."""
+WARPS = 8
 
 
 def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor:
@@ -49,7 +50,7 @@ def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor
         "OTHERS": others,
         "CHUNK": max(1, CHUNK // others),
         "OURS_ARE_QUERIES": ours_are_queries,
-        "num_warps": 8,
+        "num_warps": WARPS,
         **key_tiles.flags_of(call.given),
     }
     tables = key_tiles.tables_of(call.given, call.q)
@@ -57,7 +58,7 @@ def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor
     arguments = (tables, plan, *positions, queries, keys, tiles)
     name = tuple(constants.items())
     launch(kernels._attention_ranges_kernel, (batch * tiles,), arguments, constants, name)
-    constants = {"OURS": SORTED, "OTHERS": COMPARED, "num_warps": 8}
+    constants = {"OURS": SORTED, "OTHERS": COMPARED, "num_warps": WARPS}
     grid = (tiles_of(batch * tiles, SORTED),)
     name = tuple(constants.items())
     launch(kernels._attention_ranges_order_kernel, grid, (plan, batch * tiles), constants, name)

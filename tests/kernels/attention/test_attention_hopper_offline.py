@@ -9,7 +9,7 @@ import pytest
 from packaging.version import Version
 
 from memeff_compile.kernels._triton.key_tiles import depth_block
-from memeff_compile.kernels.attention import hopper, hopper_gradients
+from memeff_compile.kernels.attention import hopper, hopper_gradients, ranges
 from tests.support.offline import (
     HOPPER,
     TABLES_NAMED,
@@ -27,6 +27,8 @@ PLAIN = {
     "HAS_BOUNDS": False,
 }
 EVERY = dict.fromkeys(PLAIN, True)
+PADDED = PLAIN | {"HAS_KEY_MASK": True, "HAS_BOUNDS": True}
+PACKED = PLAIN | {"HAS_IDS": True, "HAS_BOUNDS": True}
 POINTERS = {
     "key_mask_ptr": "*u8",
     "query_ids_ptr": "*i64",
@@ -69,7 +71,9 @@ def _compile(depth: int, dtype: str, flags: dict[str, bool]) -> Any:
     ("depth", "dtype", "flags"),
     [
         pytest.param(128, "bf16", PLAIN, id="causal-128"),
-        pytest.param(128, "bf16", EVERY, id="every mask-128"),
+        pytest.param(128, "bf16", PADDED, id="padded-128"),
+        pytest.param(128, "bf16", PACKED, id="packed-128"),
+        pytest.param(128, "bf16", EVERY, id="every mask-128", marks=pytest.mark.slow),
         pytest.param(64, "fp16", EVERY, id="every mask-64", marks=pytest.mark.slow),
         pytest.param(96, "fp16", PLAIN, id="causal-96", marks=pytest.mark.slow),
     ],
@@ -77,12 +81,21 @@ def _compile(depth: int, dtype: str, flags: dict[str, bool]) -> Any:
 def test_the_kernel_compiles_within_the_limits(
     depth: int, dtype: str, flags: dict[str, bool]
 ) -> None:
-    ptx = within_limits(_compile(depth, dtype, flags), HOPPER)
+    ptx = within_limits(_compile(depth, dtype, flags), HOPPER, _spills_with(flags))
     assert "cp.async.bulk.tensor" in ptx
     # A separate warp loads, and gives its registers to those that multiply.
     assert "setmaxnreg" in ptx
     # Products of a tile stay in flight together.
     assert len(re.findall("wgmma.mma_async", ptx)) > len(re.findall("wgmma.wait_group", ptx)) * 3
+
+
+def _spills_with(flags: dict[str, bool]) -> int:
+    """Return how many bytes of stack the masks may need.
+
+    Only the steps that read the mask and the ids spill registers in their loop; calls in which each
+    query sees a range of keys never run these steps.
+    """
+    return 1024 if flags["HAS_BOUNDS"] else 0
 
 
 def _spills() -> int:
@@ -127,14 +140,40 @@ def _compile_backward(step: str, depth: int, dtype: str, flags: dict[str, bool])
     [
         pytest.param(128, "bf16", PLAIN, id="causal-128"),
         pytest.param(128, "fp16", PLAIN | {"HAS_BEHIND": True}, id="window-128"),
+        pytest.param(128, "bf16", PACKED, id="packed-128"),
+        pytest.param(128, "bf16", PADDED, id="padded-128", marks=pytest.mark.slow),
         pytest.param(64, "bf16", PLAIN, id="causal-64", marks=pytest.mark.slow),
+        pytest.param(64, "bf16", EVERY, id="every mask-64", marks=pytest.mark.slow),
     ],
 )
 def test_the_backward_kernels_compile_within_the_limits(
     step: str, depth: int, dtype: str, flags: dict[str, bool]
 ) -> None:
     compiled = _compile_backward(step, depth, dtype, flags)
-    ptx = within_limits(compiled, HOPPER, _spills() if step == "key" else 0)
+    stack = max(_spills_with(flags), _spills() if step == "key" else 0)
+    ptx = within_limits(compiled, HOPPER, stack)
     assert "cp.async.bulk.tensor" in ptx
     assert "setmaxnreg" in ptx
     assert len(re.findall("wgmma.mma_async", ptx)) > len(re.findall("wgmma.wait_group", ptx)) * 3
+
+
+@pytest.mark.parametrize("ours_are_queries", [True, False], ids=["queries", "keys"])
+@pytest.mark.parametrize("flags", [PADDED, PACKED, EVERY], ids=["padded", "packed", "every mask"])
+def test_the_kernels_of_ranges_compile_within_the_limits(
+    flags: dict[str, bool], ours_are_queries: bool
+) -> None:
+    from memeff_compile.kernels.attention import ranges_kernels as kernels
+
+    def type_of(argument: str) -> str:
+        return POINTERS.get(argument, "i32")
+
+    others = 128 if ours_are_queries else 64
+    sizes = {"OURS": 128, "OTHERS": others, "CHUNK": ranges.CHUNK // others}
+    constants = {**flags, **sizes, "OURS_ARE_QUERIES": ours_are_queries}
+    kernel, parts = kernels._attention_ranges_kernel, {"tables": TABLES_NAMED}
+    warps = {"num_warps": ranges.WARPS}
+    compiled = compile_for(HOPPER, kernel, constants, type_of, parts=parts, **warps)
+    within_limits(compiled, HOPPER, stack=64)
+    order = kernels._attention_ranges_order_kernel
+    constants = {"OURS": ranges.SORTED, "OTHERS": ranges.COMPARED}
+    within_limits(compile_for(HOPPER, order, constants, type_of, **warps), HOPPER)
