@@ -56,7 +56,7 @@ def _rounds(tiles):
     mine = gl.program_id(0)
     if whole % 2 == 1:
         mine = programs - 1 - mine
-    return whole + (mine < tiles % programs).to(gl.int32)
+    return gl.where(mine < tiles % programs, whole + 1, whole)
 
 
 @gluon.jit

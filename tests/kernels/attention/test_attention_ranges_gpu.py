@@ -11,6 +11,7 @@ from torch import Tensor
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import hopper, hopper_gradients, tiles
 from memeff_compile.kernels.attention.call import Call
+from tests.support.attention_tables import KINDS, tables
 from tests.support.dense_attention import Case, dense_with_gradients, draw, largest
 
 pytestmark = pytest.mark.gpu
@@ -18,50 +19,6 @@ pytestmark = pytest.mark.gpu
 # Largest difference from float64, over the largest value.
 BUDGET = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NAMES = ("out", "lse", "grad of q", "grad of k", "grad of v")
-Tables = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def _documents(batch: int, length: int, mean: int) -> Tensor:
-    """Return ids of documents, of random lengths and of one token."""
-    generator = torch.Generator().manual_seed(length + mean)
-    starts = torch.rand(batch, length, generator=generator) < 1.0 / mean
-    starts[:, length // 2 : length // 2 + 3] = True  # documents of one token
-    return starts.cumsum(1)
-
-
-def tables(kind: str, batch: int, queries: int, keys: int) -> Tables:
-    """Return the mask of keys and the ids of a kind of call."""
-    place = torch.arange(keys)[None]
-    size = max(queries, keys)
-    lengths = torch.tensor([keys, keys // 3, 1, 0])[:batch, None]
-    generator = torch.Generator().manual_seed(keys)
-    match kind:
-        case "right padding":
-            return place < lengths, None, None
-        case "left padding":
-            return place >= keys - lengths, None, None
-        case "padding of all sequences":
-            return (place >= 5)[:1] & (place < keys - 300), None, None
-        case "documents":
-            ids = _documents(batch, size, 150)
-            return None, ids[:, :queries], ids[:, :keys]
-        case "short documents":
-            ids = _documents(1, size, 7).int()
-            return None, ids[:, :queries], ids[:, :keys]
-        case "documents and padding":
-            ids = _documents(batch, size, 200)
-            return place < lengths, ids[:, :queries], ids[:, :keys]
-        case "keys with gaps":
-            return torch.rand(batch, keys, generator=generator) < 0.7, None, None
-        case "documents in turn":
-            ids = torch.arange(size)[None] // 40 % 3
-            return None, ids[:, :queries], ids[:, :keys]
-        case "documents in turn and gaps":
-            ids = torch.randint(0, 3, (batch, size), generator=generator).sort(1).values
-            ids = torch.where(torch.arange(size)[None] // 60 % 5 == 0, 1, ids)
-            shown = torch.rand(batch, keys, generator=generator) < 0.9
-            return shown, ids[:, :queries], ids[:, :keys]
-    raise AssertionError(kind)
 
 
 def call_of(case: Case) -> Call:
@@ -98,12 +55,6 @@ def check(case: Case) -> None:
         difference = largest(ours.double()[is_number] - wanted[is_number])
         budget = BUDGET[case.q.dtype] * max(1.0, largest(wanted[is_number]))
         assert difference <= budget, f"{name}: {difference} > {budget}"
-
-
-KINDS = (
-    *("right padding", "left padding", "padding of all sequences", "documents", "short documents"),
-    *("documents and padding", "keys with gaps", "documents in turn", "documents in turn and gaps"),
-)
 
 
 @pytest.mark.parametrize("kind", KINDS)
