@@ -2,7 +2,8 @@
 tiles, and eight warps multiply.
 
 The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel
-supports bounds on positions, sequence ids and masks of keys. `is_faster` returns whether a call
+supports bounds on positions, sequence ids and masks of keys; for ids and masks of keys, the module
+`ranges` first finds which keys each query sees. `is_faster` returns whether a call
 uses this kernel: only calls of the kind for which this kernel was measured to be faster than the
 kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order in which programs
 run. The backward pass is in `hopper_gradients`.
@@ -115,7 +116,7 @@ def flags_of(call: Call) -> dict[str, bool]:
     return {"HAS_BOUNDS": call.given.has_tables(), **key_tiles.flags_of(call.given)}
 
 
-def plan_of(call: Call, own: int, others: int, *, ours_are_queries: bool = True) -> Tensor:
+def ranges_of(call: Call, own: int, others: int, *, ours_are_queries: bool = True) -> Tensor:
     """Return the result of `ranges.find`, or a placeholder that kernels do not read if the mask
     depends only on positions.
     """
@@ -146,7 +147,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
             *(tiles_of_heads(each, [1, 1, shape.keys, block]) for each in (call.k, call.v)),
             tiles_of_heads(out, [1, OWN, 1, block]),
             key_tiles.tables_of(given, q),
-            plan_of(call, shape.rows, shape.keys),
+            ranges_of(call, shape.rows, shape.keys),
             *(lse, call.scales()[0], *key_tiles.positions_of(given)),
             *(batch * heads, heads, repeat, queries, keys, tiles, section),
         )

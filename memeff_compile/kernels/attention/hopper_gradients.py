@@ -1,10 +1,10 @@
 """The backward pass of large calls of the implementation `tiles` on Hopper, in Gluon: one warp
 loads tiles, and eight warps multiply.
 
-These kernels support the calls that the forward kernel in `hopper` supports, if the mask depends
-only on positions. `is_faster` returns whether a call uses these kernels: only calls of the kinds
-for which these kernels were measured to be faster than the kernels of `tiles`. As in the
-implementation `tiles`, no sum depends on the order in which programs run.
+These kernels support the calls that the forward kernel in `hopper` supports. `is_faster` returns
+whether a call uses these kernels: only calls of the kinds for which these kernels were measured to
+be faster than the kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order
+in which programs run.
 
 The lower bound of the time is 14 D operations (D is the head dimension) for each visible pair of a
 query and a key, at 790 TFLOP/s: this number counts the scores twice, because each of the two
@@ -141,7 +141,7 @@ def _query_gradient(
         *(tiles_of_heads(each, others) for each in (call.k, call.v)),
         tiles_of_heads(grad_q, own),
         key_tiles.tables_of(call.given, q),
-        hopper.plan_of(call, shape.rows, shape.keys),
+        hopper.ranges_of(call, shape.rows, shape.keys),
         *(lse, stats, call.scales()[0], call.given.scale),
         *key_tiles.positions_of(call.given),
         *(batch * heads, heads, repeat, queries, keys, tiles, padded, batch * heads),
@@ -165,7 +165,7 @@ def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tup
         *(tiles_of_heads(each, others) for each in (q, grad)),
         *(tiles_of_heads(each, own) for each in (grad_k, grad_v)),
         key_tiles.tables_of(call.given, q),
-        hopper.plan_of(call, shape.keys, shape.rows, ours_are_queries=False),
+        hopper.ranges_of(call, shape.keys, shape.rows, ours_are_queries=False),
         *(stats, call.scales()[0], call.given.scale),
         *key_tiles.positions_of(call.given),
         *(batch * groups, groups, repeat, queries, keys, tiles, stats.shape[3], batch * groups),

@@ -10,8 +10,8 @@ every program computes one tile; tiles with the most work come first, so that al
 the same work.
 
 As in `hopper_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
-masking conditions only in pairs in which some keys are hidden. The kernels support masks that
-depend only on positions.
+masking conditions only in pairs in which some keys are hidden. With masks of keys or sequence ids,
+each query has a range of keys, and each key a range of queries (`hopper_kernels`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from .hopper_kernels import (
     _is_within,
     _nth,
     _place_of,
-    _planned,
     _ranges_of,
     _rounds,
+    _sorted_tile,
     _tile_2d,
     _which_count,
 )
@@ -85,12 +85,14 @@ def _hide(weight, ours, other, told, AXIS: gl.constexpr, MASKED: gl.constexpr, C
 
 
 @gluon.jit
-def _query_tile(turn, plan_ptr, work, C: gl.constexpr):
+def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of queries that a program computes in a round, the tile's sequence and head,
     and the tiles of keys that it visits."""
     batch_heads, heads, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
-        tile, batch, head, found = _planned(turn, plan_ptr, batch_heads, heads, tiles, section)
+        tile, batch, head, found = _sorted_tile(
+            turn, ranges_ptr, batch_heads, heads, tiles, section
+        )
         row = batch * heads + head
     else:
         tile, row = _place_of(turn, batch_heads, tiles, section)
@@ -127,7 +129,7 @@ def _load_own_queries(descs, memory, bars, at, turn, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_query_gradient(descs, memory, bars, plan_ptr, work, C: gl.constexpr):
+def _load_query_gradient(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
     """Load the program's tiles of queries, and the tiles of keys and values that each tile of
     queries visits.
 
@@ -140,7 +142,7 @@ def _load_query_gradient(descs, memory, bars, plan_ptr, work, C: gl.constexpr):
     batch_heads, _, repeat, _, _, tiles, _, _, _ = work
     step = 0
     for turn in range(_rounds(batch_heads * tiles)):
-        tile, _row, batch, head, found = _query_tile(turn, plan_ptr, work, C)
+        tile, _row, batch, head, found = _query_tile(turn, ranges_ptr, work, C)
         group = head // repeat
         count = found[4]
         own = (batch, head, tile * C.ROWS)
@@ -235,7 +237,7 @@ def _query_step(
 
 @gluon.jit
 def _query_gradient(
-    memory, bars, outs, tables, plan_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
+    memory, bars, outs, tables, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
 ):
     """Compute the gradient of the queries of one group of warps.
 
@@ -255,14 +257,14 @@ def _query_gradient(
     step = 0
     turns = 0
     for turn in range(_rounds(batch_heads * tiles)):
-        tile, row, batch, head, found = _query_tile(turn, plan_ptr, work, C)
+        tile, row, batch, head, found = _query_tile(turn, ranges_ptr, work, C)
         edges, count = found[3], found[4]
         place = tile * C.ROWS + PART * OWN + gl.arange(0, OWN, layout=by_row)
         ours = (place, place, place, 0, 0, 0)
         if C.HAS_BOUNDS:
             batches = batch_heads // heads
             low, high, has_gaps, clean, dirty = _ranges_of(
-                plan_ptr, batches, batch, tile, tiles, place, C.ROWS
+                ranges_ptr, batches, batch, tile, tiles, place, C.ROWS
             )
             ours = (place, low, high, has_gaps, clean, dirty)
         told = (scale, (tables, batch, span, queries, keys))
@@ -334,15 +336,15 @@ def _query_gradient(
 
 
 @gluon.jit
-def _query_gradient_first(memory, bars, outs, tables, plan_ptr, work, scales, C: gl.constexpr):
+def _query_gradient_first(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(0), memory[1].index(0), memory[2].index(0), memory[3], memory[4])
-    _query_gradient(own, bars, outs, tables, plan_ptr, work, scales, 0, C)
+    _query_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 0, C)
 
 
 @gluon.jit
-def _query_gradient_second(memory, bars, outs, tables, plan_ptr, work, scales, C: gl.constexpr):
+def _query_gradient_second(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(1), memory[1].index(1), memory[2].index(1), memory[3], memory[4])
-    _query_gradient(own, bars, outs, tables, plan_ptr, work, scales, 1, C)
+    _query_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 1, C)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -354,7 +356,7 @@ def _attention_hopper_gradients_query_kernel(
     v_desc,  # likewise
     grad_q_desc,  # as q_desc, written
     tables,  # `key_tiles.Tables`
-    plan_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
+    ranges_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
     lse_ptr,  # (B, H, M) fp32
     stats_ptr,  # (B, H, 2, padded) fp32, written: lse in base 2, and the sum of grad * out
     scale,  # of the products, in base 2, above 0
@@ -402,9 +404,9 @@ def _attention_hopper_gradients_query_kernel(
     scales = (scale, factor)
     gl.warp_specialize(
         [
-            (_query_gradient_first, (memory, bars, outs, tables, plan_ptr, work, scales, C)),
-            (_query_gradient_second, (memory, bars, outs, tables, plan_ptr, work, scales, C)),
-            (_load_query_gradient, (descs, memory, bars, plan_ptr, work, C)),
+            (_query_gradient_first, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_query_gradient_second, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_load_query_gradient, (descs, memory, bars, ranges_ptr, work, C)),
         ],
         [4, 1],
         [C.REGISTERS, C.LOADER_REGISTERS],
@@ -412,13 +414,15 @@ def _attention_hopper_gradients_query_kernel(
 
 
 @gluon.jit
-def _key_tile(turn, plan_ptr, work, C: gl.constexpr):
+def _key_tile(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of keys that a program computes in a round, the tile's sequence and key head
     (as one index, and as two), and the tiles of queries that the program visits.
     """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
-        tile, batch, group, found = _planned(turn, plan_ptr, batch_groups, groups, tiles, section)
+        tile, batch, group, found = _sorted_tile(
+            turn, ranges_ptr, batch_groups, groups, tiles, section
+        )
         row = batch * groups + group
     else:
         # The first keys are seen by most queries under causal masks: they come first.
@@ -452,7 +456,7 @@ def _load_own_keys(descs, memory, bars, at, turn, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_key_gradient(descs, memory, bars, stats_ptr, plan_ptr, work, C: gl.constexpr):
+def _load_key_gradient(descs, memory, bars, stats_ptr, ranges_ptr, work, C: gl.constexpr):
     """Load the program's tiles of keys and values; for each of these tiles, load the tiles of the
     queries that see its keys, with the output gradient and two numbers for each query.
     """
@@ -464,7 +468,7 @@ def _load_key_gradient(descs, memory, bars, stats_ptr, plan_ptr, work, C: gl.con
     offs = gl.arange(0, C.ROWS, layout=lanes)
     step = 0
     for turn in range(_rounds(batch_groups * tiles)):
-        tile, row, batch, group, found = _key_tile(turn, plan_ptr, work, C)
+        tile, row, batch, group, found = _key_tile(turn, ranges_ptr, work, C)
         count = found[4]
         every = count * repeat
         own = (batch, group, tile * C.KEYS)
@@ -556,7 +560,7 @@ def _key_step(
 
 @gluon.jit
 def _key_gradient(
-    memory, bars, outs, tables, plan_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
+    memory, bars, outs, tables, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
 ):
     """Compute the gradients of the keys and values of one group of warps."""
     k_memory, v_memory, _, _, _, _ = memory
@@ -569,14 +573,14 @@ def _key_gradient(
     batches = batch_groups // groups
     step = 0
     for turn in range(_rounds(batch_groups * tiles)):
-        tile, _row, batch, group, found = _key_tile(turn, plan_ptr, work, C)
+        tile, _row, batch, group, found = _key_tile(turn, ranges_ptr, work, C)
         edges, count = found[3], found[4]
         start = tile * C.KEYS + PART * OWN
         place = start + gl.arange(0, OWN, layout=gl.SliceLayout(1, score_mma))
         key = (place, place, place, 0, 0, 0)
         if C.HAS_BOUNDS:
             low, high, has_gaps, clean, dirty = _ranges_of(
-                plan_ptr, batches, batch, tile, tiles, place, C.KEYS
+                ranges_ptr, batches, batch, tile, tiles, place, C.KEYS
             )
             key = (place, low, high, has_gaps, clean, dirty)
         told = (scale, (tables, batch, span, queries, keys))
@@ -608,7 +612,7 @@ def _key_gradient(
         if C.HAS_KEY_MASK:
             # Hidden keys may be nan, and 0 times nan is nan.
             here = start + gl.arange(0, OWN, layout=gl.SliceLayout(1, out_mma))
-            low, high, _, _, _ = _ranges_of(plan_ptr, batches, batch, tile, tiles, here, C.KEYS)
+            low, high, _, _, _ = _ranges_of(ranges_ptr, batches, batch, tile, tiles, here, C.KEYS)
             acc_k = gl.where((low <= high)[:, None], acc_k, 0.0)
         # The keys and values are no longer needed: their memory takes the results.
         _tile_2d(v_memory, OWN, C).store(acc_v.to(k_memory.dtype))
@@ -623,15 +627,15 @@ def _key_gradient(
 
 
 @gluon.jit
-def _key_gradient_first(memory, bars, outs, tables, plan_ptr, work, scales, C: gl.constexpr):
+def _key_gradient_first(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(0), memory[1].index(0), memory[2], memory[3], memory[4], memory[5])
-    _key_gradient(own, bars, outs, tables, plan_ptr, work, scales, 0, C)
+    _key_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 0, C)
 
 
 @gluon.jit
-def _key_gradient_second(memory, bars, outs, tables, plan_ptr, work, scales, C: gl.constexpr):
+def _key_gradient_second(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(1), memory[1].index(1), memory[2], memory[3], memory[4], memory[5])
-    _key_gradient(own, bars, outs, tables, plan_ptr, work, scales, 1, C)
+    _key_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 1, C)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -643,7 +647,7 @@ def _attention_hopper_gradients_key_kernel(
     grad_k_desc,  # as k_desc, written
     grad_v_desc,  # likewise
     tables,  # `key_tiles.Tables`
-    plan_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
+    ranges_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
     stats_ptr,  # (B, H, 2, padded) fp32: lse in base 2, and the sum of grad * out
     scale,  # of the products, in base 2, above 0
     factor,  # of the scores, as the caller passed it
@@ -684,9 +688,9 @@ def _attention_hopper_gradients_key_kernel(
     scales = (scale, factor)
     gl.warp_specialize(
         [
-            (_key_gradient_first, (memory, bars, outs, tables, plan_ptr, work, scales, C)),
-            (_key_gradient_second, (memory, bars, outs, tables, plan_ptr, work, scales, C)),
-            (_load_key_gradient, (descs, memory, bars, stats_ptr, plan_ptr, work, C)),
+            (_key_gradient_first, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_key_gradient_second, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_load_key_gradient, (descs, memory, bars, stats_ptr, ranges_ptr, work, C)),
         ],
         [4, 1],
         [C.REGISTERS, C.LOADER_REGISTERS],

@@ -9,6 +9,11 @@ warp already loads the next tile.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
 masking conditions only in pairs in which some keys are hidden; pairs with hidden keys come first.
+
+With masks of keys or sequence ids (HAS_BOUNDS), a table that `ranges.find` made contains the tiles
+that each tile of queries visits, and the first and the last visible key of each query. If all keys
+between them are visible, the kernel compares positions with these two numbers; otherwise it reads
+the mask and the ids.
 """
 
 from __future__ import annotations
@@ -33,8 +38,8 @@ LOW: gl.constexpr = gl.constexpr(-1.0e38)  # below every score; finite, as in `t
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 # Positions of a program's tile that one group of warps owns: the rows of a product.
 OWN: gl.constexpr = gl.constexpr(64)
-# How a step finds the hidden keys of a tile: it finds none, it compares positions with bounds, it
-# also reads the mask of keys and the ids, or it does so only if the tile of queries needs this.
+# How a step finds the hidden keys of a tile: there are none, it compares positions with bounds, it
+# reads the mask of keys and the ids, or it reads them only if the program's tile has gaps.
 WHOLE: gl.constexpr = gl.constexpr(0)
 RANGE: gl.constexpr = gl.constexpr(1)
 GAPS: gl.constexpr = gl.constexpr(2)
@@ -91,7 +96,7 @@ def _bounds(tile, lengths, span, SIZES, IS_BOUND):
 
 
 @gluon.jit
-def _planned(turn, plan_ptr, rows, heads, tiles, width):
+def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
     """Return the tile that a program computes in a given round, the tile's sequence and head, and
     the visited tiles like `_bounds`, from a table that `ranges.find` made.
 
@@ -99,8 +104,8 @@ def _planned(turn, plan_ptr, rows, heads, tiles, width):
     """
     pairs = rows // heads * tiles
     nth, head = _place_of(turn, heads, pairs, width)
-    pair = gl.load(plan_ptr + nth * FIELDS + 7)
-    found_ptr = plan_ptr + pair * FIELDS
+    pair = gl.load(ranges_ptr + nth * FIELDS + 7)
+    found_ptr = ranges_ptr + pair * FIELDS
     first = gl.load(found_ptr)
     full_first = gl.load(found_ptr + 1)
     full_stop = gl.load(found_ptr + 2)
@@ -111,13 +116,13 @@ def _planned(turn, plan_ptr, rows, heads, tiles, width):
 
 
 @gluon.jit
-def _ranges_of(plan_ptr, batches, batch, tile, tiles, place, OURS: gl.constexpr):
+def _ranges_of(ranges_ptr, batches, batch, tile, tiles, place, OURS: gl.constexpr):
     """Return the first and the last visible position for each position of a tile, whether there are
     gaps between them, and the range of visited tiles of which the mask hides no key.
     """
     padded = tiles * OURS
-    found_ptr = plan_ptr + (batch * tiles + tile) * FIELDS
-    range_ptr = plan_ptr + batches * tiles * FIELDS + batch * (2 * padded)
+    found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS
+    range_ptr = ranges_ptr + batches * tiles * FIELDS + batch * (2 * padded)
     low = gl.load(range_ptr + place)
     high = gl.load(range_ptr + padded + place)
     has_gaps = gl.load(found_ptr + 4)
@@ -156,8 +161,9 @@ def _mask_of(tables, batch):
 @gluon.jit
 def _is_within(ours, other):
     """Return which positions of a visited tile are within the range of each of our positions."""
+    _, low, high, _, _, _ = ours
     other = gl.expand_dims(other, 0)
-    return (other >= gl.expand_dims(ours[1], 1)) & (other <= gl.expand_dims(ours[2], 1))
+    return (other >= gl.expand_dims(low, 1)) & (other <= gl.expand_dims(high, 1))
 
 
 @gluon.jit
@@ -198,7 +204,8 @@ def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _is_dirty(tile, query):
     """Return whether the mask of keys may hide keys of a visited tile."""
-    return (tile < query[4]) | (tile >= query[5])
+    _, _, _, _, clean, dirty = query
+    return (tile < clean) | (tile >= dirty)
 
 
 @gluon.jit
@@ -218,14 +225,14 @@ def _clear_hidden(memory, told, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def _queries_of(turn, plan_ptr, work, C: gl.constexpr):
+def _queries_of(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of queries that a program computes in a given round, the tile's sequence and
     head, and the tiles of keys that it visits.
     """
     batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
     if C.HAS_BOUNDS:
-        tile, batch, head, found = _planned(
-            turn, plan_ptr, batch_heads, heads, query_tiles, section
+        tile, batch, head, found = _sorted_tile(
+            turn, ranges_ptr, batch_heads, heads, query_tiles, section
         )
     else:
         tile, row = _place_of(turn, batch_heads, query_tiles, section)
@@ -253,7 +260,7 @@ def _load_own(q_desc, memory, full, empty, at, taken, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_forward(descs, memory, bars, plan_ptr, work, C: gl.constexpr):
+def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
     """Load the queries of each tile, and the keys and values that the tile visits."""
     q_desc, k_desc, v_desc = descs
     q_memory, k_memory, v_memory, _ = memory
@@ -262,7 +269,7 @@ def _load_forward(descs, memory, bars, plan_ptr, work, C: gl.constexpr):
     step = 0
     taken = 0
     for turn in range(_rounds(batch_heads * query_tiles)):
-        tile, batch, head, found = _queries_of(turn, plan_ptr, work, C)
+        tile, batch, head, found = _queries_of(turn, ranges_ptr, work, C)
         group = head // repeat
         count = found[4]
         if count > 0:
@@ -372,7 +379,9 @@ def _step_forward(
 
 
 @gluon.jit
-def _attend(memory, bars, outs, tables, plan_ptr, work, scale, PART: gl.constexpr, C: gl.constexpr):
+def _attend(
+    memory, bars, outs, tables, ranges_ptr, work, scale, PART: gl.constexpr, C: gl.constexpr
+):
     """Compute the output for the queries of one group of warps."""
     out_desc, lse_ptr = outs
     q_memory, k_memory, v_memory, out_memory = memory
@@ -387,7 +396,7 @@ def _attend(memory, bars, outs, tables, plan_ptr, work, scale, PART: gl.constexp
     turns = 0
     q = _tile_2d(q_memory, HERE, C)
     for turn in range(_rounds(batch_heads * query_tiles)):
-        tile, batch, head, found = _queries_of(turn, plan_ptr, work, C)
+        tile, batch, head, found = _queries_of(turn, ranges_ptr, work, C)
         row = batch * heads + head
         edges, count = found[3], found[4]
         place = tile * C.ROWS + PART * OWN + gl.arange(0, HERE, layout=by_row)
@@ -396,7 +405,7 @@ def _attend(memory, bars, outs, tables, plan_ptr, work, scale, PART: gl.constexp
         if C.HAS_BOUNDS:
             batches = batch_heads // heads
             low, high, has_gaps, clean, dirty = _ranges_of(
-                plan_ptr, batches, batch, tile, query_tiles, place, C.ROWS
+                ranges_ptr, batches, batch, tile, query_tiles, place, C.ROWS
             )
             query = (place, low, high, has_gaps, clean, dirty)
         told = (tables, batch, (ahead, behind), queries, keys)
@@ -466,15 +475,15 @@ def _attend(memory, bars, outs, tables, plan_ptr, work, scale, PART: gl.constexp
 
 
 @gluon.jit
-def _attend_first(memory, bars, outs, tables, plan_ptr, work, scale, C: gl.constexpr):
+def _attend_first(memory, bars, outs, tables, ranges_ptr, work, scale, C: gl.constexpr):
     mine = (memory[0].index(0), memory[1], memory[2], memory[3].index(0))
-    _attend(mine, bars, outs, tables, plan_ptr, work, scale, 0, C)
+    _attend(mine, bars, outs, tables, ranges_ptr, work, scale, 0, C)
 
 
 @gluon.jit
-def _attend_second(memory, bars, outs, tables, plan_ptr, work, scale, C: gl.constexpr):
+def _attend_second(memory, bars, outs, tables, ranges_ptr, work, scale, C: gl.constexpr):
     mine = (memory[0].index(1), memory[1], memory[2], memory[3].index(1))
-    _attend(mine, bars, outs, tables, plan_ptr, work, scale, 1, C)
+    _attend(mine, bars, outs, tables, ranges_ptr, work, scale, 1, C)
 
 
 @gluon.jit
@@ -493,7 +502,7 @@ def _attention_hopper_forward_kernel(
     v_desc,  # likewise
     out_desc,  # (B, M, H, D), block 1 x OWN x 1 x DEPTH_BLOCK
     tables,  # `key_tiles.Tables`
-    plan_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
+    ranges_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
     lse_ptr,  # (B, H, M) fp32, natural logarithm
     scale,  # of the products, in base 2, above 0
     ahead,
@@ -536,9 +545,9 @@ def _attention_hopper_forward_kernel(
     outs = (out_desc, lse_ptr)
     gl.warp_specialize(
         [
-            (_attend_first, (memory, bars, outs, tables, plan_ptr, work, scale, C)),
-            (_attend_second, (memory, bars, outs, tables, plan_ptr, work, scale, C)),
-            (_load_forward, (descs, memory, bars, plan_ptr, work, C)),
+            (_attend_first, (memory, bars, outs, tables, ranges_ptr, work, scale, C)),
+            (_attend_second, (memory, bars, outs, tables, ranges_ptr, work, scale, C)),
+            (_load_forward, (descs, memory, bars, ranges_ptr, work, C)),
         ],
         [4, 1],
         [C.REGISTERS, 24],

@@ -44,7 +44,7 @@ def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor
     batch, queries, keys = call.sizes[0], call.sizes[3], call.sizes[4]
     tiles = tiles_of(queries if ours_are_queries else keys, own)
     size = batch * tiles * (FIELDS + 2 * own)
-    plan = call.q.new_empty((size,), dtype=torch.int32)
+    found = call.q.new_empty((size,), dtype=torch.int32)
     constants = {
         "OURS": own,
         "OTHERS": others,
@@ -55,11 +55,11 @@ def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor
     }
     tables = key_tiles.tables_of(call.given, call.q)
     positions = key_tiles.positions_of(call.given)
-    arguments = (tables, plan, *positions, queries, keys, tiles)
+    arguments = (tables, found, *positions, queries, keys, tiles)
     name = tuple(constants.items())
     launch(kernels._attention_ranges_kernel, (batch * tiles,), arguments, constants, name)
     constants = {"OURS": SORTED, "OTHERS": COMPARED, "num_warps": WARPS}
     grid = (tiles_of(batch * tiles, SORTED),)
     name = tuple(constants.items())
-    launch(kernels._attention_ranges_order_kernel, grid, (plan, batch * tiles), constants, name)
-    return plan
+    launch(kernels._attention_ranges_order_kernel, grid, (found, batch * tiles), constants, name)
+    return found

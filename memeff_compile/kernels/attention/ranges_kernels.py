@@ -56,7 +56,7 @@ def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.conste
 @triton.jit(do_not_specialize=VARYING)
 def _attention_ranges_kernel(
     tables,  # `key_tiles.Tables`
-    plan_ptr,  # `ranges.find`'s result
+    ranges_ptr,  # `ranges.find`'s result
     ahead,
     behind,
     queries,
@@ -149,7 +149,7 @@ def _attention_ranges_kernel(
         highest = tl.where(is_ours, tl.maximum(highest, until - 1), highest)
         number += tl.where(is_ours, until - since, 0)
     has_gaps = (number > 0) & (number != highest - lowest + 1)
-    found_ptr = plan_ptr + (batch * tiles + tile) * FIELDS
+    found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS
     tl.store(found_ptr, least.to(tl.int32))
     tl.store(found_ptr + 1, whole.to(tl.int32))
     tl.store(found_ptr + 2, broken.to(tl.int32))
@@ -158,29 +158,29 @@ def _attention_ranges_kernel(
     tl.store(found_ptr + 5, clean.to(tl.int32))
     tl.store(found_ptr + 6, dirty.to(tl.int32))
     padded = tiles * C.OURS
-    range_ptr = plan_ptr + batches * tiles * FIELDS + batch * 2 * padded + place
+    range_ptr = ranges_ptr + batches * tiles * FIELDS + batch * 2 * padded + place
     tl.store(range_ptr, lowest)
     tl.store(range_ptr + padded, highest)
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def _attention_ranges_order_kernel(
-    plan_ptr,  # `ranges.find`'s result; its last number of each tile is written
+    ranges_ptr,  # `ranges.find`'s result; its last number of each tile is written
     tiles,  # of all sequences
     C: tl.constexpr,
 ):
     tile = tl.program_id(0) * C.OURS + tl.arange(0, C.OURS)
     is_tile = tile < tiles
-    found_ptr = plan_ptr + tile.to(tl.int64) * FIELDS
+    found_ptr = ranges_ptr + tile.to(tl.int64) * FIELDS
     work = tl.load(found_ptr + 3, mask=is_tile, other=0)
     work -= tl.load(found_ptr, mask=is_tile, other=0)
     rank = tl.zeros((C.OURS,), dtype=tl.int32)
     for start in tl.range(0, tiles, C.OTHERS, num_stages=1):
         other = start + tl.arange(0, C.OTHERS)
-        other_ptr = plan_ptr + other.to(tl.int64) * FIELDS
+        other_ptr = ranges_ptr + other.to(tl.int64) * FIELDS
         more = tl.load(other_ptr + 3, mask=other < tiles, other=0)
         more -= tl.load(other_ptr, mask=other < tiles, other=1)  # tiles outside have less than 0
         is_before = (other[None, :] < tile[:, None]) & (more[None, :] == work[:, None])
         is_before = is_before | (more[None, :] > work[:, None])
         rank += tl.sum(is_before.to(tl.int32), axis=1)
-    tl.store(plan_ptr + rank.to(tl.int64) * FIELDS + 7, tile, mask=is_tile)
+    tl.store(ranges_ptr + rank.to(tl.int64) * FIELDS + 7, tile, mask=is_tile)

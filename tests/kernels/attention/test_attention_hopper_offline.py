@@ -33,7 +33,7 @@ POINTERS = {
     "key_mask_ptr": "*u8",
     "query_ids_ptr": "*i64",
     "key_ids_ptr": "*i64",
-    "plan_ptr": "*i32",
+    "ranges_ptr": "*i32",
     "lse_ptr": "*fp32",
 }
 LAYOUT = (
