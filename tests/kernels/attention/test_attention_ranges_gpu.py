@@ -104,3 +104,19 @@ def test_what_hidden_keys_hold_reaches_nothing(kind: str, depth: int, bad: float
     filled = Case(case.q, k, v, case.tables, case.settings)
     grad = gradient_like(case)
     assert all(map(torch.equal, found_by(filled, grad), found_by(case, grad)))
+
+
+def test_a_captured_call_follows_its_tables() -> None:
+    case = draw(4, 4, 2, 640, 640, 128, torch.bfloat16, ahead=0)
+    case = Case(case.q, case.k, case.v, tables("right padding", 4, 640, 640), case.settings)
+    case = case.to("cuda")
+    mask = case.tables[0]
+    assert mask is not None
+    grad = gradient_like(case)
+    found_by(case, grad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = found_by(case, grad)
+    mask.copy_(mask.flip(1))
+    graph.replay()
+    assert all(map(torch.equal, held, found_by(case, grad)))
