@@ -17,14 +17,13 @@ from .._triton.key_tiles_kernels import (
     FAR,
     _table_of,
     _visited,
-    edge_tile,
     ids_of,
     keys_shown,
     which_count,
 )
 
 FIELDS = tl.constexpr(8)  # numbers per tile
-PART = tl.constexpr(16)  # visited positions that are compared at a time
+PART = tl.constexpr(32)  # visited positions that are compared at a time
 NOWHERE = tl.constexpr(2**30)  # above every position
 # Arguments for whose values no kernel is compiled again.
 VARYING = ["ahead", "behind", "queries", "keys", "tiles"]
@@ -48,9 +47,17 @@ def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.conste
     else:
         found = which_count((their, their_id), (place, own_id), is_ours, span, 1, C)
         found = found & is_their[None, :]
-    low = tl.min(tl.where(found, their[None, :], NOWHERE), axis=1)
-    high = tl.max(tl.where(found, their[None, :], -1), axis=1)
-    return low, high, tl.sum(found.to(tl.int32), axis=1)
+    return _ends(found, their, their + 1)
+
+
+@triton.jit
+def _ends(found, start, stop):
+    """Return, for each row, the first and the last position of the parts that a row sees, and the
+    number of positions in these parts.
+    """
+    low = tl.min(tl.where(found, start[None, :], NOWHERE), axis=1)
+    high = tl.max(tl.where(found, stop[None, :] - 1, -1), axis=1)
+    return low, high, tl.sum(tl.where(found, (stop - start)[None, :], 0), axis=1)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -92,6 +99,13 @@ def _attention_ranges_kernel(
     some, every, low, high = _table_of(
         our_ids_ptr, mask_ptr, place[None, :], length, OUR_MASK, C.HAS_IDS
     )
+    is_ours = place < length
+    own_id = ids_of(our_ids_ptr, place, is_ours, C)
+    if OUR_MASK:
+        is_ours = keys_shown(mask_ptr, place, is_ours)
+    lowest = tl.full((C.OURS,), NOWHERE, dtype=tl.int32)
+    highest = tl.full((C.OURS,), -1, dtype=tl.int32)
+    number = tl.zeros((C.OURS,), dtype=tl.int32)
     # The first and the last visited tile, the first complete tile and the first later tile that is
     # not complete, and the same for tiles of which the mask hides no key.
     least, most, whole, broken = batch * 0 + FAR, batch * 0 - 1, batch * 0 + FAR, batch * 0 + FAR
@@ -108,6 +122,28 @@ def _attention_ranges_kernel(
             visited = visited & (low <= their_high) & (their_low <= high)
             complete = complete & (low == high) & (their_low == their_high) & (low == their_low)
         is_clean = (other >= first) & (their_every != 0)
+        # A tile of one id, without hidden positions, is visible to a position as a whole or not at
+        # all. Positions of other visited tiles are compared one by one.
+        is_one = (other >= full_first) & (other < full_stop) & (their_every != 0)
+        seen = is_one[None, :] & is_ours[:, None]
+        if C.HAS_IDS:
+            is_one = is_one & (their_low == their_high)
+            seen = seen & is_one[None, :] & (own_id.to(tl.int64)[:, None] == their_low[None, :])
+        begin = other * C.OTHERS
+        low_here, high_here, more = _ends(seen, begin, tl.minimum(begin + C.OTHERS, count))
+        lowest, highest = tl.minimum(lowest, low_here), tl.maximum(highest, high_here)
+        number += more
+        bits = tl.where(visited & (is_one == 0), 1, 0).to(tl.int64) << (other % C.CHUNK).to(tl.int64)
+        bits = tl.sum(bits, axis=0)
+        for index in tl.range(0, C.CHUNK, num_stages=1):
+            if (bits >> index) & 1 != 0:
+                for part in tl.range(0, C.OTHERS, PART, num_stages=1):
+                    at = (chunk * C.CHUNK + index) * C.OTHERS + part
+                    low_here, high_here, more = _range_of(
+                        at, (place, is_ours), span, count, own_id, their_ids_ptr, mask_ptr, C
+                    )
+                    lowest, highest = tl.minimum(lowest, low_here), tl.maximum(highest, high_here)
+                    number += more
         other = other.to(tl.int64)
         least = tl.minimum(least, tl.min(tl.where(visited, other, FAR), axis=0))
         most = tl.maximum(most, tl.max(tl.where(visited, other, -1), axis=0))
@@ -125,29 +161,6 @@ def _attention_ranges_kernel(
     broken = tl.maximum(tl.minimum(broken, end), whole)
     clean = tl.minimum(clean, end)
     dirty = tl.maximum(tl.minimum(dirty, end), clean)
-    # The range of each position.
-    is_ours = place < length
-    own_id = ids_of(our_ids_ptr, place, is_ours, C)
-    if OUR_MASK:
-        is_ours = keys_shown(mask_ptr, place, is_ours)
-    lowest = tl.full((C.OURS,), NOWHERE, dtype=tl.int32)
-    highest = tl.full((C.OURS,), -1, dtype=tl.int32)
-    number = tl.zeros((C.OURS,), dtype=tl.int32)
-    PARTS: tl.constexpr = C.OTHERS // PART
-    for index in tl.range(0, (whole - least + end - broken) * PARTS, num_stages=1):
-        step = least * 0 + index
-        begin = edge_tile(step // PARTS, least, whole, broken) * C.OTHERS + step % PARTS * PART
-        start, final, more = _range_of(
-            begin, (place, is_ours), span, count, own_id, their_ids_ptr, mask_ptr, C
-        )
-        lowest, highest = tl.minimum(lowest, start), tl.maximum(highest, final)
-        number += more
-    if broken > whole:
-        since = (whole * C.OTHERS).to(tl.int32)
-        until = tl.minimum(broken * C.OTHERS, count).to(tl.int32)
-        lowest = tl.where(is_ours, tl.minimum(lowest, since), lowest)
-        highest = tl.where(is_ours, tl.maximum(highest, until - 1), highest)
-        number += tl.where(is_ours, until - since, 0)
     has_gaps = (number > 0) & (number != highest - lowest + 1)
     found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS
     tl.store(found_ptr, least.to(tl.int32))

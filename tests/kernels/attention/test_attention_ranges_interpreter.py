@@ -13,7 +13,7 @@ from tests.support.dense_attention import Case, compose, draw
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
 
-OWN, OTHERS = 32, 16
+OWN, OTHERS = 32, 32
 
 
 def check(call: Call, *, ours_are_queries: bool) -> torch.Tensor:
