@@ -133,8 +133,8 @@ def _attention_ranges_kernel(
         low_here, high_here, more = _ends(seen, begin, tl.minimum(begin + C.OTHERS, count))
         lowest, highest = tl.minimum(lowest, low_here), tl.maximum(highest, high_here)
         number += more
-        bits = tl.where(visited & (is_one == 0), 1, 0).to(tl.int64) << (other % C.CHUNK).to(tl.int64)
-        bits = tl.sum(bits, axis=0)
+        is_mixed = (visited & (is_one == 0)).to(tl.int64)
+        bits = tl.sum(is_mixed << (other % C.CHUNK).to(tl.int64), axis=0)
         for index in tl.range(0, C.CHUNK, num_stages=1):
             if (bits >> index) & 1 != 0:
                 for part in tl.range(0, C.OTHERS, PART, num_stages=1):
