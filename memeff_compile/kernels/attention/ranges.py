@@ -23,7 +23,7 @@ tiles, the end of all visited tiles, whether positions see others with gaps betw
 visited tile of which the mask hides no key, the end of such tiles, and, as the n-th tile's last
 number, which tile of all sequences has the n-th most work."""
 
-CHUNK = 2048
+CHUNK = 1024
 """Positions that one program reads at a time."""
 SORTED, COMPARED = 128, 32
 """Tiles that one program sorts, and tiles with which it compares them at a time."""
