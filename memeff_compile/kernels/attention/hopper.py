@@ -136,10 +136,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     out = q.new_empty((batch, queries, heads, depth))
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     tiles = tiles_of(queries, shape.rows)
-    # All heads that share keys are computed at the same time.
-    section = max(1, CACHED // (4 * depth * keys)) * repeat
-    if given.has_tables():  # the tiles of all sequences are in one order: heads are divided
-        section = max(1, section // (batch * repeat)) * repeat
+    # All heads that share keys are computed at the same time; with tables, all heads are.
+    section = heads if given.has_tables() else max(1, CACHED // (4 * depth * keys)) * repeat
     constants = constants_of(shape, depth, flags_of(call))
     with on_device(q):
         arguments = (
