@@ -65,8 +65,8 @@ def is_faster(call: Call) -> bool:
     """Return whether a call is of a kind for which the Gluon kernel of this module was faster than
     the kernel of the implementation `tiles`.
 
-    The result is false for calls with sequence ids or masks of keys: they were not measured with
-    the present tile shape, and with an earlier shape this kernel was slower for short documents.
+    The result is false for calls with sequence ids or masks of keys: not all tests of these calls
+    have run on a GPU, and the backward pass was not timed.
     """
     batch, heads, _, queries, keys, depth = call.sizes
     is_large = depth >= MEASURED and batch * heads * queries * keys >= LEAST_PAIRS
