@@ -35,7 +35,10 @@ from .call import Call
 NARROWEST, WIDEST = 40, 128
 """Head dimensions that the kernel supports."""
 MEASURED = 96
-"""The least head dimension for which the kernel was faster; heads of 64 were 4 % slower."""
+"""The least head dimension for which the kernel was faster; under masks that depend only on
+positions, heads of 64 were 4 % slower."""
+NARROW = 64
+"""A head dimension for which the kernel was faster under sequence ids and masks of keys."""
 LEAST_PAIRS = 1 << 29
 """The least number of pairs of a query and a key, over all heads, of a measured call; small calls
 would wait for the host."""
@@ -64,13 +67,10 @@ def shape_for(*, has_tables: bool) -> Shape:
 def is_faster(call: Call) -> bool:
     """Return whether a call is of a kind for which the Gluon kernel of this module was faster than
     the kernel of the implementation `tiles`.
-
-    The result is false for calls with sequence ids or masks of keys: not all tests of these calls
-    have run on a GPU, and the backward pass was not timed.
     """
     batch, heads, _, queries, keys, depth = call.sizes
-    is_large = depth >= MEASURED and batch * heads * queries * keys >= LEAST_PAIRS
-    if not is_large or call.given.has_tables():
+    is_measured = depth >= MEASURED or (depth == NARROW and call.given.has_tables())
+    if not is_measured or batch * heads * queries * keys < LEAST_PAIRS:
         return False
     return was_measured(call.q.device, "attention_hopper") and serves(call)
 

@@ -73,8 +73,6 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
 
     `grad` is the gradient of the result `out`.
     """
-    if call.given.has_tables():
-        return False
     batch, heads, groups, queries, keys, depth = call.sizes
     is_large = batch * heads * queries * keys >= hopper.LEAST_PAIRS
     tiles = batch * groups * tiles_of(keys, plan_for(depth, keys).key_gradient.keys)
