@@ -24,7 +24,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def coefficients_of(kind: str, beta: float) -> Coefficients:
-    """Return the coefficients of a divergence, given the divergence's name.
+    """Return the coefficients with which the fused op computes the divergence with a given name.
 
     `beta` is the teacher's weight in the Jensen-Shannon divergence (jsd).
     """
@@ -57,7 +57,7 @@ def linear_divergence(
     without building the logits.
 
     Let p = softmax(z / temperature) with the student's logits z = hidden @ weight.T + bias, and let
-    q be the teacher's softmax, computed in the same way. The result for a row (a token) is
+    q be the teacher's softmax, computed in the same way. `kind` selects the result per row (token):
 
         forward_kl      sum(q (log q - log p)), KL(teacher || student)
         reverse_kl      sum(p (log p - log q)), KL(student || teacher)
@@ -225,7 +225,7 @@ def _require_classes(
 def _require(
     kind: str, beta: float, temperature: float, reduction: str, mask: Tensor | None, hidden: Tensor
 ) -> None:
-    """Raise an error for an unsupported setting that the op does not check itself."""
+    """Raise an error for an unsupported setting that the fused op does not check itself."""
     sentence = None
     if kind not in _KINDS:
         sentence = f"kind is {kind!r}; use one of {', '.join(_KINDS)}."

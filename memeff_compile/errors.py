@@ -57,7 +57,7 @@ class UnsupportedInputError(MemeffError, TypeError):
 
 
 class CodedWeightError(MemeffError, RuntimeError):
-    """A compressed weight was written to in place, or a file of compressed weights cannot be
+    """Code tried to change a compressed weight in place, or a file of compressed weights cannot be
     used."""
 
 
@@ -72,7 +72,7 @@ class ExplainError(MemeffError, ValueError):
 
 class CalibrationError(MemeffError, ValueError):
     """A calibration was called without inputs, for a model without any layer that the calibration
-    can score, or with an unknown level.
+    can score, or with an unknown low-bit format.
     """
 
 

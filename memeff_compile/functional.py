@@ -232,7 +232,7 @@ def _total(
     *,
     is_split: bool,
 ) -> Tensor:
-    """Return the mean or sum of the loss; call the op that also computes the gradients in its
+    """Return the mean or sum of the loss; call the fused op that also computes the gradients in its
     forward pass.
     """
     hidden, *_, target = operands
@@ -272,7 +272,7 @@ def _require_settings(
     ignore_index: int | None,
     class_weight: Tensor | None,
 ) -> None:
-    """Raise an error for an unsupported setting that the op does not check itself."""
+    """Raise an error for an unsupported setting that the fused op does not check itself."""
     odd = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
     no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     sentence = None

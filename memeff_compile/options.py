@@ -202,7 +202,7 @@ _SITE_LEVELS = (*ATTENTION_LEVELS, "exact")
 
 def _check_attention(key: str, value: object) -> object:
     """Accept the name of an attention mode, or a calibration table that gives each attention call a
-    level."""
+    level (a low-bit format)."""
     if not isinstance(value, Mapping):
         return _check_choice(key, value, values=("exact", *ATTENTION_LEVELS, "off"))
     levels = value.get("levels", value)
@@ -215,8 +215,8 @@ def _check_attention(key: str, value: object) -> object:
 
 
 def _check_level(key: str, site: object, value: object) -> str | tuple[str, ...]:
-    """Accept one level for an attention module, or one level for each attention call in the
-    module."""
+    """Accept one level (low-bit format) for an attention module, or one level for each attention
+    call in the module."""
     levels = [value] if isinstance(value, str) else value
     is_list = isinstance(levels, (list, tuple)) and bool(levels)
     if not isinstance(site, str) or not is_list:
@@ -359,7 +359,7 @@ _NOT_CHOSEN = object()
 
 
 def is_disabled() -> bool:
-    """Return whether the environment variable `MEMEFF_DISABLE` switches everything off."""
+    """Return whether the environment variable `MEMEFF_DISABLE` switches this package off."""
     return os.environ.get("MEMEFF_DISABLE", "") not in ("", "0")
 
 
@@ -441,14 +441,15 @@ class Options:
         "Upper limit of the block of logits that exists at a time. A smaller block saves memory, "
         "a larger one needs fewer and larger products. `auto`: 640 MiB on compute capability 9.0, "
         "64 MiB on other GPUs and 8 MiB on the CPU, more for many rows. "
-        "`minimal`: in 16 bits on a GPU, work inside the weight's gradient; always exact.",
+        "`minimal`: on a GPU, with 16-bit inputs, use the memory of the weight's gradient instead "
+        "of a separate block; always exact.",
     )
     linear_cross_entropy_eps: float | None = _option(
         None,
         "none, or a number between 0 and 1",
         _check_fraction,
-        "For `block`: drop a class if p - 1(target) is below this, in absolute value, in every "
-        "row of a block. None: 2^-12.",
+        "For `block`: drop a class if the absolute value of p - 1(target), the gradient of its "
+        "logit, is below this number in every row of a block. None: 2^-12.",
     )
     linear_cross_entropy_tau: float | None = _option(
         None,
@@ -464,9 +465,10 @@ class Options:
         False,
         "`False`, `True`",
         _check_flag,
-        "For the filters, and True with them by default: order the classes by the groups of rows "
-        "in which they count, so that tiles are full or empty (`published`: by their mean "
-        "logits). No copy is made; False is for studies.",
+        "For the filters, each of which sets it to True by default: reorder the classes, without a "
+        "copy of the weight, so that most tiles are completely kept or completely dropped. `mass` "
+        "and `block` put classes together that the same groups of rows keep; `published` sorts "
+        "classes by their mean logits. False is for studies.",
         by_preset=True,
     )
     logits: str = _choice(
@@ -477,13 +479,15 @@ class Options:
         "None.",
     )
     embedding: str = _switch(
-        "Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it."
+        "Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of the gradient."
     )
     divergence: str = _switch(
-        "Compute the divergence of two heads, as in distillation, without the logits of either."
+        "Compute the divergence of two output projections, as in distillation, without the logits "
+        "of either."
     )
     gated_linear: str = _switch(
-        "In activation checkpoints, write the gradients of a gated MLP over gate and up."
+        "In activation checkpoints, the backward pass of a gated MLP overwrites the results of "
+        "the gate and up projections with their gradients."
     )
     recompute: str | int = _option(
         "as_written",
@@ -491,7 +495,8 @@ class Options:
         _check_recompute,
         "The part of activation checkpoints that the backward pass recomputes. `as_written`: "
         "everything. `attention`: everything except the results of attention, which are kept. A "
-        "size: the results of attention and linears that save most, up to this many bytes.",
+        "size: checkpoints keep up to this many bytes of results of attention and linears, first "
+        "those that take the most time per byte to recompute.",
     )
     rotary_tables: str = _switch(
         "On a GPU, compute the cosines and sines of positions once, not in every kernel "
@@ -501,12 +506,13 @@ class Options:
         "exact",
         "`exact`, `8b`, `8b+f16`, `4b`, `off`, or a table `{module path: level}`",
         _check_attention,
-        "How attention runs. `exact`: masks that are proved to be causal, or to hide no key, are "
-        "dropped; repeated keys and values are not repeated; padding, packed sequences, windows "
-        "and softcaps run in `memeff::attention` if that is fast. The others are lossy and apply "
-        "if no gradient is needed: `8b` multiplies int8 and E4M3, `8b+f16` "
-        "keeps weights and values in fp16, `4b` has scores of 4-bit codes, for studies "
-        "(docs/passes/quantize-attention.md).",
+        "How attention runs. `exact`: a mask that is causal becomes `is_causal=True`, and a mask "
+        "that hides no key is dropped; keys and values are not copied for each query head; "
+        "attention with padding, packed sequences, sliding windows or softcaps runs in "
+        "`memeff::attention` if that is fast. `8b`, `8b+f16` and `4b` are lossy and apply if no "
+        "gradient is needed: `8b` computes scores in int8, and multiplies attention weights and "
+        "values in E4M3; `8b+f16` multiplies them in fp16; `4b`, for studies, computes scores from "
+        "4-bit codes (docs/passes/quantize-attention.md).",
         by_preset=True,
     )
     attention_length: int | None = _option(
@@ -523,23 +529,26 @@ class Options:
     )
     ternary: str = _choice(
         "exact off b1.58 a4.8 a4.8-fp4",
-        "Whether linears with ternary weights keep and multiply packed codes. A recipe: "
-        "`memeff_compile.compile(model, ternary=...)` calls `ternarize_` on the model first; "
-        "`torch.compile` refuses it, because a backend does not see the model.",
+        "Whether linears with ternary weights keep and multiply packed codes. `b1.58`, `a4.8` and "
+        "`a4.8-fp4` are recipes: `memeff_compile.compile(model, ternary=...)` calls `ternarize_` "
+        "with the recipe first; `torch.compile` refuses recipes, because a backend does not see "
+        "the model.",
     )
     ternary_gate: str = _choice(
         "recompute keep",
         "Whether training keeps the results of ternary gate and up projections for the "
-        "backward, or computes them again from their codes: the same integers, in less memory.",
+        "backward (`keep`), or computes them again from the codes of input and weight "
+        "(`recompute`), which takes less memory and gives the same results.",
     )
     weights: str = _choice(
         "exact off win4 win4:k3 win4:k1 win4:k0 tier rans win4:fp32 tier:fp32 rans:fp32 tier:fp16 "
         "rans:fp16",
         "Whether linears with weights that `memeff_compile.compress_` compressed run as "
-        "one op that keeps no decoded weight for the backward. `off`: each is decoded and kept. A "
-        "codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
-        "`torch.compile` refuses it, because a backend does not see the model. `k3`, `k1`, `k0`: "
-        "lossy, 3, 1 or 0 mantissa bits are kept. `fp32`, `fp16`: for weights of these dtypes.",
+        "one op that keeps no decoded weight for the backward. `off`: the backward keeps "
+        "each decoded weight. With a codec (`win4` and so on), `memeff_compile.compile(model, "
+        "weights=...)` calls `compress_` on the model first; `torch.compile` refuses codecs, "
+        "because a backend does not see the model. `k3`, `k1`, `k0`: lossy, 3, 1 or 0 mantissa "
+        "bits are kept. `fp32`, `fp16`: for weights of these dtypes.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),
@@ -603,8 +612,8 @@ class Options:
         "off auto on",
         "Compiles each distinct layer of a model once: the graph is cut between layers, and equal "
         "layers share one compiled function (docs/use/start.md). First calls take a fraction of "
-        "the time. `auto` does so if layers are so large that a step takes no longer than without "
-        "sharing; `on` does so in all models with at least four equal layers.",
+        "the time. `auto` shares functions if layers are so large that a step takes no longer than "
+        "without sharing; `on` shares them in all models with at least four equal layers.",
     )
     mode: str | None = _option(
         None,
@@ -648,7 +657,7 @@ class Options:
         return (found,) if isinstance(found, str) else found
 
     def _take_preset(self) -> None:
-        """Set all options that the user did not set to the values of the preset.
+        """Take the preset's value for each option that the user did not set.
 
         Options of the gradient filter are only set if the filter is on.
         """
@@ -838,7 +847,7 @@ def key_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class OptionFacts:
-    """The facts about one option."""
+    """The facts about one option, such as its key, default and meaning."""
 
     key: str
     values: str  # possible values, as on the page

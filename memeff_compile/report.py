@@ -158,15 +158,16 @@ class Record:
 
     @property
     def formula(self) -> sympy.Expr | None:
-        """Return the formula of the bytes saved, or None if the record has no formula."""
+        """Return the formula of the bytes that are no longer allocated, or None if the record has
+        no formula."""
         if self.bytes_before is None:
             return None
         return self.bytes_before - (0 if self.bytes_after is None else self.bytes_after)
 
     @property
     def bytes_saved(self) -> int | None:
-        """Return the bytes saved when the formula's symbols have the values in `sizes`, or None if
-        a value is missing."""
+        """Return `formula` as a number, with the values in `sizes` for its symbols, or None if a
+        value is missing."""
         return self._value(self.formula)
 
     def _value(self, formula: sympy.Expr | None) -> int | None:
@@ -299,8 +300,8 @@ class LogitsUse:
         self.is_counted = False
 
     def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
-        """Count a call of the fused op, and add up the bytes of the logits that the call did not
-        build."""
+        """Count a call of the fused op, and keep the largest number of bytes of logits that one
+        call did not build."""
         self.unbuilt = max(self.unbuilt, unbuilt)
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
@@ -324,7 +325,7 @@ class LogitsUse:
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
-        """Return a copy of the current counts."""
+        """Return a copy of the current counts of calls and of computed logits."""
         return replace(
             self, fused=dict(self.fused), computed=dict(self.computed), readers=dict(self.readers)
         )
@@ -362,8 +363,8 @@ class LogitsUse:
 
     @property
     def bytes_saved(self) -> int:
-        """Return the bytes of logits that the largest loss did not build, or 0 if code built logits
-        anyway."""
+        """Return the largest number of bytes of logits that one loss did not build, or 0 if code
+        built logits anyway."""
         return 0 if self.computed else self.unbuilt
 
     def __str__(self) -> str:
@@ -495,8 +496,8 @@ class GraphReport:
 class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
-    The text shows the changes, the bytes saved, and suggestions for the user; `details` adds
-    locations and reasons, and `to_json` returns all facts.
+    The text shows the changes, the bytes of memory that they save, and suggestions for the user;
+    `details` adds locations and reasons, and `to_json` returns all facts.
 
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
@@ -512,8 +513,8 @@ class Report(VerbReport):
 
     @property
     def bytes_saved(self) -> int:
-        """Return the known bytes saved by all changes and by losses computed outside of the
-        graphs."""
+        """Return the number of bytes that are not allocated, as far as it is known, because of all
+        changes and of losses computed outside of the graphs."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
@@ -575,7 +576,8 @@ class Report(VerbReport):
         return pre(str(self)) + self._bars() + folded(self.details())
 
     def _changed(self) -> str:
-        """Return, for each pass, its changes, their locations and the bytes saved."""
+        """Return, for each pass, its changes, their locations and the bytes of memory that they
+        save."""
         texts = []
         changes = [record for record in self.records if record.action in CHANGES]
         for name in dict.fromkeys(record.pass_name for record in changes):

@@ -51,7 +51,7 @@ class SystemPass:
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `memeff_compile.compile`, as passed to each system."""
+    """One call of `memeff_compile.compile`, as passed to each system (such as KV caches)."""
 
     model: object
     options: Any  # the parsed `Options`
@@ -60,7 +60,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Undone:
-    """The parts of a model that a system restored, and the parts that could not be restored."""
+    """The parts of a model that a system (such as KV caches) restored, and the parts that could not
+    be restored."""
 
     what: str = ""  # a short description, or "" if no part was changed
     places: Mapping[str, str] = field(default_factory=dict)  # new state by name
@@ -79,7 +80,8 @@ class Graph(Protocol):
 
 
 class Hooks:
-    """The functions that the core calls in a system. By default these functions do nothing."""
+    """The functions of a system (such as KV caches) that the core of this package calls. By default
+    these functions do nothing."""
 
     def refuse(self, options: Any) -> None:  # noqa: ANN401
         """Raise OptionError if an option requires a change of the model; the backend calls this
@@ -103,13 +105,14 @@ class Hooks:
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Undo all changes that the system made to a model, as far as possible; return which
-        changes were undone and which were not.
+        """Undo all changes that the system (such as KV caches) made to a model, as far as possible;
+        return which changes were undone and which were not.
         """
         return Undone()
 
     def guard(self, graph: Graph) -> None:
-        """Add guards to a graph for inputs that cannot require a gradient."""
+        """Replace Dynamo's guards on those graph inputs that are tensors of the system (such as KV
+        caches); this method is called only for graphs without gradients."""
 
     def forget(self) -> None:
         """Free all memory that the system (such as KV caches) keeps between calls;
@@ -118,7 +121,8 @@ class Hooks:
 
 @dataclass(frozen=True)
 class System:
-    """Everything that one system adds to the core."""
+    """Everything that one system (an optional part of this package, such as KV caches) adds to the
+    core."""
 
     name: str
     passes: tuple[SystemPass, ...] = ()
@@ -132,7 +136,8 @@ class System:
 
 @cache
 def systems() -> tuple[System, ...]:
-    """Return every system of this installation, in the order of their names."""
+    """Return every system (optional part of this package) that is installed, in the order of their
+    names."""
     rooms = import_module("memeff_compile.model")
     names = [entry.name for entry in pkgutil.iter_modules(rooms.__path__) if entry.ispkg]
     found = (_system(f"{rooms.__name__}.{name}.system") for name in sorted(names))
@@ -157,15 +162,15 @@ def load(source: str) -> Any:  # noqa: ANN401 - whatever the text names
 
 @cache
 def hooks() -> tuple[Hooks, ...]:
-    """Return the hooks of every system."""
+    """Return the hooks of every system (optional part of this package, such as KV caches)."""
     return tuple(load(each.hooks)() for each in systems() if each.hooks)
 
 
 def in_order(
     core: Iterable[Item], name_of: Callable[[Item], str], of_system: Callable[[SystemPass], Item]
 ) -> tuple[Item, ...]:
-    """Return the core's items (such as passes) in order, with each system's items inserted after
-    the core pass that the system names."""
+    """Return the core's items (such as passes) in order, with the items of each system (such as KV
+    caches) inserted after the core pass that the system names."""
     followers: dict[str, list[SystemPass]] = {}
     for system in systems():
         for each in system.passes:

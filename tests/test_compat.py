@@ -8,10 +8,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -506,25 +509,80 @@ def test_inductor_compiles_a_graph_under_patches() -> None:
     assert model.head.weight.grad is not None
 
 
-@probes("compile_with_inductor")
-def test_what_inductor_keeps_on_disk_is_tagged(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return a list that gets the settings of each later compilation, in place of compiling."""
     import torch._inductor.compile_fx
-    from torch.compiler import config
 
-    tags: list[str] = []
+    given: list[dict[str, Any]] = []
 
     def compile_fx(gm: Any, inputs: Any, config_patches: Any) -> Any:
-        tags.append(config.cache_key_tag)
+        given.append(config_patches)
         return gm.forward
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    return given
+
+
+@probes("compile_with_inductor")
+def test_what_inductor_keeps_on_disk_is_tagged(settings: list[dict[str, Any]]) -> None:
+    from torch._inductor import config
+    from torch._inductor.codecache import FxGraphHashDetails
+
     graph = torch.fx.symbolic_trace(torch.nn.Identity())
     for tag in ("", "", "another choice"):
         compat.compile_with_inductor(graph, [], {}, tag)
+    tags = [each["unsafe_marked_cacheable_functions"]["memeff_compile"] for each in settings]
     assert tags[0] == tags[1]
     assert len(set(tags)) == 2
     assert all(compat.op_fingerprint() in tag for tag in tags)
-    assert config.cache_key_tag == ""
+    keys = []
+    for patches in ({}, *settings):
+        with config.patch(patches):  # type: ignore[attr-defined]
+            keys.append(repr(FxGraphHashDetails(graph, [], {}, []).inductor_config))
+    assert keys[1] == keys[2]
+    assert len(set(keys)) == 3
+
+
+@probes("compile_with_inductor")
+def test_inductor_stores_graphs_that_replay_random_numbers(
+    settings: list[dict[str, Any]],
+) -> None:
+    from torch._inductor import codecache, config
+    from torch._prims import rng_prims
+
+    graph = torch.fx.Graph()
+    x, state = graph.placeholder("x"), graph.placeholder("state")
+    given = (torch.ops.aten.bernoulli.default, x)
+    op = rng_prims.graphsafe_run_with_rng_state
+    graph.output(graph.call_function(op, given, {"rng_state": state}))
+    gm = GraphModule(nn.Module(), graph)
+    own = {"torch.ops.own": "1"}
+    compat.compile_with_inductor(gm, [], {"unsafe_marked_cacheable_functions": own})
+    with config.patch(settings[0]):  # type: ignore[attr-defined]
+        assert own.items() <= config.unsafe_marked_cacheable_functions.items()
+        codecache.FxGraphCache._check_for_hop(gm)
+    if not op.cacheable():  # before torch 2.13
+        with pytest.raises(codecache.BypassFxGraphCache):
+            codecache.FxGraphCache._check_for_hop(gm)
+
+
+@probes("record_artifact", "loaded_artifacts")
+def test_artifacts_of_this_package_are_saved_and_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch.compiler._cache import CacheArtifactManager
+
+    with CacheArtifactManager.with_fresh_cache():
+        compat.record_artifact("name", {"key": [1]})
+        saved = torch.compiler.save_cache_artifacts()
+        assert saved is not None
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        assert compat.loaded_artifacts() == {}
+        torch.compiler.load_cache_artifacts(saved[0])
+        assert {name: read() for name, read in compat.loaded_artifacts().items()} == {
+            "name": {"key": [1]}
+        }
 
 
 @probes("op_fingerprint")
@@ -876,6 +934,98 @@ def test_inductors_processes_are_started_by_its_own_function(
     monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: called.append(True))
     compat.start_compile_workers()
     assert called == [True]
+
+
+CHECKS_VECTORS = """
+import sys
+import torch
+from torch._inductor import config, cpp_builder, cpu_vec_isa
+from memeff_compile import compat
+
+programs, build = [], cpp_builder.CppBuilder.build
+
+def building(self):
+    programs.append(self)
+    build(self)
+
+cpp_builder.CppBuilder.build = building
+every = cpu_vec_isa.valid_vec_isa_list
+if sys.argv[1] == "alone":
+    chosen = cpu_vec_isa.pick_vec_isa()
+else:
+    with compat.checks_best_vectors_only({}):
+        chosen = cpu_vec_isa.pick_vec_isa()
+        assert cpu_vec_isa.pick_vec_isa() is chosen
+        assert every.cache_info().currsize == 0
+        with config.patch({"cpp.simdlen": 1}):  # asks for a set that no CPU has
+            expected = cpu_vec_isa.pick_vec_isa()
+    assert cpu_vec_isa.valid_vec_isa_list is every
+    assert cpu_vec_isa.pick_vec_isa() is chosen
+    assert expected is cpu_vec_isa.invalid_vec_isa
+    programs = programs[:1]
+print(len(programs), type(chosen).__name__, chosen.build_arch_flags())
+"""
+
+
+@probes("checks_best_vectors_only")
+@needs_compiler
+@pytest.mark.slow  # it compiles PyTorch's headers for each set of vector instructions
+def test_inductor_chooses_the_same_vector_instructions_and_checks_only_these(
+    tmp_path: Path,
+) -> None:
+    def run(name: str) -> list[str]:
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        env.pop("TORCHINDUCTOR_VEC_ISA_OK", None)  # as in the tests' own process
+        command = [sys.executable, "-c", CHECKS_VECTORS, name]
+        done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert run("best")[1:] == run("alone")[1:]
+
+
+@probes("checks_best_vectors_only")
+@pytest.mark.parametrize("works", [True, False])
+def test_only_the_best_vector_instructions_are_checked_if_they_work(
+    monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    from torch._inductor import config, cpu_vec_isa
+
+    checked: list[str] = []
+
+    class Instructions:
+        def __init__(self, name: str, works: bool) -> None:
+            self.name, self.works = name, works
+
+        def __str__(self) -> str:
+            return self.name
+
+        def __bool__(self) -> bool:
+            checked.append(self.name)
+            return self.works
+
+    best, other = Instructions("avx512", works), Instructions("avx2", True)
+    found = [best, other] if works else [other]
+
+    @cache
+    def every() -> list[Any]:
+        return found
+
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(compat.inductor, "_best_found", [])
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [best, other])
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", every)
+    asks_for_none = config.patch({"cpp.vec_isa_ok": None})  # type: ignore[attr-defined]
+    with asks_for_none, compat.checks_best_vectors_only({}):
+        for _ in range(2):
+            assert cpu_vec_isa.pick_vec_isa() is (best if works else other)
+    assert checked == (["avx512"] if works else ["avx512", "avx2"])
+    assert every.cache_info().currsize == 0
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    with compat.checks_best_vectors_only({}):
+        assert cpu_vec_isa.pick_vec_isa() is other
+    assert every.cache_info().currsize == 1
 
 
 @probes("waits_for_kernels_at_end")

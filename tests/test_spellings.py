@@ -30,7 +30,7 @@ WORDS = {
     ("fuse_linear_cross_entropy", "rewrote"): "fused",
     ("fuse_divergence", "rewrote"): "fused",
     ("defer_logits", "deferred"): "deferred",
-    ("recover_attention", "rewrote"): "recovered",
+    ("recover_attention", "rewrote"): "one attention call",
 }
 
 
@@ -39,7 +39,7 @@ def outcome(report: Report) -> str:
     changes = {WORDS.get((r.pass_name, r.action), "") for r in report.records} - {""}
     codes = sorted({f"`{r.code}`" for r in report.records if r.action == "declined"})
     declined = [f"declined: {', '.join(codes)}"] if codes else []
-    return "; ".join([*sorted(changes), *declined]) or "no record"
+    return "; ".join([*sorted(changes), *declined]) or "unchanged"
 
 
 def values_and_gradients(head: Callable[..., Tensor], text: str) -> list[Tensor]:
@@ -74,7 +74,7 @@ def in_words(before: LogitsUse, after: LogitsUse) -> str:
     computed = [f"`{k}`" for k, n in after.computed.items() if n > before.computed.get(k, 0)]
     fused = [k for k, n in after.fused.items() if n > before.fused.get(k, 0)]
     assert computed or fused
-    return f"computed for {', '.join(computed)}" if computed else "fused"
+    return f"logits computed for {', '.join(computed)}" if computed else "fused"
 
 
 def row_of(subject: str, text: str) -> str:
@@ -129,11 +129,12 @@ def write(subject: str, rows: list[str]) -> None:
 
 def test_the_pages_words_are_explained_on_it() -> None:
     text = TABLE.sub("", PAGE.read_text())
-    for word in ("fused", "deferred", "recovered", "declined", "no record", "computed for"):
+    words = ("fused", "deferred", "logits computed for", "one attention call", "declined")
+    for word in (*words, "unchanged"):
         assert f"**{word}**" in text, word
 
 
 def test_a_head_that_no_pass_serves_has_no_record() -> None:
     program = function("h, W, y", "(h @ W[:40].T).square().mean()")
     h, weight, y, *_ = SUBJECTS["heads"].inputs()
-    assert outcome(compare_with_eager(program, h, weight, y).report) == "no record"
+    assert outcome(compare_with_eager(program, h, weight, y).report) == "unchanged"

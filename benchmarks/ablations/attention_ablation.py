@@ -85,7 +85,9 @@ DOOR = ("exact", "8b", "8b+f16", "4b", "table", "table 40 %")
 def coded(
     settings: Settings, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: Any
 ) -> Tensor:
-    """Return attention by a variant."""
+    """Return attention by a variant; the op's 8b depends on the head dimension."""
+    if settings == EIGHT:
+        settings = settings_for("8b", with_lse=False, depth=q.shape[3])
     factor = q.shape[3] ** -0.5 if scale is None else scale
     ahead = 0 if is_causal else None
     given = Conditions(None, None, None, ahead, None, factor, 0.0, False)

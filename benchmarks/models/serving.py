@@ -3,6 +3,7 @@
     python benchmarks/models/serving.py --part check
     python benchmarks/models/serving.py --part time --paths eager static verb-4 all
     python benchmarks/models/serving.py --part host
+    python benchmarks/models/serving.py --part pair --paths verb-4 --layers 8
     python benchmarks/models/serving.py --part memory --paths verb-static verb-4
 
 `check`: a small model; tokens generated with steps replayed as CUDA graphs, twice, against the same
@@ -47,6 +48,9 @@ parallel, so that `compile_s` is longer than alone. `--brief` leaves out the loo
 
 `host`: the host's time for one step without generate()'s loop: calls in a row while the GPU is busy
 with other work.
+
+`pair`: steps of one model with `memeff.regions` off and of an equal model with it on, whose calls
+alternate (`--repeats` of each); `step_ms` and `waiting_step_ms` are of all these calls.
 
 `memory`: objects alive after 10 to 200 calls of other lengths, batches and numbers of new tokens:
 tensors and the bytes of their memory, objects of Python, the bytes of CUDA's allocator, recordings.
@@ -208,6 +212,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "all": {"kv_cache": 4, "weights": "win4", "attention": "8b"},
     **{path: {"kv_cache": "static", "weights": weights} for path, weights in WEIGHTS.items()},
 }
+REGIONS = ("off", "on")
 MODE = {"memeff.mode": "reduce-overhead"}
 
 
@@ -481,6 +486,7 @@ def one_call(model: Any, path: str, ids: Tensor, new: int) -> dict[str, Any]:
         "mean_step_ms": round(1e3 * (times.at[-1] - first) / len(steps), 3),
         "tokens_per_s": round(ids.shape[0] * new / total, 1),
         "tokens": found[:, ids.shape[1] :],
+        "steps": steps,
     }
 
 
@@ -600,9 +606,42 @@ def measured(
             waited = one_call(called, path, ids, new)
         row["waiting_step_ms"] = waited["step_ms"]
     tokens: Tensor = result.pop("tokens")
+    del result["steps"]
     row["graphs"] = len(memeff_compile.graphs())
     row["read_gb"] = read_gb(path, model, batch, length + new)
     return {**row, **result}, tokens
+
+
+@torch.no_grad()
+def pair(options: argparse.Namespace) -> None:
+    """Time the steps of two equal models, with separately compiled and with shared layers."""
+    batch, length, new = options.batch[0], options.prompt[0], options.new
+    for path in options.paths:
+        clean()
+        models = {way: build(options.size, options.layers, options.device) for way in REGIONS}
+        ids = prompt(models["off"], batch, length)
+        cells: dict[str, dict[str, Any]] = {}
+        for way, model in models.items():
+            prepare(path, model, regions=way)
+            for _ in range(3):
+                started = time.perf_counter()
+                tokens = one_call(model, path, ids, new)["tokens"]
+                print(f"{way}: a call took {time.perf_counter() - started:.1f} s", flush=True)
+            cells[way] = {"step_ms": [], "waiting_step_ms": [], "tokens": tokens}
+        for _ in range(options.repeats):
+            for name, waits in (("step_ms", False), ("waiting_step_ms", True)):
+                for way, model in models.items():
+                    with replaying(True, waits=waits):
+                        cells[way][name] += one_call(model, path, ids, new)["steps"]
+        row = {"kind": "serving pair", "path": path, "layers": options.layers}
+        row |= {"size": options.size, "batch": batch, "prompt": length, "new": new}
+        first = cells["off"]["tokens"]
+        for way, cell in cells.items():
+            same = round(float((cell.pop("tokens") == first).float().mean()), 4)
+            found: dict[str, Any] = {key: rows.percentiles(steps) for key, steps in cell.items()}
+            found |= {"repeats": options.repeats, "same_as_off": same}
+            rows.write(options.out, {**row, "regions": way, **found})
+        del models, model
 
 
 @torch.no_grad()
@@ -680,7 +719,7 @@ def memory(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the parts that were asked for."""
-    parts = {"check": check, "time": measure, "host": host, "memory": memory}
+    parts = {"check": check, "time": measure, "host": host, "pair": pair, "memory": memory}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=parts, default=["check", "time"])
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["static", "verb-4", "all"])
@@ -691,7 +730,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs="+", default=[12000])
     parser.add_argument("--turns", type=Path, help="a file that processes on a GPU share")
     parser.add_argument("--brief", action="store_true")
-    parser.add_argument("--regions", choices=["off", "on"], default="off", help="of the verb")
+    parser.add_argument("--regions", choices=REGIONS, default="off", help="of the verb")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="print the report of each path")

@@ -82,6 +82,7 @@ class Run:
         self.samples: list[float] = []
         self.peak = 0
         PHASES.clear()
+        torch._dynamo.utils.counters.clear()
         before = len(memeff_compile.graphs())
         begun, cpu = time.perf_counter(), cpu_seconds()
         self.step()
@@ -95,6 +96,7 @@ class Run:
             "first_call_cpu_s": round(cpu_seconds() - cpu, 1),
             "split_s": divided(first, passes),
             "compiled_functions": len(PHASES.get("compile_fx_inner", ())),
+            "caches": cache_counts(),
             "layers_said": said,
         }
 
@@ -147,6 +149,18 @@ def divided(first: float, passes: float) -> dict[str, float]:
         "running": first - frames - lazily,
     }
     return {name: round(seconds, 2) for name, seconds in parts.items()}
+
+
+def cache_counts() -> dict[str, int]:
+    """Return how many graphs and functions PyTorch's caches had, lacked and refused to store."""
+    both = (("aot_autograd", "autograd_cache"), ("inductor", "fxgraph_cache"))
+    counters = torch._dynamo.utils.counters
+    return {
+        name: count
+        for group, prefix in both
+        for name, count in counters[group].items()
+        if name.startswith(prefix)
+    }
 
 
 def cpu_seconds() -> float:

@@ -12,7 +12,8 @@ steps or seconds are over and saves weights and optimizer under --state; a secon
 there. `second` takes up that state for each variant, switches quantisers, rate (times 2/3) and
 weight decay (to 0) with `TernaryStages`, and lets the rate fall to zero over its steps. So all
 variants share the first stage and see the same text. fp32 weights, bf16 autocast, AdamW; each layer
-is compiled by memeff. --rotate first rotates the hidden states of the dense model (rotation.py).
+is compiled by memeff. --rotate first rotates the hidden states of the dense model
+(`rotate_hidden_states_`).
 
 All processes of a run may start at once with --wait: they compile, then wait for the text and the
 first stage. Its end says how many steps all variants do: as many as fit into the time until
@@ -44,10 +45,9 @@ from benchmarks.data.corpus import roots, texts
 from benchmarks.methods import registered
 from benchmarks.models import training
 from benchmarks.models.causal_attention import use_causal_attention
-from benchmarks.models.rotation import rotate_
 from benchmarks.tiles import wide_product
 from memeff_compile.functional import linear_cross_entropy
-from memeff_compile.model import TernaryStages
+from memeff_compile.model import TernaryStages, rotate_hidden_states_, ternarize_
 
 SLICES = ("python", "other")
 SHARE = 16
@@ -66,6 +66,7 @@ class Variant:
     kinds: dict[str, str] | None = None
 
 
+BASE = "b1.58"
 VARIANTS = {
     "b1.58": Variant("b1.58"),
     "a4.8": Variant("a4.8"),
@@ -162,7 +163,7 @@ def load(given: argparse.Namespace, device: str) -> Any:
     model.set_attn_implementation(use_causal_attention())
     model.to(device).train()
     if given.rotate:
-        rotate_(model, given.seed)
+        rotate_hidden_states_(model, seed=given.seed)
     return model
 
 
@@ -270,6 +271,55 @@ class Run:
                 found.append(F.cross_entropy(wide_product(states, head), targets))
         return [round(each, 5) for each in torch.stack(found).tolist()]
 
+    @torch.no_grad()
+    def inputs(self) -> dict[str, float]:
+        """Return what a4.8 would do to the linears' inputs now, as means over layers: the share of
+        energy that top-K drops, the error of INT4, and the share of energy that is the same for all
+        tokens."""
+        found: dict[str, list[float]] = {"top-K drops": [], "INT4 error": [], "constant": []}
+
+        def out(rows: Tensor) -> None:
+            kept = rows.square().topk(rows.shape[-1] // 2).values.sum(-1)
+            found["top-K drops"].append(float((1 - kept / rows.square().sum(-1)).mean()))
+
+        def read(rows: Tensor) -> None:
+            unit = rows.abs().mean(-1, keepdim=True) / 7**0.5
+            error = (rows / unit).round().clamp(-8, 7) * unit - rows
+            found["INT4 error"].append(float(error.norm() / rows.norm()))
+            energy = rows.square().sum(-1).mean()
+            found["constant"].append(float(rows.mean(0).square().sum() / energy))
+
+        hooks = []
+        for layer in self.model.model.layers:
+            block, mlp = layer.self_attn, layer.mlp
+            for linear, see in ((block.o_proj, out), (block.v_proj, read), (mlp.up_proj, read)):
+                hook = lambda _, given, see=see: see(given[0].flatten(0, -2).float())  # noqa: E731
+                hooks.append(linear.register_forward_pre_hook(hook))
+        ids = torch.cat([self.text[name][:2] for name in SLICES]).long()
+        with torch.compiler.set_stance("force_eager"), training.autocast(self.device):
+            self.model.model(input_ids=ids)
+        for hook in hooks:
+            hook.remove()
+        return {name: round(statistics.mean(values), 4) for name, values in found.items()}
+
+    def switched(self, sequences: int) -> dict[str, dict[str, list[float]]]:
+        """Return how much the loss of each slice would rise if the second stage began now, and the
+        standard error, for each variant that quantises inputs alone."""
+        found = {}
+        for name, variant in VARIANTS.items():
+            if variant.low_bit_heads is None:
+                ternarize_(self.model, variant.recipe, kinds=variant.kinds, activation="relu2")
+                found[name] = self.judge_each(sequences)
+        ternarize_(self.model, BASE, activation="relu2")
+        rises: dict[str, dict[str, list[float]]] = {name: {} for name in found if name != BASE}
+        for name, of_parts in rises.items():
+            for part, base in found[BASE].items():
+                pairs = zip(found[name][part], base, strict=True)
+                rise = [own - other for own, other in pairs]
+                error = statistics.stdev(rise) / len(rise) ** 0.5
+                of_parts[part] = [round(statistics.mean(rise), 5), round(error, 5)]
+        return rises
+
     def save(self) -> None:
         """Keep weights, optimizer, number of steps, and that of the second stage."""
         parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -334,6 +384,7 @@ def first(given: argparse.Namespace) -> None:
     note(f"{run.done} steps; {run.second_steps} in the second stage")
     peak = torch.cuda.max_memory_allocated() / 2**30 if run.device == "cuda" else 0.0
     end = {"step": run.done, "judged": run.judge(given.judged), "peak_gib": round(peak, 2)}
+    end |= {"inputs": run.inputs(), "switched": run.switched(given.judged)}
     rows.append(given.out, {**row, **end, **rows.environment()})
 
 
@@ -399,9 +450,6 @@ def fitting(given: argparse.Namespace, ms: float) -> int:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-BASE = "b1.58"
-
-
 def table(given: argparse.Namespace) -> None:
     """Print the loss of each variant at the end, its gap from b1.58 and its zeros; then the gaps on
     the way.
@@ -409,11 +457,35 @@ def table(given: argparse.Namespace) -> None:
     Gaps are differences on the same text from the run of the same seed. The number in brackets is
     the standard error over sequences.
     """
-    every = [row for row in rows.read(given.out) if row.get("stage") == 2]
-    for is_rotated in (False, True):
-        found = [row for row in every if row.get("rotated", False) == is_rotated]
-        if found:
-            _table(found, ", rotated" if is_rotated else "")
+    every = rows.read(given.out)
+    second_stage = [row for row in every if row.get("stage") == 2]
+    for start in sorted({_start(row) for row in second_stage}):
+        found = [row for row in second_stage if _start(row) == start]
+        _table(found, f", {start}" if start else "")
+    _switches([row for row in every if "switched" in row])
+
+
+def _start(row: dict[str, Any]) -> str:
+    """Return what was rotated before the training; rows with `turned` are of commits that rotated
+    more than hidden states."""
+    if not row.get("rotated"):
+        return ""
+    return " and ".join(["rotated", *(f"{part} turned" for part in row.get("turned", ()))])
+
+
+def _switches(ends: list[dict[str, Any]]) -> None:
+    """Print the rise of the loss at the switch of stages, for the end of each first stage."""
+    shown = ("a4.8", "a4.8, without top-K", "b1.58, with top-K")
+    if ends:
+        print(f"\n| start | steps | python | other | {' | '.join(shown)} |")
+        print("|---" + "|---:" * (3 + len(shown)) + "|")
+    for row in ends:
+        losses = [f"{row['judged'][part]:.4f}" for part in SLICES]
+        rises = [
+            " and ".join(f"{row['switched'][name][part][0]:+.4f}" for part in SLICES)
+            for name in shown
+        ]
+        print(f"| {_start(row)} | {row['step']} | {' | '.join([*losses, *rises])} |")
 
 
 def _table(found: list[dict[str, Any]], also: str) -> None:

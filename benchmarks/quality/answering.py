@@ -53,7 +53,13 @@ def calibration_of(subject: Subject, mode: Mode, length: int, count: int) -> dic
     """Return the table of levels that a mode's calibration on texts of "source" makes."""
     ids = texts.rows_of(subject.tokenizer, "source", length, count)
     inputs = [{"input_ids": row[None].to(subject.device)} for row in ids]
-    given: dict[str, Any] = {"levels": ("8b",)} if mode.share is None else {"share": mode.share}
+    given: dict[str, Any] = {"levels": ("8b",)}
+    if mode.share is not None:
+
+        def run(body: Any, given: dict[str, Any]) -> dict[str, Tensor]:
+            return {"logits": subject.logits(body(**given).last_hidden_state[0])}
+
+        given = {"share": mode.share, "run": run}
     return memeff_compile.calibrate_attention(subject.model.base_model, inputs, **given)
 
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import rows
 from benchmarks.ablations import weights_ablation
-from benchmarks.quality import lossy_modes, texts
+from benchmarks.quality import labels, lossy_modes, texts
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode
 from benchmarks.quality.prototypes import KEYS, VALUES, Cached, Coded, Published, Study, Told
@@ -43,8 +43,20 @@ from memeff_compile.kernels.quantized_attention.settings import (
 )
 from memeff_compile.model.weights.compress import decompress_
 
-BESIDE = "; then KL and same token compared with the first row (se)"
-SIZES = {"bits": "bits a weight", "weights_off": "weights are off by"}
+SAME = "positions with the same likeliest token"
+CHANGES = (
+    "change of perplexity (standard error)",
+    "KL in nats (standard error)",
+    f"{SAME} (standard error)",
+    "KL compared with the first row (standard error)",
+    f"{SAME} compared with the first row, percentage points (standard error)",
+)
+"""The heads of a text's columns."""
+SIZES = {
+    "layers_other": "layers with a score below the limit",
+    "bits": "bits per weight",
+    "weights_off": "relative error of the weights",
+}
 """The quantity in a column, by the name of its fact."""
 ROUNDED = {**ROUNDINGS, **DRAWN, **{name: rounding for name, (_, rounding) in CODES.items()}}
 INPUTS = 8
@@ -312,7 +324,10 @@ def measure(given: argparse.Namespace) -> int:
         for design, row in bench.judge(ids, started + given.budget):
             found = {**facts, "mode": design.name, **row}
             rows.append(given.out, found | environment)
-            print(f"{subject.facts['dtype']}, {name}: {design.name}: {cell(found)}", flush=True)
+            print(
+                f"{subject.facts['dtype']}, {name}: {design.name}: {'; '.join(cells(found))}",
+                flush=True,
+            )
     return 0
 
 
@@ -322,47 +337,46 @@ def named(part: str, designs: list[Design]) -> list[Design]:
     return ending or [design for design in designs if part in design.name]
 
 
-def cell(row: dict[str, Any]) -> str:
-    """Return the effect of one design on one text."""
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return the effect of one design on one text, and how it compares with the first design."""
     if "kl" not in row:
-        return str(row.get("refused") or row.get("failed"))
-    told = f"{lossy_modes.cell(row)} ({100 * row['same_se']:.1f})"
-    told += f"; {row['layers_other']} layers" if "layers_other" in row else ""
+        return [str(row.get("refused") or row.get("failed")), *[""] * 4]
+    *told, same_told = lossy_modes.cells(row)
+    told.append(f"{same_told} ({100 * row['same_se']:.1f})")
     if "kl_beside" not in row:
-        return told
+        return [*told, "", ""]
     # By how much KL and the share of same tokens differ from those of the first design.
     kl = row["kl"] - row["kl_beside"]
     more, error = (100 * row[name] / kl for name in ("kl_beside", "kl_beside_se"))
     same, same_error = (100 * row[name] for name in ("same_beside", "same_beside_se"))
-    return f"{told}: {more:+.0f} % ({error:.0f}), {same:+.1f} ({same_error:.1f})"
+    return [*told, f"{more:+.0f} % ({error:.0f})", f"{same:+.1f} ({same_error:.1f})"]
 
 
 def table(given: argparse.Namespace) -> int:
-    """Print the latest rows as Markdown: a table for each model and family, a column a text."""
+    """Print the latest rows as Markdown: a table for each model, family and text."""
     by = ("model", "dtype", "length")
     found = rows.latest(rows.read(given.out), *by, "text", "mode")
     for place in dict.fromkeys((*(row[key] for key in by), family(row)) for row in found):
         here = [row for row in found if (*(row[key] for key in by), family(row)) == place]
-        columns = {
-            name: [r for r in here if r["text"] == name] for name, _ in lossy_modes.by_text(here)
-        }
-        print("\n{}, {}, sequences of {}, {}\n".format(*place))
-        heads = [f"{lossy_modes.heading(*each)} (se){BESIDE}" for each in columns.items()]
         sized = [name for name in SIZES if any(name in row for row in here)]
-        print(f"| {' | '.join(['design', *heads, *(SIZES[name] for name in sized)])} |")
-        print("|---" * (1 + len(heads) + len(sized)) + "|")
-        for mode in dict.fromkeys(row["mode"] for row in here):
-            each = [[r for r in column if r["mode"] == mode] for column in columns.values()]
-            cells = [cell(row[0]) if row else "" for row in each]
-            first = next(row[0] for row in each if row)
-            cells += [f"{first[name]:.4g}" if name in first else "" for name in sized]
-            print(f"| {' | '.join([mode, *cells])} |")
+        changes = CHANGES if any("kl_beside" in row for row in here) else CHANGES[:3]
+        heads = ["design", *changes, *(SIZES[name] for name in sized)]
+        for name, _ in lossy_modes.by_text(here):
+            column = [row for row in here if row["text"] == name]
+            about = lossy_modes.heading(name, column)
+            print("\n{}, {}, sequences of {}, {}, {}\n".format(*place, about))
+            print(f"| {' | '.join(heads)} |\n|---{'|---:' * (len(heads) - 1)}|")
+            for row in column:
+                sizes = [f"{row[each]:.4g}" if each in row else "" for each in sized]
+                told = [labels.of_design(row["mode"]), *cells(row)[: len(changes)], *sizes]
+                print(f"| {' | '.join(told)} |")
     return 0
 
 
 def family(row: dict[str, Any]) -> str:
-    """Return the family of a design: the start of its name."""
-    return str(row["mode"].partition(",")[0])
+    """Return the family of a design: the start of its name. Caches of 3 bits are a family."""
+    name = str(row["mode"])
+    return "codes, 3 bits" if name.startswith("codes, 3 bits") else name.partition(",")[0]
 
 
 def main() -> int:

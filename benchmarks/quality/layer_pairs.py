@@ -192,6 +192,14 @@ def measure(given: argparse.Namespace) -> int:
     return 0
 
 
+WAYS = {
+    "by cosine": "the most similar pairs (by cosine)",
+    "by cost alone": "the pairs that cost least when merged one at a time",
+    "neighbours": "the first neighbouring layers from the middle layer on",
+}
+"""How pairs were chosen, as a table says it."""
+
+
 def table(given: argparse.Namespace) -> int:
     """Print the similarity of layers, and the cost of pairings."""
     found = [row for row in rows.read(given.out) if row["what"] == "layer pairs"]
@@ -210,11 +218,11 @@ def table(given: argparse.Namespace) -> int:
         print(f"{within} of {len(alone)} pairs alone cost at most {100 * ALLOWED:g} %; the least:")
         for row in cheap[:3]:
             print(f"  {row['pair']} {100 * row['change']:+.1f} % ({100 * row['change_se']:.1f})")
-        heads = "number of merged pairs of layers | how the pairs were chosen"
-        print(f"\n| {heads} | change of perplexity (se) |\n|---:|---|---:|")
+        heads = "number of merged pairs of layers | chosen pairs"
+        print(f"\n| {heads} | change of perplexity (standard error) |\n|---:|---|---:|")
         for row in rows.latest([r for r in here if r["part"] == "pairing"], "count", "chosen"):
             change = f"{100 * row['change']:+.1f} % ({100 * row['change_se']:.1f})"
-            print(f"| {row['count']} | {row['chosen']} | {change} |")
+            print(f"| {row['count']} | {WAYS[row['chosen']]} | {change} |")
     return 0
 
 

@@ -39,7 +39,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import rows
-from benchmarks.quality import texts
+from benchmarks.quality import labels, texts
 from benchmarks.quality.answering import calibration_of, levels_of
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode, modes, reported_modes
@@ -326,8 +326,22 @@ def own_ids(
     return ids, {"sequences": str(given.sequences), "length": str(given.length)}
 
 
+CHANGES = (
+    "change of perplexity (standard error) | KL in nats (standard error) | "
+    "positions with the same likeliest token"
+)
+"""The heads of the columns of one text."""
+ERRORS = (
+    "relative error of the hidden states after the last layer",
+    "relative error of attention in the worst layer",
+    "layers whose attention stays exact",
+)
+
+
 def table(given: argparse.Namespace) -> int:
-    """Print the latest rows as Markdown: a table for each model and length, a column a text."""
+    """Print the latest rows as Markdown: for each model and length a table for each text, and one
+    of errors and pass keys.
+    """
     found = [row for row in rows.read(given.out) if row["what"] == "quality"]
     by = ("model", "length", "dtype")
     for place in dict.fromkeys(tuple(row[key] for key in by) for row in found):
@@ -338,15 +352,26 @@ def table(given: argparse.Namespace) -> int:
             "mode",
         )
         columns = {each: [r for r in here if is_of(r, *each)] for each in by_text(here)}
-        heads = [heading(column[0]["text"], column) for column in columns.values()]
-        print("\n{}, sequences of {}, {}\n".format(*place))
-        print(f"| mode | {' | '.join(heads)} | relative error: last layer; worst attention |")
-        print("|---" * (len(heads) + 2) + "|")
+        for (name, _), column in columns.items():
+            if name != "keys":
+                print("\n{}, sequences of {}, {}, {}\n".format(*place, heading(name, column)))
+                print(f"| lossy mode | {CHANGES} |\n|---|---:|---:|---:|")
+                for row in column:
+                    print(f"| {' | '.join([labels.of_mode(row['mode']), *cells(row)])} |")
+        keys = [column for (name, _), column in columns.items() if name == "keys"]
+        heads = [*ERRORS, *(heading("keys", column) for column in keys)]
+        lines = {}
         for mode in dict.fromkeys(row["mode"] for row in here):
-            each = [[r for r in column if r["mode"] == mode] for column in columns.values()]
-            cells = [cell(row[0]) if row else "" for row in each]
-            errors = [row[0] for row in each if row and "layer_errors" in row[0]]
-            print(f"| {' | '.join([mode, *cells, worst(errors)])} |")
+            own = [row for row in here if row["mode"] == mode]
+            counts = [[r for r in column if r["mode"] == mode] for column in keys]
+            lines[mode] = [*worst(own), *(cells(each[0])[0] if each else "" for each in counts)]
+        used = [n for n in range(len(heads)) if any(line[n] for line in lines.values())]
+        print("\n{}, sequences of {}, {}, errors\n".format(*place))
+        print(f"| lossy mode | {' | '.join(heads[n] for n in used)} |")
+        print(f"|---{'|---:' * len(used)}|")
+        for mode, line in lines.items():
+            if any(line):
+                print(f"| {' | '.join([labels.of_mode(mode), *(line[n] for n in used)])} |")
     return 0
 
 
@@ -364,41 +389,42 @@ def by_text(found: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def heading(name: str, column: list[dict[str, Any]]) -> str:
-    """Return the heading of a column."""
+    """Return the heading of a text's table, or of a column of pass keys."""
     if name == "keys":
         each = [r for r in column if "asked" in r]
-        asked = [f"{r['asked']}, the exact model {r['exact_right']}" for r in each]
+        asked = [f"{r['asked']} (exact model: {r['exact_right']})" for r in each]
         return f"pass keys found of {''.join(asked[:1])}"
     judged = [row for row in column if "tokens" in row][:1]
     of = [
         f", {row['tokens']:,} tokens, exact perplexity {row['perplexity_exact']:.2f}"
         for row in judged
     ]
-    return f"{name}{''.join(of)}: change of perplexity (se); KL (se); same token"
+    return f"{name}{''.join(of)}"
 
 
-def cell(row: dict[str, Any]) -> str:
-    """Return the effect of one mode on one text."""
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return the effect of one mode on one text: change of perplexity, KL and same tokens."""
     if "refused" in row or "failed" in row:
-        return "refused" if "refused" in row else "failed"
+        return ["refused" if "refused" in row else "failed", "", ""]
     if row["text"] == "keys":
-        return str(row["right"])
+        return [str(row["right"])]
     change = f"{100 * row['change']:+.2f} % ({100 * row['change_se']:.2f})"
-    return f"{change}; {max(row['kl'], 0.0):.4f} ({row['kl_se']:.4f}); {100 * row['same']:.1f} %"
+    kl = f"{max(row['kl'], 0.0):.4f} ({row['kl_se']:.4f})"
+    return [change, kl, f"{100 * row['same']:.1f} %"]
 
 
-def worst(found: list[dict[str, Any]]) -> str:
-    """Return the errors of layers, the largest of all texts."""
+def worst(found: list[dict[str, Any]]) -> list[str]:
+    """Return a mode's errors of layers, the largest of all texts, and how many stay exact."""
+    found = [row for row in found if "layer_errors" in row]
     if not found:
-        return ""
+        return ["", "", ""]
     last = max(row["layer_errors"][-1] for row in found)
-    shown = f"{100 * last:.1f} %"
+    shown = [f"{100 * last:.1f} %", "", ""]
     own = [row["attention_errors"] for row in found if "attention_errors" in row]
     if own:
         error, place = max((e, place) for errors in own for place, e in enumerate(errors))
-        kept = max(row["left_exact"] for row in found)
-        shown += f"; {100 * error:.1f} % (layer {place})"
-        shown += f", {kept} layers exact" if kept else ""
+        shown[1] = f"{100 * error:.1f} % (layer {place})"
+        shown[2] = str(max(row["left_exact"] for row in found))
     return shown
 
 

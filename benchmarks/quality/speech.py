@@ -29,6 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import RESULTS, rows
+from benchmarks.quality import labels
 from benchmarks.quality.modes import LEVELS, MANTISSAS
 from benchmarks.quality.tasks import sentences
 from memeff_compile.model.weights.compress import decompress_
@@ -170,11 +171,13 @@ def table(given: argparse.Namespace) -> int:
         exact = {row["seed"]: row for row in here if row["mode"] == EXACT}
         count, total = (sum(r[k] for r in exact.values()) for k in ("sentences", "words"))
         print(f"\n{name}, {count} sentences, {total:,} words\n")
-        print("| mode | words wrong | same transcripts | error of the encoder |")
-        print("|---|---|---|---|")
+        wrong = "wrong words (exact model: share; other rows: change in percentage points)"
+        same = "transcripts that stay the same"
+        print(f"| mode | {wrong} | {same} | relative error of the encoder |")
+        print("|---|---:|---:|---:|")
         for mode in dict.fromkeys(row["mode"] for row in here):
             own = [row for row in here if row["mode"] == mode]
-            print(f"| {mode} | {' | '.join(_cells(own, exact))} |")
+            print(f"| {labels.of_mode(mode)} | {' | '.join(_cells(own, exact))} |")
     return 0
 
 

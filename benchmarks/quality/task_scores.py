@@ -38,7 +38,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows
-from benchmarks.quality import tasks
+from benchmarks.quality import labels, tasks
 from benchmarks.quality.answering import Answering, Prompts
 from benchmarks.quality.modes import Mode, modes
 from benchmarks.quality.subject import Subject
@@ -61,6 +61,12 @@ AFTER = 256
 COMPILED = Mode("compiled", compiled=True)
 EXACT = Mode("exact")
 IN_PIECES = Mode("transformers' own cache", in_pieces=True)
+SCORED = (
+    "mode (exact model: share of right answers; other rows: change in percentage points; "
+    "in brackets: standard error)"
+)
+BYTES = "size of the cache or the weights, % of bf16"
+MEAN = "mean of the tasks"
 TUNED = "fine-tuned, "
 """How modes of fine-tuned models begin; a method and a seed follow."""
 
@@ -403,26 +409,33 @@ def table(given: argparse.Namespace) -> int:
         timed = [row for row in here if row["what"] == "task times"]
         made = scores(asked)
         over = solved(asked, made)
-        known = [row for row in asked if "answers" in row and row["mode"] == EXACT.name]
-        counts = [len(row["answers"]) for row in rows.latest(known, "task", "seed")]
+        exact = [row for row in asked if "answers" in row and row["mode"] == EXACT.name]
+        counts = [len(row["answers"]) for row in rows.latest(exact, "task", "seed")]
         print(f"\n{name[0]}, {name[1]}, {sum(counts):,} items\n")
-        print(f"| mode | bytes | {' | '.join(over)} | mean |")
-        print("|---" * (len(over) + 3) + "|")
+        print(f"| {SCORED} | {BYTES} | {' | '.join(map(labels.of_task, over))} | {MEAN} |")
+        print(f"|---{'|---:' * (len(over) + 2)}|")
         for mode, own in made.items():
             mean = mean_of(own, over)
             cells = [shown(own.get(task), mode) for task in over] + [shown(mean, mode)]
             size = costs([*asked, *timed], mode)
-            print(f"| {' | '.join([mode, size, *cells])} |")
-        left = [f"{t} ({100 * c.right:.0f} %)" for t, c in made["exact"].items() if t not in over]
+            print(f"| {' | '.join([labels.of_mode(mode), size, *cells])} |")
+        left = [
+            f"{labels.of_task(task)} ({100 * own.right:.0f} %)"
+            for task, own in made["exact"].items()
+            if task not in over
+        ]
         if left:
-            print(f"\nThe exact model is not better than chance at: {', '.join(left)}.")
+            head = "In these tasks the exact model is not better than chance"
+            print(f"\n{head} (in brackets: its score): {'; '.join(left)}.")
         if agreed := agreements(asked):
-            heads = "exact mode | items | answers that differ | largest margin of these"
-            print(f"\n| {heads} | change of margins |")
-            print("|---" * 5 + "|")
+            heads = "mode that computes exactly | items | answers that differ"
+            margins = "largest margin of these answers, nats | change of margins, nats"
+            print(f"\n| {heads} | {margins} |")
+            print(f"|---{'|---:' * 4}|")
         for mode, how in agreed.items():
             margin = f"{how.tie:.2g}" if how.others else ""
-            print(f"| {mode} | {how.items:,} | {how.others} | {margin} | {how.moved:.2g} |")
+            told = f"{how.items:,} | {how.others} | {margin} | {how.moved:.2g}"
+            print(f"| {labels.of_mode(mode)} | {told} |")
     return 0
 
 
@@ -434,9 +447,10 @@ def summary(given: argparse.Namespace) -> int:
     asked = {name: [r for r in own if r["what"] == "tasks"] for name, own in rows_by.items()}
     made = {name: scores(own) for name, own in asked.items()}
     over = {name: solved(asked[name], made[name]) for name in models}
-    heads = [f"{name}, {_tasks(len(over[name]))}" for name in models]
-    print(f"| mode | bytes | time, {how_timed(found)} | {' | '.join(heads)} |")
-    print("|---" * (len(models) + 3) + "|")
+    heads = [f"{name}, mean of {_tasks(len(over[name]))}" for name in models]
+    time_head = f"time of the {how_timed(found)} model, % of exact"
+    print(f"| {SCORED} | {BYTES} | {time_head} | {' | '.join(heads)} |")
+    print(f"|---{'|---:' * (len(models) + 2)}|")
     for mode in dict.fromkeys(mode for own in made.values() for mode in own):
         sizes = [share_of_bytes(own, mode) for own in rows_by.values()]
         ratio = [share_of_time(own, mode) for own in rows_by.values()]
@@ -446,9 +460,9 @@ def summary(given: argparse.Namespace) -> int:
             there = [task for task in over[name] if task in own]
             mean = shown(mean_of(own, there), mode)
             left = len(over[name]) - len(there)
-            of = f", {_tasks(len(there))}" if mean and left else ""
+            of = f" in {_tasks(len(there))}" if mean and left else ""
             cells.append(f"{mean}{of}")
-        print(f"| {' | '.join([mode, *cells])} |")
+        print(f"| {' | '.join([labels.of_mode(mode), *cells])} |")
     return 0
 
 

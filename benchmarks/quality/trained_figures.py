@@ -8,7 +8,7 @@
 keys, with their means and without (SageAttention2, figures 4 and 5). `layers`: cosines of
 neighbouring layers' keys and values, as they are and aligned (MiniCache, figure 1). `inputs`:
 errors of the quantisers of BitNet a4.8 on the inputs of linears, without any training for them.
-`rotated`: the same after a rotation of the hidden states (rotation.py), which changes the model.
+`rotated`: the same after `rotate_hidden_states_`, which changes the model.
 
 FOLDER is an argument of `from_pretrained`. The text is "prose" of texts.py.
 """
@@ -30,11 +30,11 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows
 from benchmarks.ablations.probabilities import mean_by_rank, ranks
-from benchmarks.models.rotation import rotate_
 from benchmarks.quality import texts
 from benchmarks.quality.subject import Subject
 from benchmarks.tiles import EPS
 from memeff_compile.kernels.ternary_linear import Quantizer, reference
+from memeff_compile.model import rotate_hidden_states_
 
 FIRST = 4
 """Tokens that a merged cache keeps as they are."""
@@ -240,7 +240,7 @@ def inputs(subject: Subject, ids: Tensor, _: Seen) -> dict[str, Any]:
 def rotated(subject: Subject, ids: Tensor, seen: Seen) -> dict[str, Any]:
     """Return what `inputs` returns, of the rotated model; or why it cannot be rotated."""
     try:
-        rotate_(subject.model)
+        rotate_hidden_states_(subject.model)
     except ValueError as problem:
         return {"refused": str(problem)}
     return inputs(subject, ids, seen)

@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .. import compat
-from ..kernels.library import Launch, noted
+from ..kernels.library import Launch, noted, unpack
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Call(NamedTuple):
     device: torch.device
 
     def launches(self, *, trains: bool) -> list[Launch]:
-        """Return the kernels that the op and its gradient launch."""
+        """Return the kernels that this call's op and the op's gradient launch."""
         found: list[Launch] = []
         mode: Any = None
 
@@ -115,6 +115,7 @@ def compile_ahead(gm: GraphModule, *, trains: bool) -> list[Future[list[Future[N
 
 def _compile(call: Call, *, trains: bool) -> list[Future[None]]:
     try:
+        unpack()  # kernels that another process compiled and saved
         with torch.cuda.device(call.device):
             launches = call.launches(trains=trains)
     except Exception:

@@ -5,9 +5,9 @@ A decoding step of few tokens launches several hundred small kernels, and the ho
 more slowly than the GPU runs them. A graph counts as a decoding step if it computes without
 gradients, contains attention with few queries, and writes in place to inputs that are caches.
 
-If you set a mode of torch.compile, Inductor decides instead. If that mode uses CUDA graphs, this
-module tells Inductor which inputs keep their address, and which graphs return memory that code uses
-even after the graph's next call.
+If you set a mode of torch.compile, Inductor decides which graphs are recorded as CUDA graphs. If
+that mode uses CUDA graphs, this module tells Inductor which inputs keep their address, and which
+graphs have outputs that are still in use after the graph's next call.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def decide(info: GraphInfo, options: Options) -> Choice:
 
 
 def undecided(error: Exception) -> Choice:
-    """Return the decision not to record a graph, because `decide` raised an error."""
+    """Return the decision for a graph for which `decide` raised an error: do not record the
+    graph."""
     why = f"no CUDA graph: deciding about it failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs as it is. Please report it."
     return Choice(Record("backend", "internal_error", "decision_failed", why, hint))
@@ -96,8 +97,8 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """If the user turned on Inductor's CUDA graphs, tell Inductor which inputs keep their address
-    and which outputs code uses even after the graph's next call. Inductor cannot see these facts.
+    """If the user turned on Inductor's CUDA graphs, tell Inductor which inputs keep their address,
+    and which outputs are still in use after the graph's next call. Inductor cannot see these facts.
     """
     made = step.made_inside()
     if made is not None:
@@ -125,7 +126,8 @@ class _Step:
 
     @property
     def device(self) -> torch.device | None:
-        """Return the device of the step, or None if this device cannot record CUDA graphs."""
+        """Return the device of the decoding step, or None if this device cannot record CUDA
+        graphs."""
         devices = {value.device for value in self.tensors.values()}
         return next((each for each in devices if each.type in DEVICES), None)
 
@@ -140,13 +142,13 @@ class _Step:
         return query.shape[2] if query is not None and query.dim() == 4 else None
 
     def queries(self) -> str:
-        """Return how many tokens of each sequence a step processes."""
+        """Return how many tokens of each sequence a decoding step processes."""
         most = max(compat.size_hint(self._queries(node)) for node in self.attentions)
         return f"{most} token{'' if most == 1 else 's'} per sequence"
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Return the positions of the graph inputs to which the step writes."""
+        """Return the positions of the graph inputs to which the decoding step writes."""
         keys = self._written_memory()
         return tuple(p for p, value in self.tensors.items() if compat.storage_keys(value) & keys)
 
@@ -168,8 +170,8 @@ class _Step:
         return [(node, v) for node in nodes if (v := self.info.tensor(node)) is not None]
 
     def obstacles(self) -> Iterator[tuple[str, ...]]:
-        """Yield each obstacle to recording the step: a code, a sentence and, if one exists, a
-        remedy."""
+        """Yield each obstacle to recording the decoding step as a CUDA graph: a reason code, a
+        sentence and, if one exists, a remedy."""
         for node in self.attentions:
             queries = compat.known_size(self._queries(node))
             if queries is None or queries > MAX_QUERIES:
@@ -215,8 +217,8 @@ class _Step:
                 yield f"argument({name})", f"the input `{name}` is no tensor and no size"
 
     def roles(self) -> Roles:
-        """Return the role of each argument of the step in a replay: a tensor with a fixed address,
-        a tensor that is copied before the replay, or a Python number.
+        """Return the role of each argument of the decoding step in a replay of its CUDA graph: a
+        tensor with a fixed address, a tensor that is copied before the replay, or a Python number.
         """
         written = self.written
         held = [p for p in self.tensors if p in written or self._stays(p)]
@@ -232,9 +234,9 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return the formulas of the Python numbers that a step returns, and the arguments that the
-        step uses only in these formulas. If such an argument has a new value, the step need not be
-        recorded again, because no tensor depends on the value.
+        """Return formulas for the Python numbers that a decoding step returns, and the arguments
+        that the step uses only in these formulas. If such an argument has a new value, the step
+        need not be recorded again, because no tensor depends on the value.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}

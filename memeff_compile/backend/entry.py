@@ -188,18 +188,19 @@ def compile(
             mapping of its settings, or "static" for an uncompressed cache. Every later `generate()`
             then uses such a cache, as after `use_kv_cache_`.
         **settings: Options of memeff as keywords: `logits="eager"` sets `memeff.logits`.
-            `weights="win4"` (or "tier", "rans", or lossy "win4:k3") calls `compress_` on the model
-            first; `compression_report(model)` returns its report. `ternary="a4.8"` (or "b1.58",
-            "a4.8-fp4") calls `ternarize_` first.
+            `weights="win4"` calls `compress_(model, "win4")` before the compilation; any codec of
+            `compress_` can be passed, and `compression_report(model)` returns the report.
+            `ternary="a4.8"` calls `ternarize_(model, "a4.8")` before the compilation; any recipe of
+            `ternarize_` can be passed.
 
     Returns:
         The module itself, compiled; for a function, the result of `torch.compile`.
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
-        UnsupportedInputError: The model is neither a module nor a function, `kv_cache` has an
-            unsupported setting, or the model does not generate, is an encoder-decoder or needs
-            another kind of cache.
+        UnsupportedInputError: The model is neither a module nor a function. If you pass `kv_cache`,
+            also: a setting of the cache is not supported; or the model cannot use a KVCache,
+            because it has no `generate`, is an encoder-decoder, or needs another kind of cache.
 
     Example:
         >>> memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
@@ -213,6 +214,8 @@ def compile(
         said = f"compile was given the class {model.__name__}; it needs a model that is made of it."
         raise UnsupportedInputError(said)
     checked = or_off(_parse(mode, options, settings))
+    if checked.inner == "inductor" and not disable:
+        start_workers()  # again: this module may have been loaded before CUDA was initialized
     given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
     if model is None:  # a decorator: the function or module that follows decides
         given |= settings

@@ -5,11 +5,14 @@ and caches are read and written at their addresses. So a recording is valid only
 same addresses, sizes and Python numbers, and each call looks up its recording by these three
 properties. The results of a replay are cloned, so that the next replay does not overwrite them.
 
-    a call with these addresses      the result
-    the first of all                 the compiled step runs
-    the second                       it runs on static buffers, and loads every kernel
-    the third                        it is recorded, and replayed
-    the first with other addresses   the same, if earlier recordings were worthwhile
+Several calls with the same addresses, sizes and numbers run as follows:
+
+- the first call runs the compiled step;
+- the second call runs the step on static buffers, and so loads every kernel;
+- the third call records the step as a CUDA graph; this call and all later calls replay the graph.
+
+After a step has run on static buffers, a call with other addresses is recorded immediately, if
+earlier recordings were replayed often enough.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """The formulas that compute the Python numbers that a step returns from the Python numbers that
-    it takes.
+    """Formulas for the Python numbers that a decoding step returns; the formulas compute these
+    numbers from the Python numbers among the step's arguments.
 
     A replayed CUDA graph computes only tensors, so Python computes the numbers after each replay.
     """
@@ -63,8 +66,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Roles:
-    """The role of each argument of a step: a tensor at a fixed address, a tensor that is copied
-    before each replay, or a Python number.
+    """The role of each argument of a decoding step: a tensor at a fixed address, a tensor that is
+    copied before each replay, or a Python number.
     """
 
     held: tuple[int, ...]  # tensors identified by address: weights, caches, written ones
@@ -76,7 +79,8 @@ class Roles:
 
 
 class _Unfit(Exception):
-    """The error for a step that cannot be recorded as a CUDA graph; the report shows the reason."""
+    """The error for a decoding step that cannot be recorded as a CUDA graph; the report shows the
+    reason."""
 
 
 class Recorder:
@@ -92,7 +96,7 @@ class Recorder:
         self._is_stopped = False
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step, or replay its recording."""
+        """Run the compiled decoding step, or replay its CUDA graph."""
         if not self._is_stopped and self._engine.is_free():
             with self._engine.lock:
                 key = self._key(args)
@@ -117,8 +121,8 @@ class Recorder:
         return (*(args[place] for place in self._roles.numbers), *sizes)
 
     def _prepare(self, key: Key, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return a function that handles a call without a recording, or None if the call should run
-        the compiled step."""
+        """Return a function that handles a call for which no CUDA graph exists yet, or None if the
+        call should run the compiled step."""
         if self._is_stopped:
             return None
         kind = self._engine.stream(), self._signature(args), self._alignments(args)
@@ -152,8 +156,8 @@ class Recorder:
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
     def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return a function that runs the step on static buffers; the buffers are kept for the
-        recording."""
+        """Return a function that runs the decoding step on static buffers; the CUDA graph that is
+        recorded later uses the same buffers."""
         buffers = _Buffers(self._roles, args)
 
         def run(args: Sequence[Any]) -> Any:
@@ -196,7 +200,7 @@ class Recorder:
         return recording
 
     def _stop(self, why: str) -> None:
-        """Run the step without a CUDA graph, and record no graph in later calls."""
+        """Run the decoding step without a CUDA graph, and record no graph in later calls."""
         self._is_stopped, self._use.stopped = True, why
         self._waiting.clear()
         self._recordings.clear()
@@ -205,8 +209,8 @@ class Recorder:
 def _place(tensor: Any) -> Hashable:
     """Return a value that changes when a tensor's memory moves to another address.
 
-    A tensor subclass that contains several tensors may instead count the moves of its memory in an
-    attribute `memory_number`.
+    The value is usually the address. A tensor subclass may count the moves of its memory in an
+    attribute `memory_number`; then the value is this number.
     """
     number = getattr(type(tensor), "memory_number", None)
     return _address(tensor) if number is None else tensor.memory_number
@@ -265,14 +269,14 @@ class _Buffers:
         return inputs
 
     def require_unchanged(self, args: Sequence[Any]) -> None:
-        """Raise an error if a step wrote to an input that the step should only read."""
+        """Raise an error if a decoding step wrote to an input that the step should only read."""
         for place, buffer in self.tensors.items():
             if not torch.equal(buffer, args[place]):
                 raise _Unfit("it writes to an input that is a new tensor in each call")
 
     def given_back(self, found: Any, args: Sequence[Any]) -> Any:
-        """Return the step's results; if a result is a static buffer, return the caller's argument
-        instead."""
+        """Return the decoding step's results; if a result is a static buffer, return the caller's
+        argument instead."""
         ours = {id(buffer): args[place] for place, buffer in self.tensors.items()}
         if type(found) not in (tuple, list):
             return ours.get(id(found), found)
@@ -335,8 +339,8 @@ class _Outputs:
 
 @dataclass
 class _Recording:
-    """A recording of a step: its buffers, its replay function, and the results that a replay
-    overwrites."""
+    """A recording of a decoding step: its buffers, its replay function, and the results that a
+    replay overwrites."""
 
     roles: Roles
     buffers: _Buffers
@@ -393,7 +397,8 @@ class CudaEngine:
         return torch.cuda.get_rng_state(self._device).numpy().tobytes()
 
     def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:
-        """Record the step on a separate CUDA stream, in the memory pool of the current stream."""
+        """Record the decoding step on a separate CUDA stream, in the memory pool of the current
+        stream."""
         with compat.capturing_alone(), _collecting_nothing(), torch.cuda.device(self._device):
             pool = self._pools.setdefault(self.stream(), _Pool())
             handle, graph = pool.opened()

@@ -1,9 +1,10 @@
-"""Compile layers and output projections that FSDP2 shards if Dynamo leaves them out of every graph.
+"""Compile separately those layers and output projections sharded by FSDP2 that Dynamo would leave
+out of every graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
 hooks, as in transformers before 5.23, Dynamo skips the layer: if you compile the model as a whole,
-such layers run without compilation (a PyTorch limitation). So this module compiles each layer by
-itself, which gives each layer a graph inside its checkpoint.
+such layers run without compilation (a PyTorch limitation). So this module compiles each layer
+separately, which gives each layer a graph inside its checkpoint.
 
 Dynamo also leaves out an output projection with hooks around it, because Dynamo skips the code of
 PyTorch's linear layer. This module compiles the projection's `forward`, between the hooks. The
@@ -34,8 +35,8 @@ _in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def notice(inputs: Iterable[object]) -> list[Tensor]:
-    """Return the weights among the inputs of a graph that FSDP2 has gathered, and record the
-    modules to which they belong.
+    """Return those inputs of a graph that are weights gathered by FSDP2, and record the modules to
+    which these weights belong.
     """
     weights = [each for each in inputs if isinstance(each, Tensor) and compat.fsdp_group(each)]
     for weight in weights:

@@ -1,9 +1,10 @@
 """Take one captured graph through all steps of the backend, and wrap the compiled result. The class
 `Trip` holds the state of the graph during these steps.
 
-The backend analyses the graph twice: before the passes and after them. Each wrapper function takes
-the compiled callable and the `Trip` object. A wrapper function returns a callable that takes the
-same arguments as the compiled one, or the compiled callable itself if no wrapping is needed.
+The backend analyses the graph twice: before the passes and after them. After compilation, functions
+of this module wrap the compiled graph, for example to check its first call. Each of these functions
+takes the compiled callable and the `Trip` object, and returns a callable that takes the same
+arguments as the compiled one, or the compiled callable itself if no wrapping is needed.
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ class Trip:
             log.warning("memeff_compile: internal error, masks were not handed over", exc_info=True)
 
     def _look_for_layers(self, info: GraphInfo) -> None:
-        """Report layers of a sharded model that no graph contains, as soon as the model's loss was
-        captured."""
+        """Once the loss of a sharded model has been captured, report those layers of the model that
+        are in no graph."""
         if not compat.shards_by_fsdp2():
             return
         done = self.outcome.report
@@ -173,9 +174,10 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let the parts of the library that define tensor classes (such as those of KV caches) add
-        Dynamo guards for those inputs of the graph that are such tensors and cannot require a
-        gradient.
+        """Let each system (an optional part of this package, such as its KV caches) replace
+        Dynamo's guards on those graph inputs that are the system's tensors.
+
+        Graphs in which gradients are enabled, and exported graphs, keep Dynamo's guards.
         """
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
@@ -243,7 +245,8 @@ def replay(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def put_back(compiled: Compiled, trip: Trip) -> Compiled:
-    """Return None in the positions of outputs that were removed."""
+    """Wrap the compiled callable so that it returns None in the positions of outputs that were
+    removed from the graph."""
     return compiled if trip.present is None else with_missing_outputs(compiled, trip.present)
 
 

@@ -44,7 +44,8 @@ def say(text: str) -> None:
 
 
 def installed_text(megabytes: float = 4) -> str:
-    """Return source text of Python's standard library, up to a size."""
+    """Return source text of Python's standard library, a little more than the given number of
+    megabytes."""
     text = ""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_text(errors="ignore")

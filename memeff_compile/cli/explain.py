@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache", action="store_true", help=said)
     said = "with --cache: layers share directions, from this one or from the middle on"
     add("--merge", nargs="?", type=int, const=-1, metavar="LAYER", help=said)
+    said = "with --merge: the layers share the directions of their values, and keep their keys"
+    add("--values-only", action="store_true", help=said)
     said = "no progress on stderr, where it is a terminal"
     add("--quiet", action="store_true", help=said)
     add("--json", type=Path, help="write the plan and the report here")
@@ -103,7 +105,7 @@ def _run(given: argparse.Namespace) -> int:
 
 def _caches(given: argparse.Namespace, model: object) -> int:
     """Print the sizes of the model's KV caches, and write them to a file if requested."""
-    from ..errors import ExplainError
+    from ..errors import ExplainError, UnsupportedInputError
     from ..planning.caches import explain_cache
     from ..planning.cards import given_memory
 
@@ -119,14 +121,23 @@ def _caches(given: argparse.Namespace, model: object) -> int:
             f"--cache plans decoding, in which {' and '.join(named)} would change nothing. Leave "
             f"{'it' if len(named) == 1 else 'them'} out."
         )
+    if given.values_only and given.merge is None:
+        raise ExplainError("--values-only says how layers are merged: give --merge, too.")
     how = {name: getattr(given, name) for name in ("batch", "length")}
     _card, how["memory"] = given_memory(given.memory, given.gpu)
     how["weights"] = given.weights or "dense"
     if given.merge is not None:
         from ..model.cache.minicache import MiniCache
 
-        how["merge"] = MiniCache(start_layer=None if given.merge == -1 else given.merge)
-    plan = explain_cache(model, **how)
+        start = None if given.merge == -1 else given.merge
+        how["merge"] = MiniCache(start_layer=start, values_only=given.values_only)
+    try:
+        plan = explain_cache(model, **how)
+    except UnsupportedInputError as error:
+        if "values_only" not in str(error) or given.values_only:
+            raise
+        here = "In this command, --values-only is values_only=True."
+        raise ExplainError(f"{error} {here}") from error
     sys.stdout.write(f"{plan}\n")
     if given.json is not None:
         given.json.write_text(plan.to_json(indent=2) + "\n")

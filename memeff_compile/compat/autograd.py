@@ -32,8 +32,8 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mv")
 
 
 class _KeepsMarked:
-    """A `context_fn` that makes a checkpoint save the results of marked calls and recompute all
-    others."""
+    """A `context_fn` that makes a checkpoint save the results of the calls that
+    `keep_in_checkpoint` has marked, and recompute all others."""
 
     def __init__(self, cache_hash: str) -> None:
         self.cache_hash = cache_hash  # distinguishes two of them in AOTAutograd's caches
@@ -165,7 +165,7 @@ def packs_saved_tensors() -> bool:
 
 
 def is_under_checkpoint() -> bool:
-    """Return whether a non-reentrant checkpoint surrounds this code, in its forward pass or
+    """Return whether the running code is inside a non-reentrant checkpoint, in its forward pass or
     recomputation."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     name = getattr(hooks and hooks[0], "__qualname__", "").partition(".")[0]
@@ -194,7 +194,7 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
 
 
 def revive_hooks(tensor: torch.Tensor) -> None:
-    """Make the hooks of a tensor run again after `swap_tensors`; their handles stay valid."""
+    """Make the hooks of a tensor effective again after `swap_tensors`; their handles stay valid."""
     tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     tensor._backward_hooks = tensor._backward_hooks
 

@@ -129,8 +129,8 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the name and options of the backend, given the callback (which contains the backend)
-    that Dynamo calls for a compiled function.
+    """Return the name and options of the backend of a compiled function; the argument is the
+    callback that Dynamo calls for this function, which contains the backend.
     """
     from torch._dynamo.eval_frame import OptimizeContext
 
@@ -142,7 +142,7 @@ def _asked_of(held: object) -> Any:
 
 def undo_compile(module: torch.nn.Module, name: str) -> str:
     """Undo the compilation of one module with the backend ``name``; return a description of what
-    was undone, or "" if the module was not compiled with it.
+    was undone, or "" if the module was not compiled with this backend.
 
     A wrapper that `torch.compile(module)` returned remains usable, and runs the module uncompiled.
     """
@@ -192,7 +192,7 @@ def compiling_is_off() -> bool:
 
 
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
-    """Wrap the compiled call of a module that was compiled in place."""
+    """Replace the compiled call of a module that was compiled in place by ``wrap(call)``."""
     module = without_compile(module)
     around = wrap(module._compiled_call_impl)
     around.__wrapped__ = module._compiled_call_impl

@@ -64,9 +64,9 @@ def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
     """Replace this rank's shard of an FSDP2 parameter by ``local``, with gradients off.
 
-    ``local`` may be a tensor subclass with hooks that FSDP2 calls around its all-gather. Return
-    False unless FSDP2 shards the parameter, stores shards on the device, and has not gathered it at
-    this time.
+    ``local`` may be a tensor subclass with hooks that FSDP2 calls around its all-gather. Replace
+    nothing and return False if FSDP2 does not shard the parameter, keeps its shards in CPU memory,
+    or has gathered the parameter at this time.
     """
     old: Any = module._parameters[name]
     param = _find_fsdp2_shard(old)

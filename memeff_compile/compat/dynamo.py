@@ -158,10 +158,10 @@ def readable_source(node: Node) -> str:
 
 
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
-    """Return the positions of the inputs that another graph partition computes.
+    """Return the positions of those inputs of the graph that another graph partition computes.
 
-    DDP splits a captured graph where its buckets end. An input that an earlier partition computed
-    is not an input that the user passes.
+    DDP splits a captured graph where DDP's gradient buckets end. An input that an earlier partition
+    computed is not an input that the user passes.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [
@@ -268,7 +268,8 @@ class _NamedFunction(str):
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write ``text()`` into the structured trace; call it only if TORCH_TRACE is set."""
+    """Write ``text()`` into PyTorch's structured trace; call this function only if TORCH_TRACE is
+    set."""
     tracing: Any = torch._logging
     tracing.trace_structured(
         "artifact",
@@ -360,8 +361,8 @@ def fresh_capture() -> Iterator[None]:
     """Isolate captures in this context from other compilations of the process.
 
     Inside this context, graphs of other compilations do not count for Dynamo's recompilation limit.
-    After the context, Dynamo also forgets the sizes that it saw inside; otherwise, Dynamo would
-    make a size that differs dynamic in the next compilation.
+    After the context, Dynamo also forgets the sizes that it saw inside; otherwise, a size that
+    differs in the next compilation would become dynamic.
     """
     from torch._dynamo import config, pgo
 
@@ -412,7 +413,7 @@ def room_for_graphs(limit: int = 64) -> dict[str, Any]:
 
     Without these arguments, all models of a process share one limit, because transformers wraps the
     forward of every model in the same decorator, and Dynamo counts graphs per code object. Before
-    torch 2.13 these arguments do not exist, so this function raises the shared limit instead.
+    torch 2.13 these arguments do not exist, so this function increases the shared limit instead.
     """
     from torch._dynamo import config
 

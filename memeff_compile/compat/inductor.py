@@ -4,12 +4,16 @@ saves it and records it as a CUDA graph."""
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import hashlib
+import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -78,13 +82,35 @@ def compile_with_inductor(
     ``tag`` is a string, also part of the key, with all other facts that affect the compiled ops but
     are not in the graph.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
-    from torch.compiler import config
 
-    tagged = f"{config.cache_key_tag}memeff:{op_fingerprint()}:{tag}"
-    with config.patch(cache_key_tag=tagged):  # type: ignore[attr-defined]
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
+    # A setting of Inductor, for keys of graphs alone: torch.compiler.config.cache_key_tag would
+    # also change the keys of the kernel settings that Inductor measured in the first run.
+    name = "unsafe_marked_cacheable_functions"
+    given = patches.get(name, getattr(config, name))
+    versions = {"memeff_compile": f"{op_fingerprint()}:{tag}", **_operations_to_cache()}
+    changed = {**patches, name: {**given, **versions}}
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=changed)
     return cast("Compiled", compiled)
+
+
+def _operations_to_cache() -> dict[str, str]:
+    """Return the names and versions of operations that Inductor must be told to cache.
+
+    Unless a setting names these operations, torch 2.11 and 2.12 do not cache graphs with them.
+
+    If a checkpoint makes the backward pass call a random operation again, AOTAutograd wraps the
+    operation in `graphsafe_run_with_rng_state` on a GPU. PyTorch also counts its fused attention
+    without dropout as random. The state of the random numbers is an argument of the compiled code,
+    so the code can be stored; torch 2.13 declares this, and torch 2.11 does not yet.
+    """
+    from torch._prims import rng_prims
+
+    wrapper = getattr(rng_prims, "graphsafe_run_with_rng_state", None)
+    if wrapper is None or wrapper.cacheable():
+        return {}
+    return {f"{wrapper.__module__}.{wrapper.__name__}": torch.__version__}
 
 
 @contextlib.contextmanager
@@ -115,7 +141,8 @@ def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Ite
         else:
             wait(self, scope)
 
-    with functorch_config.patch(force_non_lazy_backward_lowering=trains):
+    lazily = functorch_config.patch(force_non_lazy_backward_lowering=trains)
+    with lazily, checks_best_vectors_only(patches):
         AsyncCompile.wait = wait_later  # type: ignore[method-assign]
         try:
             yield
@@ -123,6 +150,66 @@ def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Ite
             AsyncCompile.wait = wait  # type: ignore[method-assign]
     for each, scope in left:
         wait(each, scope)
+
+
+@contextlib.contextmanager
+def checks_best_vectors_only(patches: Mapping[str, Any]) -> Iterator[None]:
+    """In this context, Inductor checks only the best set of vector instructions of an x86 CPU.
+
+    Before Inductor first generates C++, it compiles and loads test programs for each set of vector
+    instructions that the CPU has, one set after another, and then uses the best set. In this
+    context, Inductor checks the next best set only if the check of the best one failed. The check
+    begins at once in a thread. If a setting asks for a certain set, Inductor checks all sets.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    every = cpu_vec_isa.valid_vec_isa_list
+    if not any(key.startswith("cpp.") for key in patches) and _uses_best_vectors(every):
+        context = contextvars.copy_context()  # Inductor's config may differ between threads
+        threading.Thread(target=context.run, args=(_check_ahead,), daemon=True).start()
+
+    def best_only() -> list[Any]:
+        if not _uses_best_vectors(every):
+            return every()
+        return _best_vectors() or every()
+
+    cpu_vec_isa.valid_vec_isa_list = best_only  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = every
+
+
+def _uses_best_vectors(every: Any) -> bool:
+    from torch._inductor import config
+
+    asks = os.environ.get("ATEN_CPU_CAPABILITY"), config.cpp.simdlen, config.cpp.vec_isa_ok
+    are_checked = hasattr(every, "cache_info") and every.cache_info().currsize
+    return not any(each is not None for each in asks) and not are_checked
+
+
+def _best_vectors() -> list[Any]:
+    """Return the best set of vector instructions that passes Inductor's check, in a list, or an
+    empty list."""
+    from torch._inductor import cpu_vec_isa
+
+    with _checking_vectors:
+        if not _best_found:
+            flags = {*cpu_vec_isa.x86_isa_checker()}
+            known = cpu_vec_isa.supported_vec_isa_list
+            _best_found.append(
+                next((each for each in known if {*str(each).split()} <= flags and each), None)
+            )
+    return [each for each in _best_found if each is not None]
+
+
+def _check_ahead() -> None:
+    with contextlib.suppress(Exception):  # Inductor's own check raises the exception again
+        _best_vectors()
+
+
+_checking_vectors = threading.Lock()
+_best_found: list[Any] = []
 
 
 def is_to_be_saved() -> bool:
@@ -208,6 +295,35 @@ def call_in_inductor(op: torch._ops.OpOverload) -> None:
         return found
 
     lowering.register_lowering(op, type_promotion_kind=None)(call)
+
+
+def record_artifact(name: str, content: Mapping[str, Any]) -> None:
+    """Add an object, which JSON can contain, to the artifacts that
+    `torch.compiler.save_cache_artifacts` saves.
+
+    The artifact has one of Inductor's artifact types, so that PyTorch can load it in a process that
+    has not imported this package; for an unknown type, PyTorch would load no artifact at all.
+    """
+    from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
+    from torch.compiler._cache import CacheArtifactManager
+
+    kind = AutotuneCacheArtifact.type()
+    CacheArtifactManager.record_artifact(kind, f"{_ARTIFACTS}/{name}.json", dict(content))
+
+
+def loaded_artifacts() -> dict[str, Callable[[], Any]]:
+    """Return a dictionary of this package's artifacts that `torch.compiler.load_cache_artifacts`
+    has loaded, from the name of each artifact to a function that reads it."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    def read(path: Path) -> Any:
+        return json.loads(path.read_bytes())
+
+    found = (Path(cache_dir()) / _ARTIFACTS).glob("*.json")
+    return {path.stem: functools.partial(read, path) for path in found}
+
+
+_ARTIFACTS = "memeff_compile"
 
 
 def op_fingerprint() -> str:

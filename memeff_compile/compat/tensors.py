@@ -1,4 +1,4 @@
-"""Private names for tensors and ops: subclasses, dispatch modes, fake tensors, memory, and op
+"""Private names of PyTorch for subclasses of tensors, dispatch modes, fake tensors, memory, and op
 schemas."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 @functools.cache
 def _let_fake_modes_ask() -> None:
-    """Let code read the device of a tensor that is not fake while a fake tensor mode is active."""
+    """While a fake tensor mode is active, let code read the device of a tensor that is not fake."""
     op = torch.ops.prim.device.default
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
     usual = handlers[op]
@@ -105,10 +105,10 @@ def make_without_memory(
     """Create a tensor of a wrapper subclass that no code can mistake for a tensor with memory.
 
     A tensor of a usual wrapper subclass has the dispatch keys of its device, and a null pointer as
-    its address. C++ code that reads the memory of such a tensor crashes, for example code that uses
-    raw pointers or storages, or that reads a plain tensor to whose `.data` the wrapper was
-    assigned. The tensor that this function creates has the dispatch keys and the storage of the
-    meta device, but its attribute `device` names the given device.
+    its address. C++ code that reads the memory of such a tensor crashes: code that uses raw
+    pointers or storages, for example, or code that reads a plain tensor after the wrapper was
+    assigned to its `.data`. The tensor that this function creates has the dispatch keys and the
+    storage of the meta device, but its attribute `device` names the given device.
 
     The subclass must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. The subclass
     must also have a property `device`, and a method `refuse_memory` that raises an error.

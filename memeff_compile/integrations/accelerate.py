@@ -62,8 +62,8 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         self.use_regional_compilation = use_regional_compilation
 
     def __post_init__(self) -> None:
-        """Do nothing. In this method, accelerate's class turns names of settings into objects, but
-        this class already has its settings as objects.
+        """Do nothing. In accelerate's class, this method turns names of settings into objects;
+        here, the settings are objects already.
         """
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,5 +75,6 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         }
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile`, in which `mode` is one of the options."""
+        """Return the arguments of `torch.compile`; the Inductor mode is passed as an entry of
+        `options`."""
         return self.request.arguments()

@@ -1,11 +1,9 @@
 """Compile the model that Axolotl trains, with settings from its YAML file.
 
-Usage:
+Write these keys into the YAML file; `memeff` is optional:
 
-    plugins:
-      - memeff_compile.integrations.axolotl.MemeffPlugin
-    memeff:                     # optional
-      memeff.logits: eager
+    plugins: [memeff_compile.integrations.axolotl.MemeffPlugin]
+    memeff: {memeff.logits: eager}
 """
 
 from __future__ import annotations
@@ -40,9 +38,8 @@ class MemeffPlugin(BasePlugin):  # type: ignore[misc]
     place.
 
     Raises:
-        OptionError: While Axolotl reads the configuration: an option has an unknown name, a wrong
-            type or a value out of range, or the configuration also makes Axolotl compile the model
-            or replace the loss.
+        OptionError: While Axolotl reads the configuration: an option is not valid; or another
+            setting makes Axolotl itself compile the model or replace the loss.
     """
 
     def get_input_args(self) -> str:

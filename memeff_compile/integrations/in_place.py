@@ -41,9 +41,9 @@ class Request:
         `memeff_compile.compile`.
 
         Raises:
-            OptionError: An option has an unknown name, a wrong type or a value out of range, is set
-                twice, or would compress weights or make linear layers ternary, which is too late
-                after the optimizer was created.
+            OptionError: An option is not valid, or is set twice. Options that compress weights or
+                make linear layers ternary also raise this error, because the optimizer already
+                exists, so it is too late to replace weights.
         """
         given = options.to_dict() if isinstance(options, Options) else dict(options or {})
         named = {key_of(name): value for name, value in settings.items()}

@@ -29,8 +29,8 @@ class MemeffCallback(Callback):  # type: ignore[misc]
     """Compile the models of a LightningModule in place with `backend="memeff"`.
 
     Lightning calls `training_step` instead of the module, so compiling the module itself would have
-    no effect. Instead, the callback compiles each child module that has parameters in place, before
-    training, validation, testing and prediction. Children that are already compiled are not
+    no effect. Instead, before training, validation, testing and prediction, the callback compiles,
+    in place, each child module that has parameters. Children that are already compiled are not
     changed.
 
     Args:
@@ -44,8 +44,8 @@ class MemeffCallback(Callback):  # type: ignore[misc]
 
     Raises:
         OptionError: For the same reasons as `memeff_compile.compile`.
-        UnsupportedInputError: When training begins: the LightningModule has no child of that name,
-            or no child with parameters.
+        UnsupportedInputError: When training begins: the LightningModule has no child with one of
+            the given names, or no child with parameters.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ computes the loss in chunks of the sequence.
 Importing this module also lets torchtitan use this backend for transformer blocks that call
 FlexAttention.
 
-Usage:
+Pass these arguments to torchtitan:
 
     --compile.backend memeff --override.imports memeff_compile.integrations.torchtitan.fused_loss
 """
@@ -48,8 +48,9 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """The configuration of this loss: that of torchtitan's chunked loss, because the chunked
-        loss is still used for projections that the op does not support.
+        """The configuration of this loss, with the fields of torchtitan's chunked loss.
+
+        The chunked loss is still used for projections that this package's op does not support.
         """
 
     def __init__(self, config: Config, **given: Any) -> None:

@@ -38,7 +38,7 @@ class MemeffCallback(TrainerCallback):
     when training begins. At that time, the callback compiles everything that did not exist before:
 
     - a model from `model_init`;
-    - layers that FSDP2 has sharded since then;
+    - layers that FSDP2 has sharded since the Trainer was created;
     - the reference model of a TRL trainer;
     - the whole model, if the callback was added by `add_callback` later.
 

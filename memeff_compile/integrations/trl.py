@@ -126,7 +126,7 @@ def statistics(
         chunk_size: The number of classes per chunk in TRL's function; the backend ignores it.
         softcap: The softcap of the logits, applied before the temperature.
         scale: The factor of the logits, applied before the softcap.
-        outputs: Which of the last four results to compute; the others are None.
+        outputs: Which of the results after the log-probability to compute; the others are None.
 
     Returns:
         For each row: log-probability of its target, entropy, log of the sum of squared

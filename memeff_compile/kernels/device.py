@@ -26,8 +26,8 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """A device for which implementations are chosen instead of the tensors' device (the planned
-    device), and its kind of GPU.
+    """The planned device, for which implementations are chosen instead of for the tensors' device,
+    and its kind of GPU.
     """
 
     device: torch.device
@@ -39,8 +39,8 @@ _planned: ContextVar[_Planned | None] = ContextVar("planned device", default=Non
 
 @contextmanager
 def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
-    """Choose implementations for a planned `device` instead of the tensors' device; the planned
-    device need not be present.
+    """Choose implementations for `device` instead of the tensors' device, as if the code ran there;
+    this planned device need not be present.
 
     If `device` is a GPU, implementations are chosen for GPUs of the kind `gpu`.
     """
@@ -52,15 +52,15 @@ def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """Return the device for which implementations are chosen: the planned device if there is one,
-    otherwise `device`."""
+    """Return the device for which implementations are chosen: the planned device (see
+    `planned_for`) if there is one, otherwise `device`."""
     planned = _planned.get()
     return device if planned is None else planned.device
 
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the Triton kernels support a dtype on a device. While a plan for another
-    machine is made, its device counts instead.
+    """Return whether the Triton kernels support a dtype on a device. Inside the context
+    `planned_for`, the function answers for the planned device instead.
     """
     device = where_it_runs(device)
     return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)
@@ -69,8 +69,9 @@ def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
 def can_run_kernels(device: torch.device) -> bool:
     """Return whether a GPU can run the Triton kernels and matrix products with fp32 output.
 
-    The kernels need triton and an NVIDIA GPU of compute capability 8.0 or later. For a planned
-    device, the function assumes that triton is installed.
+    The kernels need triton and an NVIDIA GPU of compute capability 8.0 or later. Inside the context
+    `planned_for`, the function answers for the planned kind of GPU, and assumes that triton is
+    installed.
     """
     planned = _planned.get()
     return runs_kernels(_index(device)) if planned is None else planned.gpu.runs_kernels
@@ -155,7 +156,7 @@ def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make the stream that `stream_of` returned the current stream again."""
+    """Switch back to the stream that `stream_of` returned."""
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         return _NOTHING
     return torch.cuda.stream(stream)
@@ -167,8 +168,9 @@ def _has_gpu() -> bool:
 
 
 def speed_note(device: torch.device) -> str:
-    """Return a remark that says whether speed was measured on the present GPU, or "" if no GPU is
-    present or a device is planned.
+    """Return a remark that says whether speed was measured on the present GPU. The result is "" if
+    no GPU is present, or inside the context `planned_for`, where code is planned for another
+    device.
     """
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return ""

@@ -13,6 +13,7 @@ from .. import compat
 from ..errors import DoubleBackwardError
 from ._triton.launch import Launch as Launch
 from ._triton.launch import noted as noted
+from ._triton.stored import unpack as unpack
 
 Function: TypeAlias = Callable[..., Any]
 T = TypeVar("T")

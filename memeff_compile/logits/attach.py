@@ -124,8 +124,8 @@ def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[...,
     """Wrap a compiled callable so that it receives deferred logits as plain tensors, with
     gradients.
 
-    ``places`` are the positions of the arguments that are deferred logits, which another compiled
-    callable returned.
+    ``places`` are the positions of those arguments that are deferred logits, returned by another
+    compiled callable.
     """
 
     def run(*args: Any) -> Any:

@@ -2,14 +2,14 @@
 of the graph.
 
 `Head` is some rows of logits in factored form: hidden states, and the output projection that turns
-them into logits. For each of these rows, the op returns the log-sum-exp of the logits, the target's
-logit and the sum of the logits, without building the logits. `FusedRows` is the gradient of such
-rows of logits. This gradient also has a compact form, with a few numbers per row instead of one
-number per class. The backward pass of the deferred logits passes `FusedRows` to the op, which
-computes the gradients of the hidden states and the output projection.
+them into logits. For each of these rows, the fused loss op returns the log-sum-exp of the logits,
+the target's logit and the sum of the logits, without building the logits. `FusedRows` is the
+gradient of such rows of logits. This gradient also has a compact form, with a few numbers per row
+instead of one number per class. The backward pass of the deferred logits passes `FusedRows` to the
+fused loss op, which computes the gradients of the hidden states and the output projection.
 
-Apart from the passes, only this module calls the op, and always in its exact mode: the lossy modes
-of memeff.linear_cross_entropy apply only inside the graph.
+Apart from the passes, only this module calls the fused loss op, and always in its exact mode: the
+lossy modes of memeff.linear_cross_entropy apply only inside the graph.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BACKWARD_TENSORS = [
 
 class Folded(NamedTuple):
     """The steps that turn the matrix product s of the output projection into logits z, as arguments
-    of the op: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
+    of the fused loss op: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float  # as above, softcap 0 for none
     softcap: float  # likewise
@@ -51,8 +51,8 @@ class Folded(NamedTuple):
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Return the steps that compute logits as arguments of the op, or a sentence that says why the
-    op has no such arguments."""
+    """Return the steps that compute logits as arguments of the fused loss op, or a sentence that
+    says why this op has no such arguments."""
     names = [name for name, _ in recipe.steps]
     end = names.index("log_softmax") if "log_softmax" in names else len(names)
     factor = _product(recipe.steps[end + 1 :])
@@ -78,8 +78,8 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """Combine all casts, multiplications and divisions among the steps into one factor; return None
-    if there is a step of another kind.
+    """Combine steps that compute logits (casts, multiplications and divisions) into one factor;
+    return None if there is a step of another kind.
     """
     factor = 1.0
     for name, value in steps:
@@ -92,8 +92,8 @@ def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Some rows of logits, stored as hidden states and output projection, whose product they are.
-    All tensors are detached from autograd."""
+    """Some rows of logits, stored as their two factors: the hidden states and the output
+    projection. All tensors are detached from autograd."""
 
     hidden: Tensor  # (..., hidden), one per row
     weight: Tensor  # as a `LogitsRecipe` takes them
@@ -106,7 +106,7 @@ class Head:
 
     @property
     def folded(self) -> Folded:
-        """Return the steps that compute the rows of logits, in the form of the op's arguments."""
+        """Return the steps that compute the rows of logits, as arguments of the fused loss op."""
         folded = fold_recipe(self.recipe)
         assert isinstance(folded, Folded), folded
         return folded
@@ -118,12 +118,13 @@ class Head:
 
     @property
     def any_target(self) -> Tensor:
-        """Return an arbitrary valid target for each row, for calls of the op that need no
-        target."""
+        """Return an arbitrary valid target for each row, for calls of the fused loss op that need
+        no target."""
         return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
 
     def refusal(self, target: Tensor | None, column_weight: Tensor | None) -> str | None:
-        """Return the reason why the op does not support these rows of logits, or None."""
+        """Return the reason why the fused loss op does not support these rows of logits, or
+        None."""
         return op_folder.supports(
             self.hidden,
             self._weight.t() if self.recipe.transposed else self._weight,
@@ -180,7 +181,7 @@ class Head:
     def logits(self, recipe: LogitsRecipe) -> Tensor:
         """Compute the logits of these rows by the steps of `recipe`.
 
-        `recipe` is the recipe (list of steps) of these logits, or its first steps only.
+        `recipe` contains all steps that compute these logits, or only the first few of them.
         """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
@@ -353,8 +354,8 @@ class FusedRows:
         )
 
     def merged(self, other: FusedRows) -> FusedRows | None:
-        """Return the sum of two gradients of the same rows, or None if one call of the op cannot
-        compute the sum."""
+        """Return the sum of two gradients of the same rows, or None if one call of the fused loss
+        op cannot compute the sum."""
         if self.ready is not None or other.ready is not None or not self._is_like(other):
             return None
         if self.target is None and other.target is not None:
@@ -381,8 +382,8 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply the gradient by the probabilities; the gradient must be that of a sum over the
-        classes.
+        """Multiply the gradient by the probabilities; only the gradient of a sum over the classes
+        can be multiplied.
         """
         return replace(self, total=None, lse=self.total)
 
@@ -460,7 +461,8 @@ class FusedRows:
         """Return the gradients of the tensors from which the deferred logits are computed: hidden
         states, weight, bias and the vectors that the recipe (list of steps) applies.
 
-        `base` is the recipe of the deferred logits; the recipe of this object must begin with it.
+        `base` is the recipe of the deferred logits; this object's recipe must start with the steps
+        of `base`.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head
@@ -508,8 +510,8 @@ class FusedRows:
         return self._parts(needed, found)
 
     def _parts(self, needed: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Turn the gradients that the op returned into gradients of the tensors from which the
-        deferred logits are computed."""
+        """Turn the gradients that the fused loss op returned into gradients of the tensors from
+        which the deferred logits are computed."""
         head, (grad_hidden, grad_weight, grad_bias, *_) = self.head, found
         parts: list[Tensor | None] = [None] * len(needed)
         if needed[0]:

@@ -5,8 +5,8 @@ A wrapper subclass has a shape, a dtype, a device and a node in the autograd gra
 Functions that access memory without PyTorch's dispatcher would therefore find no values: pickling,
 numpy, raw pointers, storages and shared memory. `LazyTensor` makes each of these functions use a
 plain tensor instead: the one that `_values` returns if the function only reads, the one that
-`_memory` returns if the function may also write. A function that can use neither of them raises an
-error (`compat.make_without_memory`).
+`_memory` returns if the function may also write. A function that can use neither of the two
+plain tensors raises an error.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class LazyTensor(torch.Tensor):
 
 
 def _sent(to: str, name: str) -> Callable[..., Any]:
-    """Return a method that calls `name` on the plain tensor that the method `to` returns."""
+    """Return a method that calls the method `name` of the plain tensor that `to` returns."""
 
     def method(self: LazyTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(getattr(self, to)(), name)(*args, **kwargs)

@@ -48,8 +48,8 @@ class Part(Protocol):
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply `function` to the hidden states of the view's rows, and return the result.
 
-        `function` gets the rows in their order in memory. The dimensions of the result have the
-        order of the view.
+        `function` gets the rows in their order in memory. The dimensions of the result are in the
+        same order as those of the view.
         """
 
 
@@ -63,8 +63,9 @@ class Statistics(NamedTuple):
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
         """Return the statistics of the rows of `view`, or None if they were not computed.
 
-        The statistics are recorded for one view. They apply if `view` has the same rows as the
-        recorded view, or is one index of the recorded view's dimension 0.
+        This object has the statistics of one view only, the stored view. The
+        statistics apply to `view` too if `view` has the same rows as the stored view, or is
+        `stored[i]` for an index i.
         """
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:

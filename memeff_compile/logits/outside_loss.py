@@ -13,8 +13,8 @@ logits.
 pass of `_Rows` returns the gradient of the logits in a compact form (`FusedRows`, a few numbers per
 row), and autograd passes this form back through views, casts and scales of the logits. So hooks,
 `retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch, and code that reads
-the gradient gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred too. They are never
-computed if code only gathers some of them, sums them or passes them to `nll_loss`.
+the gradient gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred too.
+Log-probabilities that code only gathers, sums or passes to `nll_loss` are never computed.
 """
 
 from __future__ import annotations
@@ -294,8 +294,8 @@ def _needs_nothing(ctx: Any) -> bool:
     """Return whether the backward pass of a sum must run without saved tensors, as the backward
     pass of eager PyTorch's sum does.
 
-    That is necessary for a second derivative, and for a second backward pass through the same
-    graph.
+    A backward pass without saved tensors is necessary for a second derivative, and for a second
+    backward pass through the same graph.
     """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors
@@ -320,8 +320,8 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
-        """Save for the backward pass `others` and the tensors from which the values of `view` are
-        computed, if gradients are needed.
+        """If gradients are needed, save `others`, and the tensors from which the values of `view`
+        are computed, for the backward pass.
 
         Return the data that autograd cannot save, because it is not a tensor.
         """
@@ -344,7 +344,7 @@ class _Kept(NamedTuple):
         )
 
     def after_a_backward(self) -> _Kept:
-        """Return the part of this data that is still needed after one backward pass."""
+        """Return those of the stored data that are still needed after one backward pass."""
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
@@ -418,8 +418,8 @@ class Declined(Exception):
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return the rows of `view` as the op's arguments; raise `Declined` if the op does not support
-    them.
+    """Return the rows of `view` as arguments of the fused loss op; raise `Declined` if this op does
+    not support them.
     """
     lost = view.lost_factors()
     if lost is not None:
@@ -455,7 +455,8 @@ def _last(view: View, dim: Any) -> bool:
 
 
 def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op on the rows of `view`, with autograd; return the results that `_Asked` lists."""
+    """Run the fused loss op on the rows of `view`, with autograd; return the results that `_Asked`
+    lists."""
     source = view.memory.source
     source.require_unchanged()
     result: tuple[Tensor, Tensor, Tensor] = _Rows.apply(view, _Asked(**asked))
@@ -487,8 +488,8 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype that PyTorch's function returns under the current autocast, which is found
-    by running the function on one row.
+    """Return the dtype of the result of PyTorch's function `name` (such as log_softmax) under the
+    current autocast; to find the dtype, run the function on one row.
     """
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -555,9 +556,9 @@ def _makes_gradients(view: View) -> bool:
     """Return whether a loss of deferred logits computes its gradients in its forward pass.
 
     Such gradients take as much memory as the hidden states and the weight together. So the forward
-    pass computes them only for a loss of more than half of the rows, and only if no earlier
-    training step had a second loss of the same logits, because a second loss would compute the
-    logits again.
+    pass computes gradients only for a loss of more than half of the rows. It also does not compute
+    gradients if an earlier training step had a second loss of the same logits, because a second
+    loss would compute the logits again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()
@@ -580,8 +581,8 @@ def _makes_gradients(view: View) -> bool:
 
 
 def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Return the mean or the sum of the rows' losses, computed by one call of the op that also
-    computes the gradients."""
+    """Return the mean or the sum of the rows' losses, computed by one call of the fused loss op
+    that also computes the gradients."""
     source = view.memory.source
     source.require_unchanged()
     norm = (target != ignore_index).sum() if reduction == "mean" else None

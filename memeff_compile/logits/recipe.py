@@ -98,10 +98,11 @@ class LogitsRecipe:
     """The steps of a model's output projection, from hidden states to logits.
 
     The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
-    ("bias", None), which adds the next tensor of `vectors`; if the sum has another dtype than the
-    logits before, that dtype replaces None. The first step may be ("adapter", Adapter), which takes
-    the next two vectors as A and B. The step ("classes", (start, stop, count)) selects the classes
-    from `start` up to, not including, `stop`; `count` is the number of classes before this step.
+    ("bias", None), which adds the next tensor of `vectors`. If this addition changes the dtype of
+    the logits, the step is ("bias", new dtype) instead. The first step may be ("adapter", Adapter),
+    which takes the next two vectors as A and B. The step ("classes", (start, stop, count)) selects
+    the classes from `start` up to, not including, `stop`; `count` is the number of classes before
+    this step.
     Only code outside of the graph adds the steps ("log_softmax", None), ("exp", None) and
     ("times_exp", None), which is x * exp(x).
 
@@ -153,11 +154,11 @@ class LogitsRecipe:
         return weight[:, start:stop] if self.transposed else weight[start:stop]
 
     def cast(self, dtype: torch.dtype) -> LogitsRecipe:
-        """Return the recipe, extended by a cast to `dtype`."""
+        """Return the recipe (list of steps), extended by a cast to `dtype`."""
         return self if dtype == self.dtype else self.then("to", dtype)
 
     def then(self, name: str, value: object = None) -> LogitsRecipe:
-        """Return the recipe, extended by one more step."""
+        """Return the recipe (list of steps), extended by one more step."""
         return replace(self, steps=(*self.steps, (name, value)))
 
     def logits(
@@ -319,8 +320,8 @@ class DeferredOutput:
         return tuple(view.output for view in self.views) or (self.output,)
 
     def put(self, logits: Tensor, results: list[Any]) -> None:
-        """Write the deferred logits, and views of the deferred logits, into the graph's results at
-        the recorded indices."""
+        """Write the deferred logits, and views of the deferred logits, into the list `results`, at
+        the indices `places`."""
         logits = logits.detach() if self.detached else logits
         logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
         views = {view.output: view.of(logits, results) for view in self.views}
@@ -345,7 +346,7 @@ class LogitsView:
     calls: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
-        """Apply the recorded view operations to `logits`, and return the view."""
+        """Apply this object's view operations to `logits`, and return the resulting view."""
         for name, args in self.calls:
             op = attrgetter(name)(torch.ops.aten)
             logits = op(logits, *(_with_sizes(arg, results) for arg in args))
@@ -359,8 +360,8 @@ def _with_sizes(arg: object, results: Sequence[Any]) -> object:
 
 
 def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
-    """Return the index of the first graph output that is a size needed by the planned views of the
-    logits, or None.
+    """Return the index of the first graph output that is a size (views of the logits need such
+    sizes), or None if there is no such output.
     """
     calls = [view.calls for entry in plan for view in entry.views]
     sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]
@@ -369,8 +370,8 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """Pointwise steps that turn the product s into logits z, as arguments of the op: ``z = softcap
-    * tanh(scale * (s + bias) / softcap)``."""
+    """Pointwise steps that turn the product s into logits z, as arguments of the fused loss op:
+    ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0 for no cap
@@ -381,8 +382,8 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """The reason why the steps of a recipe cannot become arguments of the op: a code, a sentence,
-    and the index of the unsupported step."""
+    """The reason why the steps of a recipe cannot become arguments of the fused loss op: a code, a
+    sentence, and the index of the unsupported step."""
 
     code: str
     sentence: str
@@ -391,7 +392,7 @@ class Unfoldable:
 
 def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
     """Turn the pointwise steps among `steps`, in order, into the scale, softcap and bias of the
-    op."""
+    fused loss op."""
     scale, softcap, capped = 1.0, 0.0, False
     biases: list[tuple[Any, float]] = []
     for place, (name, value) in enumerate(steps):

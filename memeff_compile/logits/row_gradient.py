@@ -36,8 +36,8 @@ class RowStep(NamedTuple):
     """A function that selects rows of a tensor, and its adjoint function, which writes the selected
     rows back to their positions.
 
-    The two functions apply to hidden states and to gradients of logits, because only the last
-    dimension of these tensors differs.
+    The two functions apply to hidden states and to gradients of logits, because these
+    tensors differ only in their last dimension.
     """
 
     select: Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ class RowStep(NamedTuple):
 class Piece(NamedTuple):
     """The gradient of some rows, and the steps (`RowStep`) that select these rows from all rows.
 
-    The list of steps starts with the last one.
+    The steps are stored in reverse order: the step that is applied last comes first.
     """
 
     rows: Tensor | FusedRows
@@ -198,7 +198,7 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
-    """Return the sum of the gradients as a dense tensor."""
+    """Return the sum of gradients that each cover some rows, as a dense tensor."""
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -328,7 +328,7 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
     """Add up those gradients in compact form (`FusedRows`) that cover the same rows, so that one
-    call of the op handles their sum.
+    call of the fused loss op handles their sum.
     """
     result: list[Piece] = []
     for piece in pieces:

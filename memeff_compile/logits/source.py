@@ -37,7 +37,7 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """In this context, record computations of logits in the report under the given name of an op.
+    """While this context is active, the report lists computed logits under the given name of an op.
 
     If contexts are nested, the report shows the name that the outermost context set.
     """
@@ -152,7 +152,8 @@ class LogitsSource:
             )
 
     def change(self) -> str | None:
-        """Return the name of a tensor that has changed since this source was created, or None."""
+        """Return the name of a tensor that has changed since this `LogitsSource` was created, or
+        None."""
         change = self._visible_change()
         if change is not None or self._sample is None:
             return change
@@ -237,7 +238,8 @@ def _watch_optimizers() -> None:
 
 @compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark each source as changed whose output projection the optimizer has just updated."""
+    """Mark each `LogitsSource` as changed if the optimizer has just updated its output
+    projection."""
     waiting = [source for source in list(_live) if source.stepped_by is None]
     if not waiting:
         return

@@ -9,13 +9,14 @@ reads the logits gets the same values and gradients as in eager PyTorch.
 The design, from the outermost object to the innermost:
 
 * `attach.defer` creates the tensors from the outputs of a graph, with an autograd function.
-* `DeferredLogits` is the class of these tensors, a wrapper subclass. Views, and other operations
-  that do not change the vocabulary dimension (`_LAZY`), return another `DeferredLogits`. Every
-  other operation computes the values and returns a plain tensor. All these operations run below
-  autograd (after autograd has recorded them), so the autograd graph, the views and the version
-  counters are the same as in eager PyTorch. Views that do not consist of whole rows (all classes of
-  some tokens), such as a diagonal, are `DeferredLogits` too, so that every write is detected.
-  `_ABOVE_AUTOGRAD` lists the functions that must be handled before autograd records them.
+* `DeferredLogits` is the class of these tensors, a wrapper subclass. The table `_LAZY` lists
+  views, and other operations that do not change the vocabulary dimension; these operations return
+  another `DeferredLogits`. Every other operation computes the values and returns a plain tensor.
+  Operations on `DeferredLogits` run below autograd (after autograd has recorded them), so the graph
+  of autograd, the views and the version counters are the same as in eager PyTorch. Views that do
+  not consist of whole rows (all classes of some tokens), such as a diagonal, are `DeferredLogits`
+  too, so that every write is detected. `_ABOVE_AUTOGRAD` lists the functions that must be handled
+  before autograd records them.
 * `Memory` represents the memory that eager PyTorch would allocate. The logits and all their views
 share one `Memory`; each copy or cast of the logits has a `Memory` for itself.
 * `LogitsSource` contains the hidden states and the output projection, and detects whether they have
@@ -101,8 +102,8 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a deferred tensor with a separate `Memory`, whose values `recipe` computes from
-        the same hidden states.
+        """Return a deferred tensor with a separate `Memory`; the steps in `recipe` compute its
+        values from the same hidden states.
 
         If the values of this tensor already exist, `function` computes the new values from them.
         `is_whole` says that the new tensor contains all rows, in order.
@@ -113,8 +114,8 @@ class DeferredLogits(LazyTensor):
         return self.whole(Memory(memory.source, recipe, rows, shape, origin), self.dims)
 
     def as_plain(self) -> Tensor:
-        """Return an ordinary tensor that is a view of the deferred tensor, so that autograd records
-        operations on it and writes to it change the deferred tensor."""
+        """Return an ordinary tensor that is a view of the deferred tensor: autograd records
+        operations on this view, and a write to the view changes the deferred tensor."""
         self._memory()
         return self.to_read()
 
@@ -147,8 +148,8 @@ class DeferredLogits(LazyTensor):
         """Apply `function` to the hidden states of the deferred tensor's rows, and return the
         result.
 
-        `function` gets the rows in their order in memory. The dimensions of the result have the
-        order of this tensor.
+        `function` gets the rows in their order in memory. The dimensions of the result are in the
+        same order as those of this tensor.
         """
         last = len(self.dims) - 1
         shown = self.order or range(last + 1)
@@ -174,7 +175,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """Return the recipe that computes the values from hidden states."""
+        """Return the recipe: the steps that compute the values from hidden states."""
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
@@ -254,7 +255,7 @@ def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute the values, and run one ATen operation on them."""
+    """Compute the logits, and run one ATen operation on them."""
     schema = compat.schema(func)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
         raise UnsupportedInputError(_OTHER_MEMORY.format(schema.name.split("::")[-1]))
@@ -322,7 +323,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
-        """Run the operation on another tensor in place of the deferred logits."""
+        """Run the operation on another tensor instead of the deferred logits."""
         return self.func(tensor, *self.args, **self.kwargs)
 
 
@@ -450,8 +451,8 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """Return a new deferred tensor whose values are `function` applied to the values of `view`;
-    `recipe` computes the same new values from hidden states.
+    """Return a new deferred tensor whose values are `function` applied to the values of `view`; the
+    steps in `recipe` compute the same new values from hidden states.
     """
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
@@ -556,8 +557,8 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
-    """Make the gradient of selected rows a RowGradient, which stores only these rows; the autograd
-    node of the selection would otherwise make a dense gradient."""
+    """Turn the gradient of selected rows into a RowGradient, which stores only these rows; the
+    autograd node of the selection would otherwise make a dense gradient."""
     is_part = view.window is None and prod(view.dims) < prod(base.dims)
     if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook
@@ -627,11 +628,11 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the values of a copy immediately, if the copy has no gradient.
+    """Compute the values of a copy immediately, if the copy does not require a gradient.
 
-    A copy without a gradient, for example on the CPU, is usually read later, when the output
-    projection may have changed. A copy with a gradient may be used in a loss that needs no logits,
-    so its values are not computed yet.
+    A copy that requires no gradient, for example on the CPU, is usually read later, when the output
+    projection may have changed. A copy that requires a gradient may be used in a loss that needs no
+    logits, so its values are not computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

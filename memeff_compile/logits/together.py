@@ -26,8 +26,8 @@ _asking: list[bool] = []
 
 @contextmanager
 def all_ranks_ask() -> Iterator[None]:
-    """In this context, allow code to read logits of an output projection that is split over ranks;
-    every rank must enter the context.
+    """While this context is active, allow code to read logits of an output projection that is
+    split over ranks; every rank must enter the context.
     """
     _asking.append(True)
     try:

@@ -41,8 +41,8 @@ class View(Part, Protocol):
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
         """Return a deferred tensor in new memory. If the present values are already computed,
-        `function` computes the new values from them; otherwise `recipe` computes the new values
-        from hidden states."""
+        `function` computes the new values from them; otherwise the steps in `recipe` compute the
+        new values from hidden states."""
 
     def to_read(self) -> Tensor:
         """Return an ordinary tensor that autograd treats as a view of the deferred logits."""

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from memeff_compile.model.low_bit_heads import use_low_bit_heads_ as use_low_bit_heads_
     from memeff_compile.model.ternary.layers import PackedTernaryLinear as PackedTernaryLinear
     from memeff_compile.model.ternary.layers import TernaryLinear as TernaryLinear
+    from memeff_compile.model.ternary.rotation import (
+        rotate_hidden_states_ as rotate_hidden_states_,
+    )
     from memeff_compile.model.ternary.stages import TernaryStages as TernaryStages
     from memeff_compile.model.ternary.verbs import pack_ternary_ as pack_ternary_
     from memeff_compile.model.ternary.verbs import ternarize_ as ternarize_
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "low_bit_heads": "use_low_bit_heads_",
     "ternary.layers": "PackedTernaryLinear TernaryLinear",
+    "ternary.rotation": "rotate_hidden_states_",
     "ternary.stages": "TernaryStages",
     "ternary.verbs": "pack_ternary_ ternarize_",
 }

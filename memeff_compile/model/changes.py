@@ -72,6 +72,7 @@ VERBS = (
     "decompress_",
     "load_compressed_",
     "pack_ternary_",
+    "rotate_hidden_states_",
     "ternarize_",
     "undo",
 )

@@ -2,8 +2,8 @@
 (use_low_bit_heads_).
 
 A model trained in this way adapts to a cache that stores keys and values in few bits
-(`KVCache(scheme="per_head")`). The method is the one that table 3 of BitNet a4.8 evaluates. The
-function needs transformers, and imports it when it is called.
+(`KVCache(scheme="per_head")`). The method is the one that table 3 of BitNet a4.8 evaluates.
+`use_low_bit_heads_` needs transformers, and imports it when it is called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _FULL = 16
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_off() -> bool:
-    """Return whether an option of this package or of PyTorch switches all changes off."""
+    """Return whether an option of this package or of PyTorch forbids this package to change
+    models."""
     return is_disabled() or compat.compiling_is_off()
 
 
@@ -79,7 +80,7 @@ class Undo(VerbReport, AbstractContextManager["Undo"]):
         return f"{self.verb}: {self.what}"
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the function's name and its summary as JSON."""
+        """Return the name of the function that changed the model, and a summary, as JSON."""
         return json.dumps({"verb": self.verb, "summary": self.summary}, indent=indent)
 
     def __call__(self) -> None:

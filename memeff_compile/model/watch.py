@@ -10,8 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class Watch(TorchFunctionMode):
-    """An observer that passes the arguments and the result of every attention call to a
-    function."""
+    """An observer that passes the arguments and the result of every attention call to a function.
+
+    A tensor that the function returns replaces the result of the attention call.
+    """
 
     def __init__(self, seen: Callable[..., object]) -> None:
         super().__init__()
@@ -20,5 +22,6 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         result = func(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
-            self.seen(result, *args, **(kwargs or {}))
+            instead = self.seen(result, *args, **(kwargs or {}))
+            return result if instead is None else instead
         return result

@@ -2,8 +2,8 @@
 codes without decoding the whole cache.
 
     before: memeff.coded_kv_cache_append(*cache, k, v, ...)
-            K, V = memeff.coded_kv_cache_view(*cache, ...)
-            y = scaled_dot_product_attention(q, repeat_kv(K), repeat_kv(V), attn_mask=m)
+            keys, values = memeff.coded_kv_cache_view(*cache, ...)
+            y = scaled_dot_product_attention(q, repeat_kv(keys), repeat_kv(values), attn_mask=m)
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
@@ -74,7 +74,7 @@ class CompressKVCache(cached.CachedPass):
                 yield _unread(view)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return notes on the layers of a low-bit cache that stay exact, if there are any."""
+        """Return notes on the layers for which a low-bit cache stores all tokens exactly."""
         return [("exact_layers", k.kept_exact) for k in _keepers(info) if k.has_codes]
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
@@ -86,8 +86,8 @@ class CompressKVCache(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return a formula for the bytes of the decoded keys and values, and of the copies of both
-        that are made for the query heads.
+        """Return a formula for the bytes of the decoded keys and values, and of the copies that
+        repeat their heads for the query heads.
         """
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = match.tensors(info)
@@ -162,14 +162,14 @@ def _bits(view: Node) -> int | None:
 
 
 def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
-    """Return the number of bits of the codes of values."""
+    """Return the number of bits with which a low-bit cache stores values."""
     k_block, v_block = (compat.size_hint(each.shape[3]) for each in (codes, of_values))
     return op_folder.value_bits_of(k_block, v_block, bits)
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
     """If a node's value comes from the node that decodes a cache (the dense view), return the dense
-    view, and the nodes between the two that repeat heads.
+    view, and the nodes after the dense view that repeat heads.
     """
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):

@@ -17,11 +17,22 @@ and gradient, but its values are computed only when code reads them.
 
 Without a loss: logits = linear(h, W); return logits   ->   return h   (+ a plan)
 
-Logits are not deferred inside activation checkpoints, in export, if the output projection's weight
-is not a direct input of the graph, or if FSDP frees the weight after the forward pass. Logits
-without a loss are also not deferred if the graph itself reads or writes them, if gradients are off,
-if the output projection is no wider than a layer inside a model, or if a graph break follows. The
-report names the reason.
+Logits are not deferred in these cases:
+
+- the output projection is inside an activation checkpoint;
+- the graph is captured for export;
+- the output projection's weight is not a direct input of the graph;
+- FSDP frees the weight after the forward pass.
+
+Logits without a loss are also not deferred in these cases:
+
+- the graph itself reads or writes the logits;
+- gradients are off;
+- the output projection has at most four times as many outputs as inputs, as layers inside a model
+  do;
+- a graph break follows.
+
+The report names the reason.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ decoded weight for the backward pass.
 
 W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without this
 pass, each linear would decode W, and autograd would keep every layer's decoded weight for the
-backward pass, so compression would save no memory. The op saves the compressed weight, and its
-backward pass decodes the weight again. The pass runs before autograd traces the graph, inside
-activation checkpoints too.
+backward pass, so compression would save no memory. The op memeff::coded_weight_linear saves the
+compressed weight, and its backward pass decodes the weight again. The pass runs before autograd
+traces the graph, inside activation checkpoints too.
 
 In inference, two or three linear layers with the same input, such as those of queries, keys and
 values, become a single op, which launches only one kernel if the input is one token:
@@ -72,8 +72,8 @@ class EncodeWeights(GraphPass):
     name = "encode_weights"
 
     def find(self, info: GraphInfo) -> list[Several]:
-        """Return one match for every node that reads a compressed weight; linear layers with the
-        same input form one match."""
+        """Group the nodes that read a compressed weight into matches: linear layers with the same
+        input form one match, and every other node forms a match alone."""
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
         for node in info.visit(info.gm.graph.nodes):

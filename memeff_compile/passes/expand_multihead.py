@@ -8,11 +8,12 @@ scaled_dot_product_attention.
 
 PyTorch has two implementations of nn.MultiheadAttention. With ``need_weights=True``, the default,
 the first implementation builds the attention scores and weights, even if no node reads them.
-Otherwise, the second implementation calls scaled_dot_product_attention; if an attention mask and a
-padding mask are given, this implementation builds a separate mask per head. If no node reads the
-attention weights, this pass inserts nodes like those of the second implementation, but with one
-mask for all heads, so that the pass ``recover_attention`` can read the mask. If the rewrite would
-save neither memory nor time, the pass does not change the node.
+With ``need_weights=False``, the second implementation calls scaled_dot_product_attention; if an
+attention mask and a padding mask are given, this implementation builds a separate mask per head.
+
+If no node reads the attention weights, this pass inserts nodes like those of the second
+implementation, but with one mask for all heads, so that the pass ``recover_attention`` can read the
+mask. If the rewrite would save neither memory nor time, the pass does not change the node.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ class Multihead:
 
     @property
     def masks(self) -> list[Mask]:
-        """Return the masks that are not None."""
+        """Return those of the call's two mask arguments that are not None."""
         return [mask for mask in (self.attention, self.padding) if mask is not None]
 
 
 class ExpandMultihead(GraphPass):
     """The pass that replaces nn.MultiheadAttention's single node by linear layers and an attention
-    call. The kernel that PyTorch chooses for the attention call determines which buffers are
-    saved."""
+    call. The kernel that PyTorch chooses for the attention call determines which buffers the
+    rewrite avoids."""
 
     name = "expand_multihead"
 
@@ -171,7 +172,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 
 def _turned_from(node: Node) -> Node | None:
-    """Return the node from which a given node was made by swapping batch and length, or None."""
+    """If a node swaps batch and length of another node, return that node, otherwise None."""
     if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]
@@ -212,8 +213,8 @@ def _scores(info: GraphInfo, match: Multihead) -> str:
 
 
 def _form(info: GraphInfo, match: Multihead) -> Form | None:
-    """Return the attention mask as a condition on query and key index, or None if no rule can read
-    the mask."""
+    """Return the attention mask as a condition on query and key index, or None if the mask reader
+    cannot describe the mask."""
     mask = match.attention
     if mask is None or info.value(mask.node).dim() != 2:
         return None
@@ -225,7 +226,7 @@ def _form(info: GraphInfo, match: Multihead) -> Form | None:
 
 
 def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
-    """Return whether some query may attend to no key."""
+    """Return whether the mask may hide all keys from some query."""
     if not match.masks:
         return False
     form = _form(info, match) if match.padding is None else None
@@ -284,8 +285,8 @@ def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
 
 
 class _Expansion:
-    """Inserts the nodes that replace a call. The new nodes compute in the dtype of the original
-    call, also under autocast.
+    """Inserts the nodes that replace a call of multi_head_attention_forward. The new nodes compute
+    in the dtype of the original call, also under autocast.
     """
 
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
@@ -362,8 +363,8 @@ class _Expansion:
         """Return the 3D tensor that the first linear layer gets, and the index of its batch axis, 0
         or 1.
 
-        With ``batch_first``, the module swaps these two axes of its inputs. This pass applies the
-        first linear layer before the swap, so the swap needs no copy.
+        With ``batch_first``, nn.MultiheadAttention swaps the batch and length axes of its inputs.
+        This pass applies the first linear layer before the swap, so the swap needs no copy.
         """
         node = self.info.current(source)
         if not self.is_batched:
@@ -404,8 +405,8 @@ class _Expansion:
         return node
 
     def _nothing_is_nan(self, mask: Node) -> Node:
-        """Return factors for the result: nan for queries that may see no key, otherwise 1. The
-        original softmax, over only minus infinities, gives nan for such queries.
+        """Return factors for the result: nan for queries from which the mask hides all keys,
+        otherwise 1. The original softmax, over only minus infinities, gives nan for such queries.
         """
         if compat.example_value(mask).dtype != torch.bool:
             mask = self.call(aten.gt.Scalar, mask, -math.inf)

@@ -9,19 +9,25 @@ memeff::linear_divergence, which builds no N x V logits.
     before: s = log_softmax(linear(h, W)).gather(-1, i)
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
 
-A match of the first kind (first example) is one number per row (token) that compares the softmax of
-a student's output projection with a teacher's softmax. The teacher's logits come from another
-output projection of this graph, or are a tensor. `losses/divergences.py` recognises the different
-ways to write such a divergence. If the rest of the graph only masks, scales and sums these numbers,
-the op returns the sum and its gradients, with four matrix products in all; otherwise the backward
-pass computes the logits again. A match of the second kind (second example) reads the
-log-probabilities of k classes per row (`losses/classes.py`), because a teacher often provides only
-its k most likely classes. The rest of such a loss stays in the graph and uses these k numbers.
+A match of the first kind (first example) computes one number per row (token), which compares the
+softmax of a student's output projection with a teacher's softmax. The teacher's logits come from
+another output projection of this graph, or exist already as a tensor. `losses/divergences.py`
+recognises the different ways to write such a divergence. If the rest of the graph only masks,
+scales and sums a divergence's numbers per row, the fused op returns the sum and its gradients, with
+four matrix products in all; otherwise the backward pass computes the logits again. A match of the
+second kind (second example) reads the log-probabilities of k classes per row (`losses/classes.py`),
+because a teacher often provides only its k most likely classes. The rest of such a loss stays in
+the graph and uses these k numbers.
 
-The pass declines if the teacher requires a gradient, if other nodes read the logits, if the logits
-have a softcap or a vector over the vocabulary is added to the logits, if a node writes to the
-logits in place before the divergence, or if an operand is a tensor subclass.
-docs/passes/fuse-divergence.md lists the codes of all reasons.
+The pass declines if one of these conditions holds:
+
+- the teacher requires a gradient;
+- other nodes read the logits;
+- the logits have a softcap, or a vector over the vocabulary is added to the logits;
+- a node writes to the logits in place before the divergence;
+- an operand is a tensor subclass.
+
+The page docs/passes/fuse-divergence.md lists the report's code for each reason to decline.
 """
 
 from __future__ import annotations
@@ -111,8 +117,8 @@ class FuseDivergence(GraphPass):
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
-        """Return the bytes of the student's and teacher's logits, and the bytes of the blocks of
-        logits that the op computes, one block at a time, instead.
+        """Return the bytes of the student's and teacher's logits before the rewrite, and the bytes
+        of the blocks of logits that the fused op computes one at a time after the rewrite.
         """
         if isinstance(match, Divergence) and match.group.members[0] is not match:
             return None  # the first divergence of these logits has counted them
@@ -146,9 +152,8 @@ class FuseDivergence(GraphPass):
         return [*heads, match.node]
 
     def rewrite(self, info: GraphInfo, match: Divergence | Classes, editor: Editor) -> Done:
-        """Insert the op before the match, and convert the op's result to the form of the original
-        result.
-        """
+        """Insert the fused op before the match, and compute the original result from the op's
+        result."""
         for side in match.sides:
             for step in () if side.chain is None else side.chain.steps:
                 compat.hold_constant(step.symbol)
@@ -204,8 +209,8 @@ def _refusal(
 
 
 def _lending_depth(info: GraphInfo, match: Divergence | Classes) -> int:
-    """Return the hidden size of the student's weight if the op computes this weight's gradient in
-    its forward pass, otherwise 0."""
+    """Return the hidden size of the student's weight if the fused op computes this weight's
+    gradient in its forward pass, otherwise 0."""
     weight = info.value(_head(match.student).weight)
     is_total = isinstance(match, Divergence) and _is_total(info, match)
     size = compat.known_size(info.value(_head(match.student).hidden).shape[-1])
@@ -320,8 +325,8 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return the op's operands with entries for each row: the masks of a divergence, or the class
-    indices of a gather."""
+    """Return those operands of the fused op that have entries for each row: the masks of a
+    divergence, or the class indices of a gather."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 
@@ -354,8 +359,8 @@ def _operands(side: Side) -> list[Node]:
 
 
 def _values(info: GraphInfo, side: Side) -> tuple[Any, Any, Any]:
-    """Return example values of the op's operands for the student or the teacher: rows, weight,
-    bias."""
+    """Return example values of the fused op's operands for the student or the teacher: rows,
+    weight, bias."""
     if side.chain is None:
         return info.value(side.logits), None, None
     head, dtype = side.chain.head, side.chain.head.compute_dtype
@@ -406,7 +411,7 @@ def _engine(info: GraphInfo, match: Divergence | Classes) -> str:
 
 
 def _is_total(info: GraphInfo, match: Divergence) -> bool:
-    """Return whether the op returns a single number and its gradients.
+    """Return whether the fused op returns a single number and its gradients.
 
     Return False in an activation checkpoint, where the forward pass runs twice.
     """
@@ -477,7 +482,7 @@ def _detached(info: GraphInfo, e: Editor, node: Node) -> Node:
 
 
 def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
-    """Insert the op's operands for the student or the teacher: rows, weight, bias."""
+    """Insert the fused op's operands for the student or the teacher: rows, weight, bias."""
     if side.chain is None:
         assert side.logits is not None
         return [side.logits, None, None]
@@ -498,7 +503,7 @@ def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
 def _row_weight(
     info: GraphInfo, masks: Sequence[Mask], hidden: Node | None, e: Editor
 ) -> Node | None:
-    """Return the product of all per-row factors, in the dtype of the op's rows."""
+    """Return the product of all per-row factors, in fp32 (fp64 for fp64 hidden states)."""
     assert hidden is not None
     total = None
     for mask in masks:

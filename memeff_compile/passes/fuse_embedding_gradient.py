@@ -6,10 +6,11 @@ the weight, in place.
     after:  x, C = memeff.embedding_tied(W, ids, -1)
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
-C is a view of the table W (the weight). Because the op returns both C and the looked-up rows x, its
-backward pass gets the gradient of x and the output projection's gradient of C, and adds the
-gradient of x to the rows of the gradient of C, in place. This saves an fp32 buffer as large as the
-table (V x D), to which Inductor would scatter the gradient of x.
+C is a view of the table W (the weight). Because memeff::embedding_tied returns both C and the
+looked-up rows x, its backward pass gets the gradient of x and the output projection's gradient of
+C, and adds the gradient of x to the rows of the gradient of C, in place. The in-place addition
+saves an fp32 buffer as large as the table (V x D), to which Inductor would scatter the gradient of
+x.
 
 Several lookups in one table (encoder and decoder) form a chain: each lookup takes the table that
 the previous lookup returned. If other nodes use the table, autograd adds the gradients of these
@@ -25,7 +26,7 @@ table's dtype, on every rank. So the pass rewrites the lookup of every large spl
 looks up the rows of its own shard, `over_ranks` makes a DTensor of the results, and the ranks'
 results are summed as before:
 
-    before: x = embedding(ids, W).redistribute(...)                  W: Shard(0)
+    before: x = embedding(ids, W).redistribute(...)  # with W: Shard(0)
     after:  W_r = part_of_rank(W)
             x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids).redistribute(...)
 """
@@ -235,8 +236,8 @@ def _trains(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _unserved_setting(node: Node, call: Call | None = None) -> str:
-    """Return the setting of a lookup that the op does not support, or an empty string if the op
-    supports all settings.
+    """Return the setting of a lookup that this package's embedding ops do not support, or an empty
+    string if the ops support all settings.
     """
     given = _arguments(node)
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -276,9 +277,9 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     """Return the nodes after ``last`` through which fused output projections use ``weight``: the
-    op, a cast, or a slice of the classes. Casts of the table to a narrower dtype are not included:
-    with them, the gradient would be stored in the table's wider dtype during the whole backward
-    pass.
+    fused loss op, a cast, or a slice of the classes. Casts of the table to a narrower dtype are not
+    included: with them, the gradient would be stored in the table's wider dtype during the whole
+    backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -367,8 +368,8 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """Return whether a node that reads looked-up rows, of which each rank has a partial sum, first
-    adds up these partial sums over ranks.
+    """On each rank, looked-up rows may be partial sums; return whether a node that reads such rows
+    first adds up the partial sums over ranks.
 
     If the node does so, every rank gets the complete rows.
     """
@@ -381,8 +382,8 @@ def _reads_sums(user: Node) -> bool:
 
 
 def _hand_over(editor: Editor, parts: dict[Node, Node]) -> None:
-    """Make the nodes that read looked-up rows read the DTensors that the rewritten lookups
-    return."""
+    """Replace looked-up rows, in the nodes that read them, by the DTensors that the rewritten
+    lookups return."""
     added: dict[Node, Node] = {}
     for user in dict.fromkeys(user for node in parts for user in node.users):
         moves = node_name(user) in _MOVES

@@ -6,12 +6,14 @@ up with their gradients.
 In the backward pass of a gated MLP, Inductor recomputes the product and the gradients of gate and
 up in one kernel. This kernel reads three tensors of size (tokens, intermediate size) and writes
 three, so six such tensors exist at once: at this time, a training step with checkpoints uses the
-most memory. The op's kernel writes to the memory of its inputs, so only three such tensors exist.
+most memory. The kernel of memeff::gated_linear writes to the memory of its inputs, so only three
+such tensors exist.
 
 The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
-recomputed for the backward pass and have no other reader, so the op may overwrite gate and up.
-Outside of checkpoints, the backward pass reads saved tensors, which the op would have to copy
-first, so the pass does not rewrite such linear layers. The report does not mention such layers.
+recomputed for the backward pass and have no other reader, so memeff::gated_linear may overwrite
+gate and up. Outside of checkpoints, the backward pass reads saved tensors, which
+memeff::gated_linear would have to copy first, so the pass does not rewrite such linear layers. The
+report does not mention such layers.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .graph.graph_info import GraphInfo, kind_among, node_name
 
 @dataclass(frozen=True)
 class Gated:
-    """A linear whose input is a gated product."""
+    """A linear layer whose input is a gated product, `act(gate) * up`."""
 
     linear: Node
     product: Node
@@ -50,8 +52,8 @@ class FuseGatedLinear(GraphPass):
     """The pass that replaces the last linear layer (the down projection) of each gated MLP inside
     checkpoints.
 
-    The backward passes of the blocks run one after another, so the report shows the bytes saved in
-    one block, not a sum.
+    The backward passes of the model's blocks run one after another, so the report shows the bytes
+    saved in one block, not a sum.
     """
 
     name = "fuse_gated_linear"
@@ -62,8 +64,8 @@ class FuseGatedLinear(GraphPass):
         return super().enabled(info) and info.called_by is not None and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
-        """Yield every linear whose input is a gated product, if gate and up are computed in the
-        checkpoint body.
+        """Yield every linear layer whose input is a gated product, `act(gate) * up`, if gate and up
+        are computed in the checkpoint body.
         """
         for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
@@ -90,7 +92,8 @@ class FuseGatedLinear(GraphPass):
 
 
 def _read(node: Node) -> Gated | None:
-    """Return ``node`` as a linear whose input is a gated product, or None for any other node."""
+    """Return ``node`` as a linear layer whose input is a gated product, `act(gate) * up`, or None
+    for any other node."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     product, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))
@@ -118,8 +121,8 @@ def _activation(call: Call) -> str:
 
 
 def _gains(info: GraphInfo, match: Gated) -> bool:
-    """Return whether the op would overwrite only tensors that the backward pass recomputes for this
-    op and that no other node reads."""
+    """Return whether memeff::gated_linear would overwrite only tensors that the backward pass
+    recomputes for this op and that no other node reads."""
     out, gate, up = (info.tensor(n) for n in (match.linear, match.gate, match.up))
     if out is None or gate is None or up is None:
         return False

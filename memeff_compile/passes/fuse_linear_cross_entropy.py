@@ -9,22 +9,29 @@ builds the N x V logits.
             loss = nll.sum() / (y != -100).sum()
             return loss, h                                      (logits deferred)
 
-If the output projection has a LoRA adapter, the op takes the adapter's low-rank matrices as
+If the output projection has a LoRA adapter, the fused op takes the adapter's low-rank matrices as
 arguments.
 
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
-A *site* is one output projection and every consumer of its logits that the op supports:
+A *site* is one output projection and every consumer of its logits that the fused op supports:
 cross_entropy, log_softmax + nll_loss or gather, logsumexp (z-loss), and metrics of the same logits
 (argmax, entropy, losses without a gradient). Consumers that use the same rows (tokens) and targets
-share one call of the op. Sums and means over rows stay ATen nodes, so the mean of a batch without
-any counted token is nan, as in eager PyTorch.
+share one call of the fused op. Sums and means over rows stay ATen nodes, so the mean of a batch
+without any counted token is nan, as in eager PyTorch.
 
-The pass declines if the targets are class probabilities, if other nodes of the graph use the
-logits, if a node writes to the logits or to an operand in place before the loss, if some losses of
-the logits have gradients and others do not, if the weight is an integer tensor or a tensor
-subclass, if a scale is a tensor, or if the output projection is in another graph. The page
-docs/passes/fuse-linear-cross-entropy.md lists every code.
+The pass declines if one of these conditions holds:
+
+- the targets are class probabilities;
+- other nodes of the graph use the logits;
+- a node writes to the logits or to an operand in place before the loss;
+- some losses of the logits have gradients and others do not;
+- the weight is an integer tensor or a tensor subclass;
+- a scale is a tensor;
+- the output projection is in another graph.
+
+The page docs/passes/fuse-linear-cross-entropy.md lists the report's code for each reason to
+decline.
 """
 
 from __future__ import annotations
@@ -75,7 +82,7 @@ class FuseLinearCrossEntropy(GraphPass):
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield one site for each output projection with a loss, and a Decline for each loss
+        """Yield one match for each output projection and its losses, and a Decline for each loss
         without a projection."""
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)
@@ -239,8 +246,8 @@ class FuseLinearCrossEntropy(GraphPass):
         return [match.head.node, *(t.node for t in match.tails)]
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Insert one op call for each set of losses with the same rows and targets, then replace
-        the losses' results.
+        """Insert one call of the fused op for each set of losses with the same rows and targets,
+        then replace the losses' results.
         """
         spellings: list[str] = []
         chains = [*(t.chain for t in match.tails), *(o.chain for o in match.outputs)]
@@ -330,8 +337,8 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return the report's text about the implementation that the op will use: its name, its
-    measured speed, and the effect of the gradient filter.
+    """Return the report's text about the fused op's implementation: its name, its measured speed,
+    and the effect of the gradient filter.
     """
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)

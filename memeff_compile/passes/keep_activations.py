@@ -5,17 +5,17 @@ memeff.recompute allows.
     after: checkpoint(block), which saves results of attention (and of linear layers, up to a
         number of bytes)
 
-The pass changes neither numbers nor nodes: it gives the checkpoint a policy, like the argument
+The pass changes neither results nor nodes: it gives the checkpoint a policy, like the argument
 `context_fn` of `torch.utils.checkpoint`. The checkpoint then saves results of fused attention (with
 their log-sum-exps) and of linear layers; everything else is recomputed as before. If the backward
 pass reads a linear layer's result only after further linear steps, such as the rotary embedding of
-queries and keys, the checkpoint saves the result of these steps instead, which has the same size
-and spares the backward pass more work.
+queries and keys, the checkpoint saves the result of these steps instead. That result has the same
+size, and saving it spares the backward pass more work.
 
-With a limit in bytes, the checkpoint saves the results that save the most time per byte; among
-equal results, those of later blocks come first. A linear's result is not saved if the backward pass
-does not read it (because it is only added to the residual and leaves the block), or if
-`memeff::gated_linear` overwrites it.
+With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
+per byte; among results with equal time per byte, those of later blocks come first. A linear's
+result is not saved if the backward pass does not read it (because it is only added to the residual
+and leaves the block), or if `memeff::gated_linear` overwrites it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _MOVED = 3e12
 @dataclass(frozen=True)
 class Product:
     """A result that a checkpoint could save, the bytes of the result, and an estimate of the
-    seconds that saving it would save."""
+    seconds of recomputation that saving it would avoid."""
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
@@ -211,12 +211,12 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
 
 
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
-    """Yield the results that fit into ``limit`` bytes, starting with those that save the most time
-    per byte.
+    """Yield the results that fit into ``limit`` bytes, starting with those whose recomputation
+    would take the most time per byte.
 
-    Among equal results, those of later blocks come first, because the backward pass frees their
-    memory before most of the weights' gradients exist. Results whose size depends on values are not
-    included, because they could exceed any limit.
+    Among results with equal time per byte, those of later blocks come first: the backward pass
+    frees their memory before most of the weights' gradients exist. Results whose size depends on
+    the values of tensors are not included, because they could exceed any limit.
     """
     left = limit
     known = (product for product in products if product.bytes)
@@ -272,8 +272,8 @@ def _readers(linear: Node) -> list[Node]:
     steps (such as scales) that follow it.
 
     The backward pass does not read a result that is only added and returned. If
-    `memeff::gated_linear` reads one of these nodes, the list is empty, because that op overwrites
-    the node's value.
+    `memeff::gated_linear` reads one of these nodes, return no nodes, because that op overwrites the
+    node's value.
     """
     made, ways = dict.fromkeys([linear]), [linear]
     while ways:
@@ -302,8 +302,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Follow a node's value through ops that only move data; return the first ops that do more,
-    among which may be the node's own op.
+    """Go forward from a node through ops that only move data; return the first other ops on each
+    path, or the node's own op if the node itself does more than move data.
     """
     found: list[Any] = []
     ways, seen = [node], {node}
@@ -338,7 +338,8 @@ def _is_made_op_by_op(value: torch.Tensor) -> bool:
     a plain matrix product.
 
     PyTorch chooses the kernel of an attention call when Dynamo traces the call, for example under
-    `sdpa_kernel`. For a planned GPU, the kernel that PyTorch would choose is unknown.
+    `sdpa_kernel`. If the passes plan for a GPU that this machine does not have, the kernel that
+    PyTorch would choose is unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

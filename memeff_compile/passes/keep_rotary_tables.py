@@ -4,7 +4,7 @@ in the kernels of every layer.
     before: c = to(cos(angles)); layer 1: q * c + ..; layer 2: q * c + ..
     after:  c = as_strided(to(cos(angles)), ..); layer 1: q * c + ..; layer 2: q * c + ..
 
-The pass does not change any number. A cosine table is a pointwise function of the positions, and
+The pass does not change any result. A cosine table is a pointwise function of the positions, and
 Inductor recomputes pointwise values in every kernel that reads them: each layer, forward and
 backward, would compute the cosine of each angle once per head. If a node depends on the strides of
 a tensor, Inductor must store the tensor in memory. So the pass inserts a view (as_strided) that
@@ -62,7 +62,8 @@ class KeepRotaryTables(GraphPass):
         return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
-        """Make the nodes that read a table read a view of the table, which has the same layout."""
+        """Give the nodes that read a table a view of the table instead; the view has the same
+        layout."""
         readers = 0
         for table in match:
             users = _readers(table)
@@ -96,8 +97,8 @@ def _is_wave(info: GraphInfo, node: Node) -> bool:
 
 
 def _table(info: GraphInfo, wave: Node) -> Node | None:
-    """Return the node of a cosine or sine table that layers read, after a scale or a cast if there
-    is one.
+    """Return the node from which layers read a table of cosines or sines: the node that computes
+    the table, or the scale or cast that follows this node.
 
     If too few layers read the node, return None.
     """

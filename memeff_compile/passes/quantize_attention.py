@@ -1,4 +1,4 @@
-"""Rewrite attention without gradients into memeff::quantised_attention, if the user requests
+"""Rewrite attention without gradients into memeff::quantized_attention, if the user requests
 low-bit attention.
 
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -8,8 +8,9 @@ The pass runs after the pass recover_attention. The pass rewrites calls of PyTor
 without a mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2,
 arXiv 2411.10958.
 
-The pass is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per
-module. If a gradient is needed, attention stays exact, and the report states this.
+The pass is lossy and therefore opt-in: the option memeff.attention names a precision level such as
+"8b", or a table with a level for each module. If a gradient is needed,
+the pass leaves the attention exact, and the report says why.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ NEVER_FASTER = {
 }
 """Levels that need a minimum length: if none is set, a call at these levels stays exact."""
 
-WIDEST = 128  # wider heads were measured to be slower than PyTorch's kernels
+WIDEST = 128  # wider heads were measured to be no faster than PyTorch's kernels
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Asked:
 
 @dataclass
 class Site:
-    """An attention call: the node with its result, the node that is the call, and the call's
-    arguments."""
+    """An attention call: the node of the call, the node of the attention result (another one if the
+    call returns several tensors), and the call's arguments."""
 
     node: Node
     call: Node
@@ -289,10 +290,11 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
 def _without_gain(
     info: GraphInfo, node: Node, asked: Asked, query: torch.Tensor, key: torch.Tensor
 ) -> Decline | None:
-    """Return the reason why low bits would not be faster, or None.
+    """Return the reason why attention in low bits would not be faster than exact attention, or
+    None.
 
-    Low bits are faster above a measured number of tokens; a limit that the user sets takes
-    precedence.
+    Attention in low bits is faster if there are more tokens than a measured limit; a limit that the
+    user sets takes precedence.
 
     If the number of tokens differs between calls, a guard compares it with the limit, so Dynamo
     compiles the graph again for a call on the other side of the limit.
@@ -308,7 +310,7 @@ def _without_gain(
     if op_folder.engine_for(query.device, query.dtype) == "reference":
         return _not_faster(node, f"the kernels need {kernels_need(query.device)}")
     if depth > WIDEST:
-        return _not_faster(node, f"heads of {depth} were measured to be slower in 8 bits")
+        return _not_faster(node, f"heads of {depth} were measured to be no faster in 8 bits")
     if 4 * depth < 3 * (NARROW if depth <= NARROW else WIDEST):
         what = "leave much of a tile empty, and were not measured to be faster"
         return _not_faster(node, f"heads of {depth} {what}")
@@ -339,7 +341,8 @@ def _not_faster(node: Node, why: str) -> Decline:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
-    """Insert the op's call in the dtype in which the original call computes; return its result."""
+    """Insert the low-bit call in the dtype in which the original call computes; return its
+    result."""
     dtype = info.value(site.node).dtype
     operands = [editor.cast(node, dtype) for node in map(info.current, site.asked.operands)]
     operands += site.asked.tables
@@ -366,6 +369,8 @@ def _sentence(info: GraphInfo, site: Site) -> str:
     ]
     if not op_folder.has_fp8(query.device) and site.levels != ("8b+f16",):
         parts.append("this GPU does not multiply E4M3: weights and values in fp16")
+    elif query.shape[3] > op_folder.WIDEST_E4M3 and site.levels != ("8b+f16",):
+        parts.append(f"heads of {query.shape[3]}: weights and values in fp16")
     if len(site.levels) > 1:
         parts.append("calls are counted while the model runs")
     parts += [f"{level} {NEVER_FASTER[level]}: exact is used instead" for level in site.left_out]

@@ -8,11 +8,11 @@ enable_gqa, for which PyTorch uses faster kernels.
 
 The pass does not match the nodes of a mask against patterns: it turns them into a formula over
 batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed only if it is
-proved, for all sizes for which the graph is compiled, that the new arguments show every query the
-same keys as the mask. PyTorch's call has no arguments for padding, packed sequences, windows and
-softcaps. For such masks the pass uses memeff::attention, if that op has a kernel for the device
-(told_to_op); the op can also read any other mask at run time. All other attention calls are
-reported and not changed.
+proved, for all sizes for which the graph is compiled, that with the new arguments every query
+attends to the same keys as with the mask. PyTorch's call has no arguments for padding, packed
+sequences, windows and softcaps. For such masks, and for other masks whose values are known only at
+run time, the pass calls memeff::attention, if that op has a kernel for the device. All other
+attention calls are reported and not changed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Plan:
 
 @dataclass
 class Match:
-    """Attention calls with the same outcome: plans to apply, or one common reason not to rewrite
-    them."""
+    """Attention calls that are rewritten with the same description in the report, or that are not
+    rewritten for the same reason."""
 
     nodes: list[Node] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
@@ -156,8 +156,8 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
 def _as_call(
     info: GraphInfo, site: Site, causal: bool, limit: Any, said: list[str]
 ) -> Plan | Decline | None:
-    """Return the plan for a call of PyTorch's attention without a mask, or the reason why no such
-    call is possible; return None if the new call would equal the old one.
+    """Return the rewrite of the attention into a call of PyTorch's attention without a mask, or the
+    reason why it is not possible; return None if the new call would equal the old one.
     """
     slow = why_not_fused(info, site) if site.between else ""
     if slow:
@@ -182,7 +182,8 @@ def _as_call(
 
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
-    """Return the plan for a call of memeff::attention, or the reason why this is not possible."""
+    """Return the rewrite of the attention into a call of memeff::attention, or the reason why it is
+    not possible."""
     reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(info, site, form, reason)
@@ -196,7 +197,8 @@ def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan |
 
 
 def _as_read(info: GraphInfo, site: Site) -> Plan | Decline:
-    """Return the plan for a call of memeff::attention that reads the mask at run time."""
+    """Return the rewrite of the attention into a call of memeff::attention that reads the mask at
+    run time."""
     read = told_to_op.Said(reads_mask=True)
     return _told(info, site, read, told_to_op.sentence_of_mask(info, site, _shown(info, site)))
 

@@ -9,10 +9,10 @@ filled part of the cache.
 
 The pass keeps the in-place writes to the cache, in their order. ``last`` is the last key that a
 query may attend to, so for every boolean mask the result equals attention over the whole cache. If
-the mask compares key indices with the positions of the queries, ``last`` is these positions, which
+the mask compares key indices with the positions of the queries, ``last`` has these positions, which
 stay on the device, and the mask is removed. Any other boolean mask, such as the one that generate()
-builds outside of the graph, is passed to the op, and ``last`` is computed from the mask once per
-forward pass.
+builds outside of the graph, is passed to memeff::kv_cache_attention, and ``last`` is computed from
+the mask once per forward pass.
 
 The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
 because that would also delete the writes to the cache, whose results no node uses.
@@ -60,7 +60,7 @@ class Cache:
 @dataclass(frozen=True)
 class Visible:
     """The keys that queries may attend to: the keys up to ``bound`` - ``minus``, or the keys that a
-    mask shows.
+    mask makes visible.
     """
 
     mask: Node | None
@@ -138,8 +138,8 @@ class RewriteKVUpdate(cached.CachedPass):
         return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Combine the two writes into one op if that is safe, and make attention read the caches
-        directly."""
+        """Combine the writes of new keys and of new values into one op if that is safe, and make
+        attention read the caches directly."""
         sentence, (key, value), visible = _sentence(info, match), match.caches, match.shown
         chain = [n for n in (*key.chain, *value.chain) if not _is_cache_write(n)]
         match.owned = [match.node, *chain]
@@ -299,8 +299,8 @@ _KEEPS_COUNT = named("unsqueeze.default view.default reshape.default alias.defau
 
 
 def _is_per_query(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` has the shape (B or 1, 1, M or 1, 1), or only the last two of these
-    dimensions."""
+    """Return whether ``node`` has the shape (B, 1, M, 1) or (M, 1), with B sequences and M queries;
+    B and M may be replaced by 1."""
     value = info.tensor(node)
     if value is None or value.dtype not in _INDICES:
         return False
@@ -310,8 +310,8 @@ def _is_per_query(info: GraphInfo, node: Node) -> bool:
 
 
 def _bound(editor: Editor, visible: Visible) -> Node:
-    """Return the last key that each query may attend to, (B or 1, M or 1), from the positions in
-    the mask's comparison."""
+    """Return a tensor of shape (B or 1, M or 1) with the last key that each query may attend to,
+    from the positions with which the mask compares key indices."""
     positions = visible.bound
     assert positions is not None
     has_heads = compat.example_value(positions).dim() == 4
@@ -333,8 +333,8 @@ def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
 
 
 def _unserved(info: GraphInfo, match: Site) -> Decline | None:
-    """Return the property of caches, mask or shapes that the op does not support, or None if the op
-    supports all of them."""
+    """Return the property of caches, mask or shapes that memeff::kv_cache_attention does not
+    support, or None if the op supports all of them."""
     args = match.call.args
     if len(match.caches) < 2:
         return Decline(
@@ -415,8 +415,8 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return the writes of new keys and of new values, and the op's operands, if a single op at the
-    position of the later write can do both.
+    """If one op can write both the new keys and the new values, at the position of the later of the
+    two writes, return the two writes and the op's operands, otherwise None.
     """
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
@@ -479,7 +479,8 @@ def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
 def _nothing_between(
     info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor]
 ) -> bool:
-    """Return whether no node between the two writes reads one of the caches."""
+    """Return whether no node between the write of new keys and the write of new values reads one of
+    the caches."""
     held = set(map(compat.storage_key, caches))
     lo, hi = info.positions[first], info.positions[second]
     if any(lo < write.position < hi for write in info.writes):

@@ -9,12 +9,13 @@ which multiplies packed codes with integer sums.
             packed = memeff.ternary_linear_pack(w, a)
             (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
-The codes equal those that the model's own operations compute. The op sums the products of codes
-exactly, whereas a dense linear rounds both operands first. In training, the op saves the codes for
-the backward pass (two bits per weight and eight per input element) instead of two full tensors; the
-backward pass decodes the codes to the values that the model itself would multiply. Linears with the
-same input share the codes of that input. If no gradient is needed, the pass inserts a single op
-instead of these three.
+The codes equal those that the model's own operations compute. The op memeff::ternary_linear sums
+the products of codes exactly, whereas a dense linear rounds both operands first. In training,
+memeff::ternary_linear saves the codes for the backward pass (two bits per weight and eight per
+input element) instead of two full tensors; the backward pass decodes the codes to the values that
+the model itself would multiply. Linears with the same input share the codes of that input. If no
+gradient is needed, the pass inserts a single op instead of the three ops that quantise the input,
+pack the weight and multiply the two.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ class TernarizeLinear(GraphPass):
     name = "ternarize_linear"
 
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
-        """Yield linear layers with a rounded weight or a rounded input; then yield calls of the op
-        on packed weights that have the same input, if one call can replace them.
+        """Yield linear layers with a rounded weight or a rounded input; then yield calls of
+        memeff::ternary_linear on packed weights that have the same input, if one call can replace
+        them.
         """
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes if may_round(info.gm) else ()):
@@ -134,8 +136,8 @@ class TernarizeLinear(GraphPass):
         yield from (group for group in groups.values() if len(group.sites) > 1)
 
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
-        """Yield calls of the op on packed weights that can become one call, or whose kernel can
-        include the operations before or after them."""
+        """Yield calls of memeff::ternary_linear on packed weights that can become one call, or
+        whose kernel can include the operations before or after them."""
         found: dict[Any, list[Node]] = {}
         for node in info.visit(info.gm.graph.nodes):
             if node.target is op_folder.ternary_linear and not node.kwargs:
@@ -320,10 +322,8 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _unserved(info: GraphInfo, site: Site) -> Decline | None:
-    """Return the reason why the op does not support a linear, would change its result or would save
-    nothing.
-
-    Return None if the op supports the linear.
+    """Return the reason why memeff::ternary_linear does not support a linear, would change its
+    result or would save nothing. Return None if the op supports the linear.
     """
     kind = kind_among((*(found.source for found in site.both), site.bias))
     if kind:

@@ -124,8 +124,8 @@ def explain_cache(
         weights: "dense", or a codec of `compress_`.
 
     Raises:
-        ExplainError: the memory is not a size, or the model's config lacks the number of layers,
-            the number of key-value heads, or a common head dimension of keys and values.
+        ExplainError: the memory is not a size; or the model's config does not say how many layers
+            or key-value heads the model has; or keys and values have no common head dimension.
         UnsupportedInputError: `KVCache` does not support a setting.
 
     Example:

@@ -42,12 +42,12 @@ class Card(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the name of the card for the command line."""
+        """Return the name of the GPU as the command line expects it, such as "rtx4090"."""
         return _plain(self.name)
 
     @property
     def memory(self) -> int:
-        """Return the memory of the card in bytes."""
+        """Return the memory of the GPU in bytes."""
         return int(self.gib * 2**30)
 
     @property
@@ -122,12 +122,14 @@ class Target(NamedTuple):
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
-        """Return a context in which this package chooses kernels as on the planned device."""
+        """Return a context in which this package chooses kernels as on the device for which memory
+        is planned."""
         return planned_for(torch.device(self.device, 0), self.gpu)
 
 
 def target_of(device: str, gpu: str | None) -> Target:
-    """Return the device of a plan; raise ExplainError if the device does not exist."""
+    """Return the device for which a plan is made; raise ExplainError if the device does not
+    exist."""
     if device not in ("cuda", "cpu"):
         raise ExplainError(f"device is {device!r}; it can be 'cuda' or 'cpu'.")
     if gpu is not None and device == "cpu":
@@ -136,7 +138,8 @@ def target_of(device: str, gpu: str | None) -> Target:
 
 
 def card_of(name: str) -> Card:
-    """Return the card with a name, such as "rtx4090"; ExplainError lists the most similar names."""
+    """Return the GPU with a given name, such as "rtx4090"; for an unknown name, raise ExplainError,
+    which lists the most similar names."""
     plain = _plain(str(name))
     plain = _SHORT.get(plain, plain)
     for key in (plain, f"rtx{plain}"):
@@ -153,9 +156,7 @@ def card_of(name: str) -> Card:
 
 
 def given_memory(memory: str | int | None, gpu: str | None) -> tuple[Card | None, int]:
-    """Return the GPU (card) for which memory is planned, or None, and the memory of the planned
-    device.
-    """
+    """Return the GPU (card) for which memory is planned, or None, and the memory of the device."""
     card = None if gpu is None else card_of(gpu)
     if memory is not None:
         return card, read_memory(memory)

@@ -1,8 +1,9 @@
 """Capture a deep model with only some of its repeated blocks, which show the memory of every kind
 of block.
 
-Of each list of blocks, the first and the last block are captured, and between them one block of
-each kind, which represents all blocks of its kind, because their tensors have the same sizes.
+Of each list of blocks, this module captures the first block, the last block, and one block of each
+kind from between them. This one block represents all blocks of its kind, because their tensors have
+the same sizes.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Stack:
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the indices of the blocks in the whole list that the captured block at `place`
-        represents."""
+        """Return the indices, in the whole list, of all blocks that the captured block at `place`
+        represents (the blocks of the same kind)."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)
@@ -161,8 +162,8 @@ def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
 
 
 def _shorten(config: object, stack: Stack) -> None:
-    """Set the number of blocks in a config, and shorten its lists with one entry per block to the
-    remaining blocks."""
+    """Set the number of blocks in a config; in the config's lists with one entry per block, keep
+    only the entries of the remaining blocks."""
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == stack.depth:
             vars(config)[name] = type(value)([value[index] for index in stack.kept])

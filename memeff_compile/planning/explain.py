@@ -64,16 +64,16 @@ def explain(
         *args: arguments of the model; tensors may be on "meta".
         options: the backend's options, as in `torch.compile(options=...)`. If the option
             "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
-        device: the planned device: "cuda" or "cpu".
+        device: the device that the plan is made for: "cuda" or "cpu".
         gpu: the name of a GPU, such as "rtx4090", for whose kernels and memory the plan is made; by
             default, the kernels of an H100 or H200.
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
         **kwargs: keyword arguments of the model.
 
     Raises:
-        ExplainError: the model is neither a module nor a function, or the call has no tensor or
+        ExplainError: the model is neither a module nor a function; or its call has no tensor, or
             fails on tensors without memory.
-        OptionError: an option is unknown or out of range, or has no effect on a plan.
+        OptionError: an option is not valid, or has no effect on a plan.
 
     Example:
         >>> print(memeff_compile.explain(model, input_ids=ids, labels=ids))  # doctest: +SKIP
@@ -115,7 +115,7 @@ def honoured(options: Options) -> tuple[Options, str]:
     """Split the options into those that change the captured graphs, and the codec of
     `memeff.weights`.
 
-    Raise OptionError if an option has no effect on a plan.
+    Raise OptionError if an option has no effect on a memory plan.
     """
     weights = options.weights if options.weights in BITS_PER_WEIGHT else "dense"
     options = replace(options, weights="exact") if weights != "dense" else options
@@ -228,7 +228,8 @@ def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
     records name the modules of all blocks."""
 
     def all_like(path: str) -> list[str]:
-        """Return the paths in the whole model that a path in the shortened model represents."""
+        """Return the paths in the whole model that a path in the shortened model (which has fewer
+        blocks) represents."""
         for stack in stacks:
             found = re.fullmatch(rf"{re.escape(stack.path)}\.(\d+)(|\..*)", path)
             if found:
@@ -287,8 +288,8 @@ class Explanation(VerbReport):
             **given: the fields of `Setting`; by default one GPU and no optimizer.
 
         Raises:
-            ExplainError: a setting is unknown or out of range, or the plan does not hold for
-                another batch or length than the call's.
+            ExplainError: a setting is not valid; or `batch` or `length` differs from the call's,
+                although the plan holds only for the call's sizes.
 
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP
@@ -353,7 +354,7 @@ class Explanation(VerbReport):
         return pre(f"{self.summary}\n{self.report}{why}") + found + folded(self.text())
 
     def text(self, plan: Plan | None = None) -> str:
-        """Return the passes' rewrites and a plan as text."""
+        """Return the passes' rewrites and a plan (the memory of a training step) as text."""
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
         parts += [f"{s.path}: {s.depth} blocks, read off {len(s.kept)}" for s in self.stacks]
         texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]
@@ -369,7 +370,7 @@ class Explanation(VerbReport):
         return "\n\n".join(texts)
 
     def to_json(self, plan: Plan | None = None, *, indent: int | None = None) -> str:
-        """Return the report and a plan as JSON."""
+        """Return the report of the passes and a plan (the memory of a training step) as JSON."""
         data = {
             "model": self.name,
             "parameters": self.before.facts.parameters,

@@ -60,7 +60,7 @@ LINES = {
 
 
 class Kind(NamedTuple):
-    """One of the settings that the table lists for every model."""
+    """One of the settings that the table of `fit` lists for every model."""
 
     name: str
     captured: str  # "as is", "checkpointing", "keeping attention", "adapters"
@@ -73,10 +73,10 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield a setting once per codec of compressed weights.
+    """For each codec of compressed weights, yield the given setting with weights in this codec.
 
-    `write` contains abbreviations of the lines of user code; in `write`, `{}` stands for the first
-    letter of the codec.
+    `write` lists the lines of user code that apply the setting, with one letter for each line; `{}`
+    in it is replaced by the first letter of the codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -157,8 +157,8 @@ class Fit(VerbReport):
 
     @property
     def first(self) -> Row | None:
-        """Return the first row of the table that uses this package and fits into memory. Rows that
-        change training less come first."""
+        """Return the first row of the table whose setting uses this package and fits into memory.
+        Rows whose settings change the training less come first."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property
@@ -313,8 +313,8 @@ def fit(
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
 
     Raises:
-        ExplainError: the model cannot be built or captured, neither `memory` nor `gpu` is given, or
-            the GPU's name is unknown.
+        ExplainError: the model cannot be built or captured; or the memory is not known, because
+            you passed neither `memory` nor `gpu`, or because the GPU's name is unknown.
 
     Example:
         >>> print(memeff_compile.fit("config.json", gpu="rtx4090", length=2048))  # doctest: +SKIP

@@ -42,8 +42,8 @@ LOSSES = tuple(
 
 @dataclass(frozen=True)
 class Block:
-    """A captured block of a model (such as a layer), identified by the list of blocks and its index
-    among the captured blocks of this list."""
+    """A captured block of a model (such as a layer), identified by the list of blocks that contains
+    it and by its index among the captured blocks of this list."""
 
     stack: Stack
     place: int
@@ -142,7 +142,7 @@ def footprint(
 def _largest(replay: _Replay) -> tuple[Moment, ...]:
     """Return the moments at which memory is largest for at least one batch and length.
 
-    Only moments are compared at which decoded weights take the same number of bytes.
+    Two moments are compared only if decoded weights take the same number of bytes in both.
     """
     scale = replay.scale
     every = [
@@ -161,8 +161,8 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 def _outside(found: Owned) -> Parts:
     """Return the bytes of tensors outside of blocks at a moment of the step, by kind of tensor.
 
-    The memory of a captured block is counted once for each block that the captured block
-    represents.
+    If a tensor belongs to one captured block that represents several equal blocks of the model, its
+    bytes are multiplied by the number of these blocks.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
@@ -442,8 +442,8 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block of the op that is running; for an op outside of blocks, return the block
-        that ran last, and True.
+        """Return the block of the op that is running, and False; for an op outside of blocks,
+        return the block that ran last, and True.
         """
         for node in nodes:
             seen = self._block_of(node)

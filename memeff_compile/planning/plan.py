@@ -138,7 +138,8 @@ class Plan:
 
 
 def _formula(moment: Moment) -> str:
-    """Return the bytes in use at a moment as a formula, with one term for each group of tensors."""
+    """Return the bytes in use at a moment of the step as a formula, with one term for each group of
+    tensors."""
     texts = []
     for group, names in GROUPS.items():
         parts = [moment.parts[name] for name in names if name in moment.parts]

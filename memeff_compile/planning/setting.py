@@ -89,7 +89,7 @@ class Moment:
 
     @property
     def total(self) -> sympy.Expr:
-        """Return the sum of the bytes of all tensors that exist at the moment."""
+        """Return the sum of the bytes of all tensors that exist at this moment of the step."""
         return sum(self.parts.values(), sympy.Integer(0))
 
 
@@ -237,7 +237,7 @@ def _as_in_the_paper(
 
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
-    """Return the bytes of the tensors that exist at a moment on each of several GPUs.
+    """Return the bytes of the tensors that exist on each of several GPUs at a moment of the step.
 
     FSDP reduces a block's gradients after the block's backward pass, so the unsharded gradients of
     two blocks exist at the same time. All other gradients exist unsharded until the end of the
@@ -259,13 +259,15 @@ def value_of(formula: sympy.Expr, batch: int, length: int) -> int:
 
 
 def peak(candidates: Sequence[Moment], batch: int, length: int) -> tuple[Moment, int]:
-    """Return the moment with the largest total, and its bytes."""
+    """Return the moment of the step at which the most memory is in use, and the bytes in use
+    then."""
     sized = [(moment, value_of(moment.total, batch, length)) for moment in candidates]
     return max(sized, key=lambda pair: pair[1])
 
 
 def grouped(moment: Moment, batch: int, length: int) -> dict[str, int]:
-    """Return the bytes in use at a moment, in the three groups of tensors that the figure shows."""
+    """Return the bytes in use at a moment of the step, split into the three groups of tensors that
+    the figure shows."""
     return {
         group: sum(value_of(moment.parts.get(name, 0), batch, length) for name in names)
         for group, names in GROUPS.items()

@@ -89,8 +89,8 @@ class Told:
 
 
 def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
-    """Return a prime number of which no other size of the model, and no number close to such a
-    size, is a multiple.
+    """Return a prime number that divides no other size of the model, and no number close to such a
+    size.
 
     If possible, the prime is not larger than `near`.
     """

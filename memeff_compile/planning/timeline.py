@@ -362,8 +362,8 @@ class _Fusion:
             readers[node].append(node)
 
     def _is_large(self, node: Node, buffer: Node) -> bool:
-        """Return whether fusing kernels that read the same buffer saves time, because the buffer is
-        as large as the range over which the kernels loop.
+        """Return whether a buffer is large enough for fusion of the kernels that read it to save
+        time: as large as the range over which the kernels loop.
         """
         line = self._line
         shared = tensors_in(buffer.meta.get("val"))

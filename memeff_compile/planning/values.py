@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 26
 class Values:
     """The known values of some fake tensors.
 
-    A known value without axes is stored as a real number, not as a fake tensor.
+    A known value without axes is a real tensor with one number, not a fake tensor.
     """
 
     def __init__(self) -> None:
@@ -76,9 +76,7 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Return a fake tensor for a tensor with known values, or the value itself if the value
-            is a number.
-            """
+            """Return a fake tensor with the known values, or the real tensor if it has no axes."""
             value = next(made)
             if not compat.is_fake(fake):
                 return fake

@@ -209,14 +209,14 @@ class Comparison:
         return ""
 
     def is_written(self, place: int) -> bool:
-        """Return whether either graph may write to an input."""
+        """Return whether the original or the rewritten graph may write to an input."""
         return self.original.is_written[place] or self.rewritten.is_written[place]
 
     def _compare_group(
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
-        """Run both graphs, in the model's dtypes and in float64, and compare one group of their
-        outputs; return the names of all groups of outputs.
+        """Run the original and the rewritten graph, in the model's dtypes and in float64, and
+        compare one group of their outputs; return the names of all groups of outputs.
         """
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)

@@ -50,8 +50,8 @@ def verified(
     graph_report: GraphReport,  # this graph's report; the verdict is added to it
     reuses_memory: bool,  # `compiled` keeps pointers to its inputs, as CUDA graphs do
 ) -> Compiled:
-    """Return a callable that compares both graphs in its first call, and then runs one of them in
-    every call."""
+    """Return a callable that compares the original and the rewritten graph in its first call, and
+    then runs one of the two in every call."""
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
     plain: Compiled = partial(run_plainly, original)
     plain = accept(plain, pieces) if pieces else plain
@@ -64,8 +64,8 @@ def verified(
 
 
 class _Verifier:
-    """The state of a verification: the object compares the two graphs once, and stores which of the
-    two runs afterwards.
+    """The state of a verification: the object compares the original and the rewritten graph once,
+    and stores which of the two runs afterwards.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Write a Python program that reproduces a mismatch of `memeff.verify`: the source of both graphs,
-and the inputs for which their results differ."""
+"""Write a Python program that reproduces a mismatch of `memeff.verify`: the source of the original
+and of the rewritten graph, and the inputs for which their results differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .tolerance import Gap, slack_of
 
 
 class Compared(Protocol):
-    """The parts of a comparison that a reproducer needs: both graphs, and where to write files."""
+    """The parts of a comparison that a reproducer needs: the original and the rewritten graph, and
+    where to write files."""
 
     original: KeptGraph
     rewritten: KeptGraph

@@ -1,15 +1,16 @@
 """The rule of `memeff.verify`: how the difference of two runs is measured, and how large it may be.
 
-There are two comparisons. Each of the two measures the difference of two tensors by the Frobenius
-norm:
+`memeff.verify` makes two comparisons. Each of the two measures the difference of two tensors by the
+Frobenius norm:
 
-* The first comparison runs both graphs in float64. In float64, rounding affects only the sixteenth
-  digit, so a difference above `EXACT` shows that the two graphs do not compute the same formula.
-* The second comparison runs both graphs in the model's arithmetic, and compares each result with
-  the original graph's result in float64 (the truth). The error of the rewritten graph may be `OWN`
-  times the error of the original graph, plus a constant for the coarsest dtype in the graph
-  (`SLACK`). If the graph cannot run in float64, the two graphs are compared with each other, and
-  the difference may only be this constant.
+* The first comparison runs the original and the rewritten graph in float64. In float64, rounding
+  affects only the sixteenth digit, so a difference above `EXACT` shows that the two graphs do not
+  compute the same formula.
+* The second comparison runs the original and the rewritten graph in the model's arithmetic, and
+  compares each result with the original graph's result in float64 (the truth). The error of the
+  rewritten graph may be `OWN` times the error of the original graph, plus a constant for the
+  coarsest dtype in the graph (`SLACK`). If the graph cannot run in float64, the two graphs are
+  compared with each other, and the difference may be at most this constant.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Gap:
 
     @property
     def share(self) -> float:
-        """Return the ratio of the gap to the allowed gap; more than 1 is a mismatch."""
+        """Return the ratio of this gap (difference) to the allowed gap; more than 1 is a
+        mismatch."""
         if self.words:
             return float("inf")
         return self.error / self.allowed if self.allowed > 0 else float(self.error > 0) * 1e300
@@ -189,8 +191,8 @@ class _Norms:
         return [torch.where(fair, part, zero).abs().square().sum().double() for part in parts]
 
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
-        """Return the gap (the relative difference, and the allowed relative difference), which is
-        computed from these norms and divided by `scale`.
+        """Return the gap (the relative difference, and the allowed relative difference), computed
+        from the norms in this object and divided by `scale`.
         """
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale

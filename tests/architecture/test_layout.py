@@ -138,6 +138,17 @@ def test_kernels_know_nothing_of_graphs(module: Path) -> None:
     assert not [name for name in module_in(module).named if name.startswith(graphs)]
 
 
+@pytest.mark.parametrize("module", KERNEL_MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_kernels_are_launched_by_functions_that_can_record_a_launch(module: Path) -> None:
+    """A kernel that Triton launches itself, as `kernel[grid](...)`, cannot be compiled ahead."""
+    launched = [
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    ]
+    assert not [name for name in launched if "_kernel[" in name]
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_triton_is_imported_by_kernel_files_only(module: Path) -> None:
     uses_triton = any(name.split(".")[0] == "triton" for name in module_in(module).imported_at_top)

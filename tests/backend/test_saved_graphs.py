@@ -17,7 +17,8 @@ from memeff_compile.errors import MemeffError
 from memeff_compile.logits.tensor import DeferredLogits
 
 pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="aot_compile of torch 2.11 saves no graph of AOTAutograd"
+    torch.__version__ < "2.13",
+    reason="aot_compile of torch 2.11 saves no graph of AOTAutograd (2.12 was not tried)",
 )
 
 ROOT = Path(__file__).parents[2]

@@ -416,11 +416,12 @@ def test_a_summary_has_a_mode_in_a_row_and_a_model_in_a_column(tmp_path: Path) -
     out.write_text("".join(json.dumps(each) + "\n" for each in found))
     shown = script("task_scores", "summary", "--out", str(out)).splitlines()
     assert [line for line in shown if line.startswith("|")] == [
-        "| mode | bytes | time, compiled | m, 2 tasks | n, 1 task |",
-        "|---|---|---|---|---|",
-        "| exact |  | 100 % | 62 % (3) | 50 % (4) |",
-        "| cache, 16 bits | 100 % | 50 % | +25 (4), 1 task | 0 |",
-        "| cache, 4 bits | 50 % |  |  | 0 |",
+        f"| {task_scores.SCORED} | {task_scores.BYTES} | time of the compiled model, % of exact "
+        "| m, mean of 2 tasks | n, mean of 1 task |",
+        "|---|---:|---:|---:|---:|",
+        "| exact model |  | 100 % | 62 % (3) | 50 % (4) |",
+        "| 16-bit KV cache | 100 % | 50 % | +25 (4) in 1 task | 0 |",
+        "| 4-bit KV cache | 50 % |  |  | 0 |",
     ]
 
 
@@ -462,15 +463,15 @@ CLAIMS = {
     "17 of 24 in 8,192": (SMALL, VALUES, "needles, 8k", 17),
     "all 64 keys": (QWEN, VALUES, "key-value, 2k", 64),
     "49 of 64 needles": (SMALL, ALIGNED, "needles, 2k", 49),
-    "needles and 5 of 24": (SMALL, ALIGNED, "needles, 8k", 5),
+    "tokens and 5 of 24 needles": (SMALL, ALIGNED, "needles, 8k", 5),
     "57 of 64 keys": (QWEN, ALIGNED, "key-value, 2k", 57),
     "55 of 64": (SMALL, WIDE, "needles, 2k", 55),
     "and 10 of 24 needles": (SMALL, WIDE, "needles, 8k", 10),
     "all of Qwen's 64 keys": (QWEN, WIDE, "key-value, 2k", 64),
-    "24 of 64 and none": (SMALL, "cache, 2 bits", "needles, 2k", 24),
-    "36 of 64": (SMALL, MIXED, "needles, 2k", 36),
+    "24 of 64 needles in 2,048": (SMALL, "cache, 2 bits", "needles, 2k", 24),
+    "36 of 64 needles in 2,048": (SMALL, MIXED, "needles, 2k", 36),
     "and 4 of 24": (SMALL, MIXED, "needles, 8k", 4),
-    "18 of 64": (SMALL, BOTH, "needles, 2k", 18),
+    "18 of 64 needles in 2,048": (SMALL, BOTH, "needles, 2k", 18),
     "and 3 of 24": (SMALL, BOTH, "needles, 8k", 3),
     "14 of 16 keys at every level": (QWEN, "attention, 4b", "key-value, 32k", 14),
     "8 with `8b`": (QWEN, "attention, 8b", "needles, 32k", 8),

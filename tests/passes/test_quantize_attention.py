@@ -99,6 +99,17 @@ def test_a_causal_call(level: str) -> None:
     check(attend, *qkv(), level=level)
 
 
+@pytest.mark.parametrize("level", ["8b", "8b+f16", "4b"])
+def test_wide_heads_have_values_in_fp16(level: str) -> None:
+    """As accurate as `8b+f16`, and the report names the format."""
+    operands = [x.repeat(1, 1, 1, 9)[..., :129] for x in qkv()]
+    found, (record,) = run(attend, *operands, attention=level)
+    assert ("heads of 129: weights and values in fp16" in record.sentence) == (level != "8b+f16")
+    if level == "8b":
+        assert torch.equal(found, run(attend, *operands, attention="8b+f16")[0])
+        assert relative_l1(found, attend(*operands)) <= 0.02
+
+
 SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "no mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
     "a scale": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3),

@@ -221,3 +221,23 @@ def test_the_command_prints_a_table_and_writes_it(
     assert "2 layers share" in capsys.readouterr().out
     assert command_line.main(arguments) == 1
     assert "give --memory" in capsys.readouterr().err
+
+
+def test_the_command_merges_values_of_layers_with_a_window_between_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    hybrid = {"model_type": "gemma2", "num_hidden_layers": 4, "layer_types": kinds}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**TINY, **hybrid, "sliding_window": 64}))
+    asked = ["explain", str(config), "--cache", "--memory", "2GiB", "--quiet"]
+    assert command_line.main([*asked, "--merge", "0"]) == 1
+    said = capsys.readouterr().err
+    assert "the layers 1-3" in said
+    assert said.endswith("In this command, --values-only is values_only=True.\n")
+    assert command_line.main([*asked, "--merge", "0", "--values-only"]) == 0
+    assert "2 layers share" in capsys.readouterr().out
+    assert command_line.main([*asked, "--merge", "50"]) == 1
+    assert "--values-only" not in capsys.readouterr().err
+    assert command_line.main([*asked, "--values-only"]) == 1
+    assert "give --merge, too" in capsys.readouterr().err

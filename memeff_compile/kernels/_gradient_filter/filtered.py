@@ -7,16 +7,18 @@ a group. One pass over all classes computes the statistics of the rows. The same
 class a score in each group: the sum (`mass`) or the maximum (`block`) of the class's probabilities
 over the group's rows. A level is a score below which a class is dropped. For each row and each of
 31 levels, the pass sums the probabilities of the classes that this level would drop. `mass` uses,
-in each group, the highest level at which no row loses more probability mass than tau; `block` has
-only one level, eps. In each group, the filter always keeps the target classes of the group's rows.
+in each group, the highest level at which no row loses more probability mass than the setting tau;
+`block` has only one level, the setting eps. In each group, the filter always keeps the target
+classes of the group's rows.
 
-Classes are then sorted by the set of groups in which the filter keeps them, so that in most tiles
-(128 rows x 128 classes) the filter keeps all classes or none, however the vocabulary is numbered.
-For the tiles that contain kept classes, the logits are computed again and turned into gradients,
-which are multiplied by the weight and by the hidden states, as many tiles at a time as fit into the
-workspace. In total this takes as long as 1 + 3a matrix products over all classes, where a is the
-fraction of tiles that the filter keeps. The sorted order of the V classes is stored as a list of V
-numbers; the weight and its gradient are not reordered in memory.
+Classes are then sorted by the set of groups in which the filter keeps them, whatever their order in
+the vocabulary is, so that in most tiles (128 rows x 128 classes) the filter keeps all classes or
+none. For the tiles that contain kept classes, the logits are computed again and turned into
+gradients, which are multiplied by the weight and by the hidden states. The size of the workspace
+limits how many tiles are processed at a time. In total, statistics and gradients take as long as 1
++ 3a matrix products over all classes, where a is the fraction of tiles that the filter keeps. The
+sorted order of the V classes is stored as a list of V numbers; the weight and its gradient are not
+reordered in memory.
 
 The probability mass that a row loses is distributed over the row's kept classes, in proportion to
 their probabilities, so the sum of the gradients of the row's logits (without the target's logit)
@@ -335,7 +337,7 @@ class Filtered(RowWalk):
         )
 
     def _by_mean_logit(self) -> Tensor:
-        """Return the order of the classes sorted by their mean logit before a softcap."""
+        """Return the classes' order by mean logit; the logits are taken before a softcap."""
         logits = self.weight @ self.hidden.mean(0)
         if self.bias is not None:
             logits = logits + self.bias
@@ -443,8 +445,8 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The loops under a gradient filter, with the functions `forward`, `total` and `backward` that
-    the module of an implementation has.
+    """The loops under a gradient filter; the class has the functions `forward`, `total` and
+    `backward`, as each module that implements the loss op without a filter does.
     """
 
     exact: Any  # the engine's module

@@ -147,9 +147,11 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the scores below which the levels with the given indices drop a class.
+    """Return the thresholds of the levels with the given indices; a level drops a class whose score
+    is below its threshold.
 
-    The last level's score is higher than the score of every class, so this level drops all classes.
+    The last level's threshold is higher than the score of every class, so this level drops all
+    classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -183,7 +185,7 @@ def _gradient_filter_score_kernel(
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
     """Compute each class's score in a group of rows, and for each row the sum of the probabilities
-    that each level would drop.
+    that each level (threshold of scores) would drop.
 
     A program processes one group and some tiles of classes. A tile contains all rows of the group,
     so the scores of its classes are known while its logits are in registers. The filter always
@@ -332,8 +334,8 @@ def _gradient_filter_level_kernel(
     # HAS_LSE: the base is the log-sum-exp; RESTORE: distribute lost mass over the kept classes
     C: tl.constexpr,
 ):
-    """Choose the level of a group (the score below which it drops classes), and compute the losses
-    of the group's rows and the factors of their gradients.
+    """Choose the level of a group (the score below which the filter drops classes in this group),
+    and compute the losses of the group's rows and the factors of their gradients.
 
     The level is the highest one at which no row loses more probability mass than the limit. The
     mass that a row loses is distributed over its kept classes (without the target), in proportion
@@ -450,11 +452,13 @@ def _gradient_filter_word_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Write one word per class, with a bit for each group of rows that keeps the class.
+    """Write one word per class, with a bit for each group of rows in which the filter keeps the
+    class.
 
     The first group of rows has the highest bit of the word. After sorting by these words, classes
-    that the same groups keep are next to each other. With this order of bits, the filter keeps all
-    classes of more tiles than with the reverse order.
+    that are kept in the same groups are next to each other. If the first group has the word's
+    highest bit, more tiles consist only of classes that the filter keeps than if the first group
+    has the lowest bit.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -482,7 +486,8 @@ def _gradient_filter_tile_kernel(
 ):
     """Write one word per tile of classes.
 
-    The word of a tile has a bit for each group of rows that keeps at least one class of the tile.
+    The word of a tile has a bit for each group of rows in which the filter keeps at least one class
+    of the tile.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
@@ -514,10 +519,10 @@ def _gradient_filter_list_kernel(
     BLOCK: tl.constexpr,
 ):
     """List the tiles that the filter keeps, in the order that one of the two matrix products (with
-    the weight, or with the hidden states) needs; one program handles one group of rows and one
-    pass.
+    the weight, or with the hidden states) needs.
 
-    One pass of the kernels covers consecutive tiles of classes, for all groups of rows.
+    A pass of the kernels covers consecutive tiles of classes, for all groups of rows; one program
+    lists the tiles of one group in one pass.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)

@@ -68,13 +68,13 @@ class FilterShapes(NamedTuple):
         }
 
     def filling(self) -> dict[str, Any]:
-        """Return the compile-time constants and launch options of the kernel that fills the tiles
-        that the filter keeps."""
+        """Return the compile-time constants and launch options of the kernel that computes the
+        logits' gradients of the tiles that the filter keeps."""
         return self._constants(self.rows, self.warps[1], self.stages[1])
 
     def multiplying(self) -> dict[str, Any]:
         """Return the compile-time constants and launch options of the kernel that multiplies the
-        filled tiles."""
+        logits' gradients by the weight and by the hidden states."""
         parts = 4 if self.product_columns >= 256 else 2
         columns = self.product_columns
         return {**self._constants(columns, self.warps[1], self.stages[2]), "PARTS": parts}
@@ -82,14 +82,15 @@ class FilterShapes(NamedTuple):
 
 @lru_cache(maxsize=64)
 def filter_shapes_for(device: torch.device) -> FilterShapes:
-    """Return the shapes for a GPU, or small shapes for Triton's interpreter without CUDA."""
+    """Return the tile shapes of the filters' kernels for a GPU, or small shapes for Triton's
+    interpreter without CUDA."""
     if device.type != "cuda":
         return FilterShapes(32, 64, 64, 16, (4, 4), (1, 1, 1), 2, 1, is_interpreted=True)
     return filter_shapes_of(processors(device), is_hopper=gpu(device).is_hopper)
 
 
 def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
-    """Return the shapes for GPUs of compute capability 9.0, or those for all other GPUs."""
+    """Return the tile shapes for GPUs of compute capability 9.0, or those for all other GPUs."""
     if is_hopper:
         return FilterShapes(128, 256, 128, 64, (8, 4), (3, 3, 5), programs, flatten=True)
     return FilterShapes(128, 128, 128, 32, (8, 4), (3, 3, 3), programs, 1)
@@ -108,9 +109,9 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
     """Return the bytes of a loop under a filter, without its packed tiles (the logits' gradients of
     the tiles that the filter keeps).
 
-    These are the bytes of the classes' scores, of one word per class and the order of the words, of
-    two copies of hidden-state rows, of sums of the hidden states' gradient (dE), and of the sums
-    for each level.
+    The function counts the classes' scores, one word per class, the sorted order of these words,
+    two copies of hidden-state rows, sums of the hidden states' gradient (dE), and sums for each
+    level (a score below which classes are dropped).
     """
     return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
 
@@ -128,7 +129,9 @@ def filter_capacity(
 
 
 def filter_splits(rows: int, depth: int, groups: int, shapes: FilterShapes) -> int:
-    """Return how many programs share the sum for one tile of the hidden states' gradient (dE)."""
+    """Return among how many programs the sum for one tile of the hidden states' gradient (dE) is
+    divided.
+    """
     items = groups * -(-depth // shapes.product_columns)
     fitting = FILTER_SUMS_BYTES // (4 * rows * depth)
     return max(1, min(-(-FILTER_ITEMS * shapes.programs // items), fitting))

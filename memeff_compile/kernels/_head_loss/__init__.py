@@ -5,5 +5,5 @@ block (module `walks`), and leave out rows (tokens) with an ignored target (modu
 module `call` defines the arguments and results of a call, and the module `ranks` the exchange of
 statistics if ranks split the classes. If an op's forward pass also computes gradients, the backward
 pass multiplies these gradients by the gradient of the loss (module `scaling`). The module `shapes`
-contains all sizes for these steps.
+contains all sizes that the modules of this folder use.
 """

@@ -49,15 +49,16 @@ class Settings(NamedTuple):
         """Return the settings of a call, but without the gradient filter if a requested result does
         not allow a filter.
 
-        With label smoothing, for example, every class has a gradient, so no class can be dropped.
+        With label smoothing, for example, the caller requests the sum of each row's logits: every
+        class then has a gradient, so no class can be dropped.
         """
         is_exact = self.with_logit_sum or self.with_entropy or self.with_top
         return self._replace(gradient_filter="exact") if is_exact else self
 
     @property
     def keeps_ignored_rows(self) -> bool:
-        """Return whether the caller gets the log-sum-exp of ignored rows, which can then have a
-        gradient."""
+        """Return whether the caller gets the log-sum-exp of ignored rows; this log-sum-exp can then
+        have a gradient."""
         return self.with_lse or self.with_entropy
 
     @property
@@ -94,7 +95,8 @@ class Operands(NamedTuple):
         return self.hidden, self.weight, self.bias, self.low, self.up
 
     def flags(self, settings: Settings) -> dict[str, bool]:
-        """Return the compile-time constants that tell a kernel which terms to compute."""
+        """Return the compile-time constants that tell a kernel which optional terms, such as a bias
+        or a softcap, a call has."""
         return {
             "HAS_BIAS": self.bias is not None,
             "HAS_COLUMN_WEIGHT": self.column_weight is not None,
@@ -158,7 +160,7 @@ class Gradients(NamedTuple):
 
 class ScalarLoss(NamedTuple):
     """The arguments of a call whose loss is a single number: the weighted sum of all rows' losses,
-    divided by a norm.
+    divided by the argument `norm`.
     """
 
     hidden: Tensor  # (N, D) of any floating dtype
@@ -232,7 +234,7 @@ class ScalarLoss(NamedTuple):
         return factors if ignored is None else factors.masked_fill(ignored, 0)
 
     def total_of(self, nll: Tensor) -> Tensor:
-        """Return the weighted sum of the rows' losses, divided by the norm."""
+        """Return the weighted sum of the rows' losses, divided by the argument `norm`."""
         row_weight, norm = self.row_weight, self.norm
         total = (nll if row_weight is None else nll * row_weight.to(nll.dtype)).sum()
         return total if norm is None else total / norm

@@ -61,10 +61,10 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank, and two masks.
+        """Return targets as column indices of this rank, and two masks: the rows whose target this
+        rank has, and the rows whose target another rank has.
 
-        The first mask says whether this rank has the target, the second whether another rank has
-        it. If another rank has a row's target, the row gets an arbitrary column: the row is not
+        If another rank has a row's target, the row gets an arbitrary column: the row is not
         ignored, but the logit of that column is not used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
@@ -79,8 +79,8 @@ class Shard(NamedTuple):
 class Split(NamedTuple):
     """The description of how an output projection is split over ranks.
 
-    A `Split` contains this rank's shard, the dimension of the device mesh, and the name of the
-    process group.
+    A `Split` contains this rank's shard, the dimension of the device mesh over which the classes
+    are split, and the name of the process group.
     """
 
     shard: Shard
@@ -112,7 +112,8 @@ def layout(tensor: Any) -> str:
 
 
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return this rank's local tensor, whose gradient is a partial sum over one mesh dimension."""
+    """Return a DTensor's local tensor; if `summed` is given, the gradient of the local tensor is a
+    partial sum over the mesh dimension `summed`."""
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial
@@ -126,8 +127,8 @@ class Ranks(NamedTuple):
 
     For each row, a rank sends the log-sum-exp of its classes, and the target's loss if the target
     is one of its classes, otherwise 0. Ranks exchange no other data. All implementations exchange
-    these numbers in the same format. Blocks contain rows in the order of `counted_first`, which is
-    the same on all ranks.
+    log-sum-exps and losses in the same format. Blocks contain rows in the order that
+    `counted_first` returns, which is the same on all ranks.
     """
 
     rank: int
@@ -167,9 +168,8 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target column of each row that is not ignored, and two masks.
-
-    The first mask says whether this rank has the target, the second whether another rank has it.
+    """Return the target column of each row that is not ignored, and two masks: the rows whose
+    target this rank has, and the rows whose target another rank has.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere

@@ -23,7 +23,7 @@ from .shapes import GATHERED, LISTED, Tiles, row_block
 class Selection(NamedTuple):
     """The rows that are not ignored, as index tensors for kernels.
 
-    If no row is ignored, `order`, `place` and `kept` are None.
+    If no row is ignored, the fields `order`, `place` and `kept` are None.
     """
 
     target: Tensor  # (N,) int32, compact, -1 for a row without a target

@@ -75,7 +75,8 @@ def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function,
 
 
 def asked(ctx: Any, places: Sequence[int]) -> list[bool]:
-    """Return whether each of an op's arguments at the positions `places` requires a gradient.
+    """Return, for each of an op's arguments at the positions `places`, whether it requires a
+    gradient.
 
     A position beyond the arguments that autograd saw belongs to an argument that is None, because
     PyTorch's dispatcher omits trailing arguments that are None.
@@ -116,7 +117,7 @@ def scaled_gradients(
 
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
     """Return a gradient multiplied by a number, as a new tensor; the product is computed in the
-    wider of the two dtypes.
+    wider one of the gradient's dtype and the number's dtype.
     """
     return (gradient.to(by.dtype) * by).to(gradient.dtype)
 

@@ -1,4 +1,5 @@
-"""Sizes that all losses share: ranges of blocks, and how many elements one program reads at a time.
+"""Sizes that all losses share, such as how many elements one program reads at a time, and functions
+that divide an axis into ranges.
 
 The letters for axes are: N rows (tokens), D hidden size, V vocabulary (classes), R rows of a block,
 W classes of a block.
@@ -36,9 +37,7 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The properties of an implementation's tiles that the kernel which copies rows needs to
-    know.
-    """
+    """The properties of an implementation's tiles, as the kernel that copies rows needs them."""
 
     @property
     def rows(self) -> int:

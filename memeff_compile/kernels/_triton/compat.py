@@ -1,12 +1,15 @@
-"""Wrap Triton's private names, so that a new Triton release needs changes in only one file.
+"""Wrap Triton's private functions and classes, so that a new Triton release needs changes in only
+one file.
 
-The functions import triton when they are called. The module `gluon` wraps the names of Gluon.
+The functions import triton when they are called. The module `gluon` wraps Gluon's functions and
+classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +82,30 @@ def compile_only(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, 
         # The launch code is compiled too, and stored on disk. The kernel is not loaded onto the
         # GPU: another thread may be capturing a CUDA graph.
         driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def files_of(key: str) -> dict[str, bytes]:
+    """Return the files that Triton's cache has for a compiled kernel with the hash `key`."""
+    from triton.runtime.cache import get_cache_manager
+
+    folder = Path(get_cache_manager(key).cache_dir)
+    found = [each for each in folder.iterdir() if each.is_file()]
+    return {each.name: each.read_bytes() for each in found if not _is_of_cache(each.name)}
+
+
+def keep_files(key: str, files: Mapping[str, bytes]) -> None:
+    """Add a compiled kernel to Triton's cache, unless the cache has it."""
+    from triton.runtime.cache import get_cache_manager
+
+    manager = get_cache_manager(key)
+    (about,) = (name for name in files if name.endswith(".json"))
+    if manager.get_group(about) is None:
+        manager.put_group(about, {name: manager.put(data, name) for name, data in files.items()})
+
+
+def _is_of_cache(name: str) -> bool:
+    """Return whether Triton's cache wrote a file for itself: a lock, or a list of paths."""
+    return name.startswith("__grp__") or name == "lock"
 
 
 def described(tensor: Tensor, block: Sequence[int]) -> Any:

@@ -37,8 +37,9 @@ class Conditions:
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether the bounds `ahead` and `behind` leave at least one key visible for every
-        query. With only `ahead=0`, the result is true."""
+        """Return whether at least one key is visible for every query under the bounds `ahead` and
+        `behind`, which say how far after and before a query its keys may be. With `ahead=0` as the
+        only bound, the result is true."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead
@@ -46,8 +47,8 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Return whether some query may have no visible key and then gets the mean of all values,
-        so that the kernel must read every key.
+        """Return whether the kernel must read every key: a query without a visible key gets the
+        mean of all values, and the call may have such a query.
         """
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 

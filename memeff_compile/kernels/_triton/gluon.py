@@ -1,5 +1,5 @@
-"""Import the Gluon names from the installed version of Triton. Gluon is experimental, so importing
-this module can fail."""
+"""Import Gluon's functions and types from the installed version of Triton. Gluon is experimental,
+so importing this module can fail."""
 
 from __future__ import annotations
 

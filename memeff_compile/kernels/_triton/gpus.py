@@ -1,4 +1,4 @@
-"""The table of GPUs: the features of each kind, and the ops that were measured on it.
+"""The table of GPUs: the features of each kind of GPU, and the ops whose speed was measured on it.
 
 A kind of GPU is identified by its vendor together with its compute capability, because PyTorch
 gives AMD's GPUs numbers of the same form (9.4 for an MI300) with another meaning. To add a kind of

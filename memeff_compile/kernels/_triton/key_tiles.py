@@ -130,7 +130,8 @@ def _over_batch(table: Tensor) -> int:
 
 
 def positions_of(given: Conditions) -> tuple[int, int]:
-    """Return the bounds `ahead` and `behind` as numbers; 0 stands for no bound."""
+    """Return the bounds `ahead` and `behind` (how far after and before a query its keys may be) as
+    numbers; 0 stands for no bound."""
     return given.ahead or 0, given.behind or 0
 
 

@@ -24,7 +24,8 @@ FAR = tl.constexpr(2**62)
 def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
     """Return which keys of a tile each query attends to; `AXIS` is the axis of the queries.
 
-    `queries` and `keys` are pairs of positions and ids; `span` is ``(ahead, behind)``.
+    `queries` and `keys` are pairs of positions and ids; `span` contains the bounds ``(ahead,
+    behind)``.
     """
     query = tl.expand_dims(queries[0], 1 - AXIS)
     key = tl.expand_dims(keys[0], AXIS)
@@ -61,11 +62,11 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
     """Return the tiles that a program visits, for masks that depend only on positions.
 
     A program with a tile of queries visits tiles of keys, and a program with a tile of keys visits
-    tiles of queries. A position p of the program's tile is combined with the visited positions from
-    p - down to p + up. The lengths and the tile sizes are passed as pairs, in which the first
-    element belongs to the program's tile and the second to the visited tiles; `span` and `IS_BOUND`
-    are pairs (up, down). The four results are the first tile, the first complete tile (without
-    hidden keys), the end of the complete tiles, and the end of all tiles.
+    tiles of queries. A position `p` of the program's tile is combined with the visited positions
+    from `p - down` up to `p + up`. The lengths and the tile sizes are passed as pairs, in which the
+    first element belongs to the program's tile and the second to the visited tiles; `span` and
+    `IS_BOUND` are pairs (up, down). The four results are the first tile, the first complete tile
+    (without hidden keys), the end of the complete tiles, and the end of all tiles.
     """
     ours, others = lengths
     up, down = span
@@ -88,9 +89,9 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
 
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
-    """Return the number of the incomplete tile (a visited tile with hidden keys) that has the
-    position `index` among these tiles: the incomplete tiles before the complete tiles are counted
-    first, then those after the complete tiles.
+    """Return the number of an incomplete tile, which is a visited tile with hidden keys. Of all
+    incomplete tiles it is the one at the position `index`: the incomplete tiles before the complete
+    tiles come first, then those after the complete tiles.
     """
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)
@@ -98,8 +99,8 @@ def edge_tile(index, first, full_first, full_stop):
 
 @triton.jit
 def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Return, for each tile, whether at least one position and whether all positions are visible,
-    and the range of the positions' ids."""
+    """Return three facts about each tile: whether any position is visible, whether all positions
+    are visible, and the range of the positions' ids."""
     shown = place < length
     inside = tl.minimum(place, length - 1)
     if HAS_MASK:
@@ -223,7 +224,8 @@ def _attention_key_tiles_bounds_kernel(
 
 @triton.jit
 def bounds_of(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return the range of tiles that a program visits, from a table or computed by `_visited`."""
+    """Return the range of tiles that a program visits: read it from a table, or compute it if the
+    mask depends only on positions."""
     if C.HAS_BOUNDS:
         found_ptr = bounds_ptr + (batch * tiles + tile) * 4
         first = tl.load(found_ptr)

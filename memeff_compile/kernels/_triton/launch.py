@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...compat import current_gpu
 from . import compat
+from .stored import record
 from .typed import is_typed, typed
 
 Argument: TypeAlias = "Tensor | int | float | tuple[Argument, ...]"
@@ -61,7 +62,7 @@ def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Launch(NamedTuple):
-    """A launch that was recorded instead of run."""
+    """The description of a kernel launch that was put into a list instead of being run."""
 
     kernel: Any
     arguments: tuple[Any, ...]  # with the dtypes and alignments of tensors in place of tensors
@@ -92,12 +93,13 @@ def noted(launches: list[Launch]) -> Iterator[None]:
 
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
-    """Run a kernel like `kernel[grid](*arguments, **given)`, with its constants packed."""
+    """Run a kernel like `kernel[grid](*arguments, **given)`, with all its constants in one
+    argument."""
     notes = _notes.get()
     if notes is not None:
         notes.append(Launch(kernel, _typed(arguments), packed(kernel, given)))
         return
-    kernel[grid](*arguments, **packed(kernel, given))
+    record(kernel[grid](*arguments, **packed(kernel, given)))
 
 
 def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -114,8 +116,7 @@ def _typed(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return the properties of a recorded argument on which the compiler's specialisation
-    depends."""
+    """Return the properties of a kernel argument on which the compiler's specialisation depends."""
     if isinstance(argument, tuple):
         return tuple(map(_kind, argument))
     if isinstance(argument, int) and not isinstance(argument, bool):
@@ -211,9 +212,7 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
     """Return the properties on which the compiled kernel depends, the arguments with tensors
-    replaced by addresses, and the combined address bits.
-
-    An address bit is set in the result if it is set in at least one address.
+    replaced by addresses, and the bitwise "or" of all addresses.
     """
     seen: list[Any] = []
     given: list[Any] = []
@@ -308,6 +307,7 @@ def _compile(
     """Run a kernel through Triton's own launch, and store the compiled kernel under `key`."""
     constants = packed(kernel, constants)
     compiled = kernel[grid](*arguments, **constants)
+    record(compiled)
     if len(_compiled) >= _MOST:
         _compiled.clear()
     _compiled[key] = compat.launcher(kernel, compiled, constants, len(arguments))

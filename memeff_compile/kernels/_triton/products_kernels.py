@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions that several ops use: products of tiles, and loads of one attention head's rows.
+"""Device functions that several ops use: they multiply tiles, and load the rows of one attention
+head.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """

@@ -212,8 +212,8 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return one pointer per class to the scale of one slice of a tile, and which of these classes
-    exist.
+    """Return one pointer per class to the scale of the class's numbers in one slice (range of
+    columns) of a tile, and a mask of the classes that exist.
 
     `column` is the index of the slice's first column.
     """
@@ -224,8 +224,8 @@ def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _old_scales(scales, block, column, C: gl.constexpr):
-    """Load the scales of a tile's four slices of columns before they are needed; if the tile has
-    only two slices, return their scales twice.
+    """Load the scales of a tile's four slices (ranges of columns) before they are needed; if the
+    tile has only two slices, return their scales twice.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
     parts: gl.constexpr = C.BN // SLICE
@@ -247,14 +247,14 @@ def _old_scales(scales, block, column, C: gl.constexpr):
 
 @gluon.jit
 def _add_to(part, held, old, scales, at, C: gl.constexpr):
-    """Write some columns of the weight's gradient (dC) to shared memory, added to the old values
-    there.
+    """Write some columns of the weight's gradient (dC) to shared memory, after adding the old
+    values that are there.
 
     While the weight's gradient (dC) is summed over several blocks of rows, dC is stored in fp16.
-    Each class and slice of columns has a power of two as its scale, by which the slice's largest
-    number just fits into the range of fp16. Numbers smaller than 2^-28 times the largest number
-    keep fewer than the eleven significant bits of fp16; their error is smaller than the rounding
-    error of the largest number.
+    Each slice (range of columns) of each class has its own scale, a power of two: divided by this
+    scale, the slice's largest number just fits into the range of fp16. Numbers smaller than 2^-28
+    times the largest number keep fewer than the eleven significant bits of fp16; their error is
+    smaller than the rounding error of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:
@@ -373,8 +373,8 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     to the weight's gradient (dC), in one launch.
 
     The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
-    computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
-    the other multiprocessors busy meanwhile, and afterwards keep all multiprocessors busy. A
+    computed first. The many tiles of the weight's gradient (dC), which are sums over the rows, give
+    work to the multiprocessors that have no tile of dE, and afterwards to all multiprocessors. A
     program that has finished a tile takes the next tile that no program has taken. One program
     computes all of a tile, so the order in which programs take tiles does not change the results.
     """

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Softmax over keys that a kernel reads tile by tile, or that several programs share.
+"""Softmax over keys that a kernel reads tile by tile, or that are divided among several programs.
 
 Scores are multiplied by log2(e), so that the kernels compute powers of 2 instead of e. A row's
 largest score is minus infinity until one of its keys has been read.
@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def step(score, largest, AXIS: tl.constexpr):
-    """Return the softmax weights of a tile, the factor by which earlier sums are reduced, and the
-    new largest score.
+    """Return the softmax weights of a tile, the factor by which the sums over earlier tiles must be
+    multiplied, and the new largest score.
     """
     higher = tl.maximum(largest, tl.max(score, axis=AXIS))
     base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -6,9 +6,11 @@ masks of nearly all models combine a few conditions: a key is at most some dista
 its query, is not padding, and belongs to the same document as its query. The kernels read any other
 mask from memory, tile by tile.
 
-    attention            softmax attention over the keys for which all given conditions hold
-    attention_backward   the gradients of q, k and v; the scores are computed again, tile by tile
-    attention_mask_tiles   which tiles of a mask are empty and which are full, computed on the GPU
+- `attention` computes softmax attention over the keys for which all given conditions hold.
+- `attention_backward` computes the gradients of q, k and v; it computes the scores again, tile by
+  tile.
+- `attention_mask_tiles` finds, on the GPU, the tiles of a mask in which every key is hidden, and
+  the tiles in which every key is visible.
 
 If several query heads share a key-value head, the kernels read that head without copying it.
 """

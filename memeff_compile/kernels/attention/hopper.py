@@ -50,7 +50,7 @@ CACHED = 32 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes for which the kernel is compiled."""
+    """The tile sizes and other constants for which the kernel is compiled."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile

@@ -38,7 +38,7 @@ LONG = 16384
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes for which a kernel is compiled."""
+    """The tile sizes and other constants for which a kernel is compiled."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile
@@ -68,8 +68,8 @@ def plan_for(depth: int, keys: int) -> Plan:
 
 
 def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
-    """Return whether a backward call is of a kind for which these kernels were faster than the
-    kernels of the implementation `tiles`.
+    """Return whether a backward call is of a kind for which the kernels of this module were faster
+    than the kernels of the implementation `tiles`.
 
     `grad` is the gradient of the result `out`.
     """

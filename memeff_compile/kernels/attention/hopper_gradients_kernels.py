@@ -86,8 +86,9 @@ def _hide(weight, ours, other, told, AXIS: gl.constexpr, MASKED: gl.constexpr, C
 
 @gluon.jit
 def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of queries that a program computes in a round, the tile's sequence and head,
-    and the tiles of keys that it visits."""
+    """Return the tile of queries that a program computes in a given round (in each round, every
+    program computes one tile), the tile's sequence and head, and the tiles of keys that it
+    visits."""
     batch_heads, heads, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
         tile, batch, head, found = _sorted_tile(
@@ -179,9 +180,9 @@ def _query_step(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start three products: the scores of a tile of keys, the output gradients times the tile's
-    values, and the slopes (gradients of the scores) of the previous tile times that tile's keys;
-    compute this tile's slopes during the third product.
+    """Start three products: the scores of a tile of keys; the output gradients times the tile's
+    values; and the previous tile's slopes (gradients of the scores) times the previous tile's keys.
+    During the third product, compute this tile's slopes.
     """
     acc, slope, turns = sums
     q_memory, grad_memory, _, k_memory, v_memory = memory
@@ -415,8 +416,9 @@ def _attention_hopper_gradients_query_kernel(
 
 @gluon.jit
 def _key_tile(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of keys that a program computes in a round, the tile's sequence and key head
-    (as one index, and as two), and the tiles of queries that the program visits.
+    """Return the tile of keys that a program computes in a given round (in each round, every
+    program computes one tile), the tile's sequence and key head (first as one combined index, then
+    as two indices), and the tiles of queries that the program visits.
     """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:

@@ -4,8 +4,8 @@ of four warps multiply.
 
 Each group of four warps computes 64 positions of the program's tile, and waits only until the
 loading warp has loaded the next tile. Therefore one group of warps can compute exponentials while
-the other group multiplies. A program computes one tile of queries after another, and the loading
-warp already loads the next tile.
+the other group multiplies. A program computes one tile of queries after another; meanwhile, the
+loading warp already loads the next tile.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
 masking conditions only in pairs in which some keys are hidden; pairs with hidden keys come first.
@@ -53,8 +53,8 @@ VARYING = [
 
 @gluon.jit
 def _rounds(tiles):
-    """Return how many tiles this program computes: one in each round (a round is one tile for every
-    program).
+    """Return how many tiles this program computes: one in each round, but some programs have none
+    in the last round.
     """
     programs = gl.num_programs(0)
     whole = tiles // programs
@@ -66,10 +66,10 @@ def _rounds(tiles):
 
 @gluon.jit
 def _place_of(turn, rows, tiles, width):
-    """Return which tile a program computes in a given round, and the tile's sequence and head as
-    one index.
+    """Return which tile a program computes in a given round (in each round, every program computes
+    one tile), and the tile's sequence and head as one index.
 
-    The first tiles in this order take longest. In every other round, programs take tiles in the
+    The tiles of the first rounds take longest. In every other round, programs take tiles in the
     reverse order, so all programs finish at about the same time. Sequences and heads are processed
     in sections, so that the keys and values of a section stay in the L2 cache.
     """
@@ -131,7 +131,8 @@ def _ranges_of(ranges_ptr, batches, batch, tile, tiles, place, OURS: gl.constexp
 
 @gluon.jit
 def _nth(index, found):
-    """Return the tile that the program visits at this step; tiles with hidden keys come first."""
+    """Return the tile with the given index in the order of the program's visits: tiles with hidden
+    keys come first."""
     first, full_first, full_stop, edges, _ = found
     edge = edge_tile(index, first, full_first, full_stop)
     return gl.where(index < edges, edge, full_first + index - edges)
@@ -196,7 +197,7 @@ def _keys_shown(mask_ptr, key, keys, C: gl.constexpr):
 
 @gluon.jit
 def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
-    """Return a tile that was loaded through a descriptor of four axes as a matrix."""
+    """Return, as a matrix, a tile that was loaded through a descriptor of four axes."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return seen_as(memory, memory.dtype, [ROWS, C.DEPTH_BLOCK], layout)
 

@@ -1,9 +1,9 @@
 """Classify the tiles of a mask tensor, and list the tiles that a kernel visits.
 
 A tile of `TILE` x `TILE` elements is `EMPTY` if every key is hidden from every query, `FULL` if
-every key is visible to every query and the mask adds 0, and `PARTIAL` otherwise. The codes are
-computed once per mask; before each kernel launch, they are converted to lists of tiles of that
-kernel's size. The CPU never waits for the GPU in this module.
+every key is visible to every query and the mask adds 0, and `PARTIAL` otherwise. The code of each
+tile is computed once per mask; before each kernel launch, the codes are converted to lists of tiles
+of that kernel's size. The CPU never waits for the GPU in this module.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 class Dense(NamedTuple):
     """Kernel arguments: a mask tensor, its strides, and a list of tiles for each program.
 
-    A broadcast axis has a stride of 0. A program's list names the full and the partial tiles of the
-    mask that the program visits. Each list has 3 + others int32 numbers, where others is the number
-    of tiles that could be visited: first the number of full tiles, then the number of partial
-    tiles. In the rest of the list, the full tiles start at the front, and the partial tiles at the
-    back. The last number of a list is padding, because a kernel reads one tile ahead.
+    A broadcast axis has a stride of 0. A program's list contains the tiles of the mask that the
+    program visits: the full tiles (every key is visible), and the partial tiles (some keys are
+    hidden). Each list has 3 more int32 numbers than there are tiles that could be visited: the list
+    begins with the number of full tiles and the number of partial tiles. In the rest of the list,
+    the full tiles start at the front, and the partial tiles at the back. The last number of a list
+    is padding, because a kernel reads one tile ahead.
     """
 
     ptr: Any
@@ -64,9 +65,10 @@ def classify(
     # bool, true where a key is visible, or floating, added to scores; any size may be 1
     mask: Tensor,
 ) -> Tensor:
-    """Return the code of each tile of a mask: empty, full or partial.
+    """Return the code of each tile of a mask: empty (every key is hidden), full (every key is
+    visible) or partial.
 
-    The result is a tensor (B or 1, H or 1, tiles, tiles) uint8.
+    The result is a uint8 tensor of shape (B or 1, H or 1, tiles, tiles).
     """
     if not (mask.is_cuda and mask.numel() and kernels_serve(mask.device, torch.bfloat16)):
         return _classify_plainly(mask)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels that classify the tiles of a mask, and list the tiles that other kernels visit.
 
-The codes have the same meaning as in the module `mask_tiles`: 0 for empty, 1 for partial, 2 for
-full. A tile that contains only very low numbers has code 3 until it is known whether each of its
-queries has a visible key elsewhere.
+The codes have the same meaning as in the module `mask_tiles`: 0 for empty (every key is hidden), 1
+for partial, 2 for full (every key is visible). A tile that contains only very low numbers has code
+3 until it is known whether each of its queries has a visible key elsewhere.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def list_of(dense, batch, head, tile, others):
 
 @triton.jit
 def listed(index, list_ptr, others, MASKED: tl.constexpr):
-    """Return the full tile with the position `index` in a list or, if MASKED, the partial tile with
-    that position."""
+    """Return the full tile (every key is visible) with the position `index` in a list or, if
+    MASKED, the partial tile (some keys are hidden) with that position."""
     place = 2 + index
     if MASKED:
         place = 1 + others - index

@@ -1,8 +1,8 @@
 """The bytes that attention needs without this op and with it, as formulas in B (sequences), H
-(query heads), M, N and D.
+(query heads), M (queries), N (keys) and D (head dimension).
 
-M is the number of queries, N the number of keys, D the head dimension; each may be a symbol or a
-number. The formulas do not count q, k, v, the output and the gradients.
+Each of these letters may be a symbol or a number. The formulas do not count q, k, v, the output and
+the gradients.
 """
 
 from __future__ import annotations

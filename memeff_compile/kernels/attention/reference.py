@@ -1,9 +1,10 @@
 """The reference implementation: the formula in plain PyTorch, one block of queries at a time, on
 any device.
 
-The scores of a block are computed in fp32 (fp64 for fp64 inputs) and freed after its results, so
-the scores of all queries never exist at once. Keys that `ahead` and `behind` hide from a whole
-block are not read.
+The scores of a block are computed in fp32 (fp64 for fp64 inputs) and freed as soon as its results
+are computed, so the scores of all queries never exist at once. The implementation does not read
+keys that the bounds `ahead` and `behind` (how far after and before a query its keys may be) hide
+from a whole block of queries.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return the softmax weight that each key gets from a query that attends to no key."""
+    """Return the weight of each key for a query that attends to no key: 1 / N if such a query gets
+    the mean of all N values, otherwise 0."""
     return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
 
 

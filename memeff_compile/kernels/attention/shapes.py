@@ -17,7 +17,7 @@ KERNELS = ("forward", "query_gradient", "key_gradient")
 
 @dataclass(frozen=True)
 class Shape:
-    """The compile-time sizes of a kernel."""
+    """The compile-time constants of a kernel: tile sizes, warps and pipeline stages."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile

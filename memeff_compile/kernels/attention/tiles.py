@@ -54,8 +54,8 @@ class _Call(Call):
     """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
-        """Return whether a table contains the ranges of tiles to visit, because the mask does not
-        depend only on positions."""
+        """Return whether kernels must read the ranges of tiles to visit from a table; a mask that
+        depends only on positions needs no table."""
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:
@@ -158,9 +158,9 @@ def _rows(tensor: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that no mask excludes, in bf16 or fp16, with the results of
-    `reference.attend`. Without a `plan`, calls for which `hopper.is_faster` is true run the kernel
-    of `hopper`.
+    """Return attention over the keys that no mask excludes, in bf16 or fp16: the same two results
+    as `reference.attend`. Without a `plan`, calls for which `hopper.is_faster` is true run the
+    kernel of `hopper`.
     """
     from . import tiles_kernels as kernels
 
@@ -189,7 +189,7 @@ def gradients(
     *,
     plan: Plan | None = None,  # likewise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, with the results of `reference.gradients`."""
+    """Return the gradients of q, k and v: the same results as `reference.gradients`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)

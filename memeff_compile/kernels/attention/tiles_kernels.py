@@ -41,8 +41,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
-    """Return the raw score that the softmax scales: the product of query and key, or its tanh with
-    an error below 2e-7."""
+    """Return the raw score that the softmax scales: the product of query and key, or with a softcap
+    the tanh of this product, with an error below 2e-7."""
     if C.IS_BIAS:
         product = product * inner
     elif C.SIGN != 1:
@@ -109,8 +109,8 @@ def _program(rows, tiles, C: tl.constexpr):
     """Return a program's tile, counted from the first position, and the index of its sequence and
     attention head.
 
-    Programs that run at the same time share an attention head's keys and values, or its queries and
-    their gradients.
+    Programs that run at the same time read the same keys and values of an attention head, or the
+    same queries and output gradients.
     """
     if C.BY_HEAD:
         tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -143,8 +143,8 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 
 @triton.jit
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load a tile of keys and values; return the raw scores before and after the mask is applied,
-    three vectors about the keys, the keys, and the values.
+    """Load a tile of keys and values; return the raw scores before the mask is applied, the raw
+    scores after it, three vectors with one element per key, the keys, and the values.
 
     The three vectors are the keys' positions, whether each key lies inside the tensor, and whether
     each key is visible.

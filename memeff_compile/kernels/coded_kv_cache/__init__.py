@@ -1,12 +1,12 @@
 """Attention over low-bit KV caches: kernels read the codes and never decode the whole cache.
 
 Old tokens are stored as codes of 8, 4, 3 or 2 bits, in groups of tokens; the latest tokens and the
-first few are stored exactly. Attention multiplies the codes directly: it applies the scales of the
-keys to the queries, and the scales of the values to the softmax weights.
+first few tokens are stored exactly. Attention multiplies the codes directly: it applies the scales
+of the keys to the queries, and the scales of the values to the softmax weights.
 
-    coded_kv_cache_append     writes new tokens in place, and encodes the groups that are old enough
-    coded_kv_cache_view       returns decoded keys and values, in the layout of a static cache
-    coded_kv_cache_attention  attends with one query per sequence to everything in the cache
+- `coded_kv_cache_append` writes new tokens in place, and encodes the groups that are old enough.
+- `coded_kv_cache_view` returns decoded keys and values, in the layout of a static cache.
+- `coded_kv_cache_attention` attends with one query per sequence to all tokens of the cache.
 
 Papers: KIVI, arXiv 2402.02750 (scales per channel for keys, per token for values); BitNet a4.8,
 arXiv 2411.04965 (one scale per head, table 3).

@@ -5,9 +5,10 @@ differ mostly by a mean and a rotation. The maps of a pair of layers are: the me
 rows; for each head of the upper layer, the matching head of the lower layer; and an orthogonal
 matrix per head, which rotates the upper layer's rows towards those of the lower layer. An aligned
 row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer, where `turn`
-is the orthogonal matrix; the number of the lower layer's head is its *slot* in the shared tensors.
+is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its matching head
+in the lower layer; the shared tensors are ordered by slot.
 
-These functions copy no value from the GPU to the CPU, and use only matrix products.
+The functions of this module copy no value from the GPU to the CPU, and use only matrix products.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def identity(maps: Sequence[Tensor]) -> None:
 
 
 class Sums(NamedTuple):
-    """Sums over rows of keys and values from which the maps are fitted, computed in plain PyTorch
-    or by kernels."""
+    """Sums over rows of keys and values, from which the alignment maps are fitted; they are
+    computed in plain PyTorch or by kernels."""
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows for which `counted` is true
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -71,14 +72,15 @@ def fit(
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
     span: int = 0,  # how many positions after those of the rows later keys will have
 ) -> None:
-    """Write the maps that bring the rows of two layers closest to each other.
+    """Write the alignment maps that bring the rows of two layers closest to each other.
 
     With the `angles` of a rotary embedding, each key counts as if it were repeated at the next
     `span` positions.
 
-    If the given rotations are not the identity, they were fitted to other rows before. `fit` keeps
-    these rotations and their slots if the new rows are too few to fit better rotations: the keys of
-    a few tokens, after rotary embedding, do not show how keys at later positions are rotated.
+    If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
+    rows. `fit` keeps these rotations and their slots if the new rows are too few to fit better
+    rotations: the keys of a few tokens, after rotary embedding, do not show how keys at later
+    positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
     kinds, depth = maps.turns.shape[2], maps.turns.shape[-1]
@@ -116,12 +118,14 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the slot (the matching head of the lower layer) of each head of the upper layer, (H),
-    which is the same for all sequences, and the sums of products.
+    """Return two tensors: the slot (the matching head of the lower layer) of each head of the upper
+    layer, (H), equal for all sequences; and the sums of products of the two layers' rows.
 
     The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
-    these sums are the rotations. `rows` and `counted` have the same meaning as in `fit`. `slots`
-    are the slots that were fitted to other rows before, or None.
+    these sums are the rotations. `rows` contains the keys and values of both layers, and `counted`
+    says which tokens count, as in `fit`. `slots` contains, for each head of the upper layer, the
+    matching head of the lower layer that an earlier call chose; None means that this call chooses
+    it.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)
@@ -187,7 +191,7 @@ def upper_heads(maps: Maps) -> Tensor:
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
     """Return aligned rows, in the order of the slots (heads of the lower layer), in fp32 or fp64.
-    `rows` has the same meaning as in `fit`.
+    `rows` contains the keys and values of both layers, or only the values, as in `fit`.
     """
     heads, kinds = upper_heads(maps), len(rows) // 2
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in range(kinds)]

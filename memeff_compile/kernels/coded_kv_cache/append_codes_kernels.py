@@ -3,11 +3,11 @@
 tokens exactly, and encode groups of other tokens.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
-tokens in order. When the window is full, a program encodes the oldest group. If several tokens are
-appended, as for a prompt, another launch directly encodes the groups that contain only new tokens,
-with more programs; these groups are never stored exactly. Programs read the cache's number of
-tokens from GPU memory. The last program to finish writes the new number of tokens, after all
-programs have read the old number.
+tokens in order. When the window (the memory for the latest tokens, which are stored exactly) is
+full, a program encodes the oldest group of tokens. If several tokens are appended, as for a prompt,
+another launch directly encodes the groups that contain only new tokens, with more programs; these
+groups are never stored exactly. Programs read the cache's number of tokens from GPU memory. The
+last program to finish writes the new number of tokens, after all programs have read the old number.
 
 The codes equal the codes of the reference implementation: divisions are rounded to the nearest fp32
 number, and a quotient halfway between two codes is rounded up.
@@ -36,8 +36,8 @@ def bits_of(C, IS_VALUE):
 
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
-    """Return x / step, rounded to the nearest fp32 number; with IS_FAST, fused multiply-adds
-    replace the branches of a division.
+    """Return x / step, rounded to the nearest fp32 number; with IS_FAST, the function computes the
+    quotient with fused multiply-adds, without the branches that a division has.
     """
     if IS_FAST:
         # Scaling by powers of two keeps the following numbers away from the limits of fp32.
@@ -74,7 +74,7 @@ def _codes(
 
 @triton.jit
 def _stored(step, ptr):
-    """Return a scale step rounded to the dtype of `ptr`, or 1 if the rounded step is 0."""
+    """Return a quantisation step rounded to the dtype of `ptr`, or 1 if the rounded step is 0."""
     step = step.to(ptr.dtype.element_ty)
     return tl.where(step.to(tl.float32) == 0.0, 1.0, step.to(tl.float32))
 
@@ -91,8 +91,8 @@ def _between(x, is_left_out):
 
 @triton.jit
 def _scaled(low, high, most, scales_base, place):
-    """Store the scale step and the zero point for numbers from `low` to `high`; return both as they
-    were rounded for storage.
+    """Store the quantisation step and the zero point for numbers from `low` to `high`; return both
+    as they were rounded for storage.
     """
     kind: tl.constexpr = scales_base.dtype.element_ty
     step, zero = _steps(low, high, most, scales_base)
@@ -103,8 +103,8 @@ def _scaled(low, high, most, scales_base, place):
 
 @triton.jit
 def _steps(low, high, most, scales_base):
-    """Return the scale step and the zero point for numbers from `low` to `high`, rounded to the
-    dtype of scales."""
+    """Return the quantisation step and the zero point for numbers from `low` to `high`, rounded to
+    the dtype of scales."""
     kind: tl.constexpr = scales_base.dtype.element_ty
     step = _stored(tl.div_rn(high - low, most), scales_base)
     return step, low.to(kind).to(tl.float32)
@@ -131,8 +131,9 @@ def _put(
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Add the codes of one column block to the bytes that are being packed, and to the high bits of
-    3-bit codes, and return the bytes and the high bits; 8-bit codes are stored immediately.
+    """Add the codes of one column block to the bytes that are being packed, and return these bytes.
+    With 3-bit codes, the highest bit of each code goes to a second tensor, which is also returned;
+    8-bit codes are stored immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -158,8 +159,9 @@ def _store_bytes(
     """Store the bytes with the codes of all column blocks, for some tokens and some columns of each
     block.
 
-    With 3-bit codes, the high bits of two tokens share a byte: for keys the two tokens are
-    neighbours, for values they come from the two halves of `token`.
+    With 3-bit codes, the high bits of two tokens share a byte: for keys, two neighbouring tokens;
+    for values, the tokens at the same position in the first half and in the second half of the
+    given tokens.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -213,8 +215,8 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Quantise some tokens and columns of a group of tokens with given scale steps, and store the
-    codes.
+    """Quantise some tokens and columns of a group of tokens with given quantisation steps, and
+    store the codes.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
@@ -397,8 +399,8 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values, and copy those tokens of the groups that
-    stay exact.
+    """Encode some groups of new keys, or of new values; also copy each token of these groups that
+    stays exact.
     """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
@@ -423,8 +425,8 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
 
 @triton.jit
 def _begin(pool, C: tl.constexpr):
-    """Return the number of tokens in the cache, the number of tokens stored as codes, and this
-    sequence's first token."""
+    """Return the number of tokens in the cache, the number of tokens stored as codes, and the
+    position of this sequence's first token."""
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)
     first = length * 0

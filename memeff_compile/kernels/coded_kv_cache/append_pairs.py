@@ -32,7 +32,9 @@ def append_lower(
     batch, heads, window, depth = k_window.shape
     new = k.shape[2]
     with on_device(k):
-        kernels._coded_kv_cache_append_pairs_lower_kernel[(batch * heads,)](
+        start(
+            kernels._coded_kv_cache_append_pairs_lower_kernel,
+            (batch * heads,),
             *(cells_of(k), cells_of(v), k_window, v_window, counts, (heads, new, limit)),
             DEPTH=depth,
             WINDOW=window,
@@ -108,8 +110,8 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge the first tokens of an empty cache with kernels; the cache then contains the same as
-    after `pair_reference.merge`.
+    """Use kernels to merge the first tokens that an empty cache gets from both layers; the cache
+    then contains the same as after `pair_reference.merge`.
     """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
@@ -239,8 +241,8 @@ _TILE = 64
 
 
 def _shares(count: int, programs: int, like: Tensor) -> tuple[int, int]:
-    """Return the number of programs that share the tokens of one head, and the number of tokens
-    that each program processes."""
+    """Return the number of programs among which the tokens of one head are divided, and the number
+    of tokens that each program processes."""
     wanted = max(1, 4 * processors(like.device) // programs)
     share = -(-max(1, count) // wanted)
     share = max(_LEAST, -(-share // _TILE) * _TILE)
@@ -264,7 +266,9 @@ def measure_prompt(
     batch, heads, count, depth = keys[0].shape
     apart = torch.empty((batch, heads, count), dtype=torch.float32, device=keys[0].device)
     with on_device(apart):
-        kernels._coded_kv_cache_append_pairs_measure_kernel[(batch * heads, count // group)](
+        start(
+            kernels._coded_kv_cache_append_pairs_measure_kernel,
+            (batch * heads, count // group),
             *(*keys, *_steps(keys[0]), *values, *_steps(values[0]), apart, heads, count),
             DEPTH=depth,
             GROUP=group,
@@ -285,8 +289,8 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """Store, for a prompt's keys or for its values, the direction that both layers share per token,
-    and each layer's length.
+    """For a prompt's keys or for its values, store one direction per token, which both layers
+    share, and the lengths of the token's two vectors, one per layer.
     """
     from . import append_pairs_kernels as kernels
 
@@ -307,7 +311,7 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors with equal strides; a tensor is copied if necessary.
+    """Return the two given tensors with equal strides; a tensor is copied if necessary.
 
     The stride between tokens must be a multiple of the row size.
     """
@@ -317,6 +321,6 @@ def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor) -> tuple[int, int, int]:
-    """Return a tensor's strides between sequences and between heads, and the number of rows from
-    one token to the next."""
+    """Return a tensor's strides between sequences and between heads in elements, and its stride
+    between tokens in rows."""
     return x.stride(0), x.stride(1), x.stride(2) // x.shape[3]

@@ -2,13 +2,13 @@
 """Kernels that append tokens to the caches of two layers that share directions (one vector of
 length one for the keys, or the values, of both layers).
 
-New tokens go to the windows of latest tokens; complete groups of tokens are merged. One program per
-sequence and key-value head processes the keys and values of both layers, because all four tensors
-together decide which rows (keys or values of a token) stay unmerged. A shared direction is a
-weighted sum of a row of the lower layer and a row of the upper layer. The two weights follow from
-three sums over the channels of both rows, so a program reads the rows twice, a few channels at a
-time: once to compute the three sums, once to compute and encode the direction. Programs read the
-cache's number of tokens from GPU memory; the last program writes the new number.
+New tokens go to the windows of latest tokens; complete groups of tokens are merged across the two
+layers. One program per sequence and key-value head processes the keys and values of both layers,
+because all four tensors together decide which rows (keys or values of a token) stay unmerged. A
+shared direction is a weighted sum of a row of the lower layer and a row of the upper layer. The two
+weights follow from three sums over the channels of both rows, so a program reads the rows twice, a
+few channels at a time: once to compute the three sums, once to compute and encode the direction.
+Programs read the cache's number of tokens from GPU memory; the last program writes the new number.
 
 Two other kernels merge the groups of a prompt. The first of these two kernels measures the
 distances between the rows of both layers. Then plain PyTorch chooses the rows that stay unmerged,

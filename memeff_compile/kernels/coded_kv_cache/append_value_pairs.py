@@ -95,7 +95,9 @@ def _append_first(
     limit: int,
     settings: Merging,
 ) -> None:
-    """Fit the maps to the first tokens of an empty cache, and append the tokens of both layers."""
+    """Fit the alignment maps to the first tokens that an empty cache gets, and append the tokens of
+    both layers.
+    """
     shared, lower, upper, maps = pair
     new, window = upper_new[0].shape[2], upper.k_window.shape[2]
     if new <= limit:
@@ -119,7 +121,7 @@ def merge_prompt(
     recent: int,
     settings: Merging,
 ) -> None:
-    """Encode the shared values of the first groups of an empty cache."""
+    """Encode the shared values of the first groups of tokens that an empty cache gets."""
     from . import append_value_pairs_kernels as kernels
 
     shared, _, upper, maps = pair

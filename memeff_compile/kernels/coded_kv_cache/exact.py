@@ -1,4 +1,5 @@
-"""Tell reports which layers of a low-bit cache are stored exactly, not as codes.
+"""Record which layers of a low-bit cache are stored exactly, not as codes, so that reports can name
+these layers.
 
 A compiled graph contains the cache's tensors but not its settings, so it does not show which layers
 are exact. Therefore each cache registers in this module, and a pass asks this module whether an
@@ -31,7 +32,9 @@ _KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def announce_exact(keeper: Keeper) -> None:
-    """Register a cache, so that reports of graphs that read the cache name its exact layers."""
+    """Register a cache: if a graph reads a tensor of this cache, the graph's report then names the
+    layers that the cache stores exactly.
+    """
     _KEEPERS.add(keeper)
 
 

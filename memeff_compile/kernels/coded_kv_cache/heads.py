@@ -48,8 +48,8 @@ def quantized_heads(
 
 
 def _rounded(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return heads encoded and decoded again: code * step, where the scale step is rounded to the
-    dtype in which a cache stores it.
+    """Return heads encoded and decoded again: code * step, where the quantisation step is rounded
+    to the dtype in which a cache stores it.
     """
     top = 2 ** (bits - 1) - 1
     step = (values.abs().amax(-1, keepdim=True) / values.new_full((1,), top)).to(dtype)

@@ -6,9 +6,9 @@ cores read them without reordering: keys token by token, values channel by chann
 channels, 4-bit codes put channel j and channel j + D/2 into the low and high half of one byte;
 2-bit codes put four channels, D/4 apart, into one byte. 3-bit codes are stored in two planes: first
 the low two bits, packed like 2-bit codes, then the high bits, with two tokens in a byte. A byte of
-high bits belongs to the tokens 2t and 2t + 1 for keys, and t and t + group/2 for values. For the
-p-th of the four channels in a byte, the first token's high bit is bit 2p + 2 of the byte (bit 0 for
-the last channel), and the second token's high bit is the next bit.
+high bits belongs to the tokens 2t and 2t + 1 for keys, and t and t + group/2 for values. In a byte
+of high bits, the first token's high bit for the p-th of four channels is bit 2p + 2 of the byte
+(bit 0 for the last channel), and the second token's high bit is the next bit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The tensors that the two layers of a merged pair share."""
+    """The tensors that two layers share if their keys and values are merged."""
 
     # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; PLAIN rows are numbers
     k_codes: Any
@@ -73,7 +73,7 @@ class Shared(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The tensors that are separate for each layer of a merged pair, named as in `Pool`.
+    """The tensors that each of two merged layers has for itself, named as in `Pool`.
 
     `norms`, (B, H, groups * group, 2), contains the norm of each token's key and value; a negative
     norm of a key marks a token that is stored unmerged.
@@ -143,7 +143,9 @@ class ValuePair(NamedTuple):
 
 
 def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """Return the ten tensors that the view and attention of one layer of a `ValuePair` take."""
+    """Return the ten tensors that the ops for view and attention take, for one layer of a
+    `ValuePair`.
+    """
     v_codes, v_scales, _, places = shared
     k_codes, k_scales, *rows, counts = own
     return [k_codes, v_codes, k_scales, v_scales, *rows, places, counts]
@@ -163,7 +165,7 @@ class Layout:
 
     @property
     def window(self) -> int:
-        """Return the largest number of latest tokens that are not yet encoded."""
+        """Return how many latest tokens the cache can contain that are not yet encoded."""
         return self.recent + self.group
 
     @property
@@ -199,7 +201,7 @@ class Layout:
 
 def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
     """Return the dtype of one tensor of a cache, or of a pair of layers, given the tensor's name,
-    the model's dtype and the bits."""
+    the model's dtype and the number of bits of a code."""
     if name in ("places", "starts", "kept_count", "left_over", "slots"):
         return torch.int32
     if name in ("bound", "counts"):
@@ -226,8 +228,8 @@ def channel_group(depth: int, scheme: str) -> int:
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return how many tokens a block of codes contains, given its bytes, row size and bits, such as
-    64 tokens for 4096 bytes, 128 channels and 4 bits."""
+    """Return how many tokens a block of codes contains, given its size in bytes, the channels of a
+    row, and the bits of a code, such as 64 tokens for 4096 bytes, 128 channels and 4 bits."""
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 
@@ -249,7 +251,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack the bytes that `pack` returned into codes."""
+    """Return the codes from bytes that `pack` returned."""
     places = range(0, 8, bits)
     return torch.cat([(packed >> place) & ((1 << bits) - 1) for place in places], -1)
 

@@ -79,8 +79,9 @@ def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int 
 
 
 def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the caches of two layers that share values, for `tokens` tokens, without
-    the alignment maps and the positions of first tokens.
+    """Return the bytes of the caches of two layers that share values, for `tokens` tokens. The
+    rotations that align the two layers (`map_bytes`) and the positions at which sequences begin are
+    not counted.
 
     Codes and scales of values and a norm per token are stored once per pair; codes and scales of
     keys, windows and first tokens are stored once per layer.
@@ -108,8 +109,9 @@ def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: in
     for `tokens` tokens, without the alignment maps.
 
     The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
-    first tokens. A pair of layers stores codes, scales and positions of unmerged rows once; it
-    stores norms, windows and unmerged rows once per layer. In 16-bit caches, norms are float16.
+    first tokens. A pair of layers stores once: the codes, the scales, and the positions of unmerged
+    rows. Each layer stores norms, a window of latest tokens, and its unmerged rows. In 16-bit
+    caches, norms are float16.
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads

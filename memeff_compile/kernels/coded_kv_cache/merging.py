@@ -75,12 +75,14 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), above which a row stays unmerged; if `reading` is ``similar``,
-    rows below this distance stay unmerged.
+    """Return the distance, (B, H), that decides which rows stay unmerged: the rows above it or, if
+    `reading` is ``similar``, the rows below it.
 
     The function uses only the distances (B, H, N) for which `counted` is true; if `counted` is true
-    for no row, the function returns nan. `gamma` is the fraction of the range of distances in which
-    rows stay unmerged. A larger fraction keeps more rows unmerged, and 1 keeps all rows unmerged.
+    for no row, the function returns nan. `gamma` is a fraction of the range from the smallest to
+    the largest distance: with 0.1, the rows in the upper tenth of this range stay unmerged or, if
+    `reading` is ``similar``, the rows in its lower tenth. A larger `gamma` keeps more rows
+    unmerged, and 1 keeps all rows unmerged.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
@@ -121,9 +123,9 @@ def kept_rows(
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
-    The scale ``norm`` preserves the row's length; the scale ``projection`` minimises the error of
-    the restored row. The factor has shape (...) in fp32 or fp64; it is 0 where the decoded
-    direction is zero.
+    If `scale` is ``norm``, the factor preserves the row's length; if it is ``projection``, the
+    factor minimises the error of the restored row. The factor has shape (...) in fp32 or fp64; it
+    is 0 where the decoded direction is zero.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":

@@ -50,7 +50,7 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
     """Write tokens of the lower layer, (B, H, T, D), into the lower layer's window of latest
     tokens, where the upper layer's append finds them.
 
-    `own` contains the windows of keys and of values, and the counts; `limit` is the number of
+    `own` contains the windows of keys and of values, and the token counts; `limit` is the number of
     tokens that fit into the cache.
     """
     k_window, v_window, counts = own

@@ -27,8 +27,8 @@ def mean_product(
     angles: Tensor,  # as `mean_key` takes them
     span: int,
 ) -> Tensor:
-    """Return the mean of the product of two keys over the same shifts of both keys' positions: from
-    their own positions to `span` positions later.
+    """Return the mean of the product of two keys over their later positions; both keys move on by
+    the same number of positions, from 0 to `span`.
     """
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))

@@ -23,8 +23,8 @@ from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of, val
 
 
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
-    """Return the scale step and zero point, (2, ...), that map the extremes of x along `dim` to the
-    first and last code."""
+    """Return the quantisation step and zero point, (2, ...), that map the extremes of x along `dim`
+    to the first and last code."""
     low = high = x
     if left_out is not None:
         low = x.masked_fill(left_out, torch.inf)
@@ -42,7 +42,7 @@ def _codes(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def _stored(step: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a scale step rounded to the dtype of scales, or 1 if the rounded step is 0."""
+    """Return a quantisation step rounded to the dtype of scales, or 1 if the rounded step is 0."""
     rounded = step.to(dtype)
     return rounded.masked_fill(rounded == 0, 1.0)
 
@@ -61,8 +61,8 @@ def encode(
     """Encode groups of keys or values; return (B, H, n, G * D * bits / 8) uint8 codes, and the
     scales.
 
-    The returned scales have the memory order of the cache. If bits is PLAIN, the result contains
-    numbers (B, H, n, G * D) instead of codes.
+    The returned scales have the memory order of the cache. If `bits` is PLAIN (rows are stored
+    without codes), the result contains numbers (B, H, n, G * D).
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:
@@ -134,7 +134,7 @@ def require_room(length: int, new: int, limit: int) -> None:
 
 
 def groups_due(waiting: int, window: int, group: int) -> int:
-    """Return how many groups of the window's tokens must be encoded."""
+    """Return how many groups of the tokens in the window of latest tokens must be encoded."""
     return max(0, (waiting - window) // group + 1) if waiting >= window else 0  # (192, 192, 64): 1
 
 
@@ -209,7 +209,7 @@ def view(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would contain them, with zeros in empty positions.
 
-    Keys and values are (B, H, N, D) in the dtype of the window.
+    Keys and values are (B, H, N, D) in the dtype of the window of latest tokens.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     depth, dtype = k_window.shape[3], k_window.dtype

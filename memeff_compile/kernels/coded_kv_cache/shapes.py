@@ -19,7 +19,7 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """The compile-time sizes of the attention kernel."""
+    """The constants of the attention kernel: warps, pipeline stages, and the work of a program."""
 
     warps: int  # warps per program
     stages: int  # turns in flight
@@ -33,7 +33,8 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
     A program has one or two warps, or few rows, so that Triton uses the tensor-core instructions
     for a single warp. For 16 rows, Triton's tensor-core instructions for four warps gave wrong
-    results. These sizes were the fastest in `benchmarks/ops/coded_kv.py --part sweep` on an H200.
+    results. The returned sizes were the fastest in `benchmarks/ops/coded_kv.py --part sweep` on an
+    H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)

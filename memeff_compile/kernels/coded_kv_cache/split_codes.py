@@ -5,7 +5,7 @@ The CPU never waits for the GPU or reads a value from it, and the launch grid de
 sizes, so a CUDA graph can capture the calls and replay them while the cache fills up. The kernels
 use no atomic operations, so the same inputs give the same bits.
 
-The lower bound of a launch's time is reading the codes and their scales once.
+The lower bound of a launch's time is the time to read the codes and their scales once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def turned(q: Tensor, turns: Tensor) -> Tensor:
     batch, heads, _, depth = q.shape
     found = q.new_empty((batch, heads, depth), dtype=torch.float32)
     chunk, at_once = min(CHUNK, depth), heads_at_once(q, turns)
-    kernels._coded_kv_cache_split_codes_turn_kernel[(batch * heads // at_once, depth // chunk)](
+    start(
+        kernels._coded_kv_cache_split_codes_turn_kernel,
+        (batch * heads // at_once, depth // chunk),
         *((q, q.stride(0), q.stride(1), q.stride(3)), turns, found),
         (heads, heads // turns.shape[1]),
         DEPTH=depth,
@@ -97,8 +99,8 @@ def heads_at_once(q: Tensor, turns: Tensor) -> int:
     """Return how many of the query heads (B, Hq, ...) one program rotates by an alignment map (B,
     H, ...).
 
-    The result is all query heads that share a map, so that the map is read once, or 1 if the GPU
-    would otherwise have too few programs.
+    The result is the number of query heads that share a map, so that the map is read once, or 1 if
+    the GPU would otherwise have too few programs.
     """
     batch, kv_heads, _, depth = turns.shape[:4]
     programs = batch * kv_heads * (depth // min(CHUNK, depth))
@@ -135,9 +137,9 @@ def combine(
     means, turns, _ = maps
     if turns is not None:
         chunk, at_once = min(CHUNK, depth), heads_at_once(out.transpose(1, 2), turns)
-        kernels._coded_kv_cache_split_codes_combine_turned_kernel[
-            (batch * heads // at_once, depth // chunk)
-        ](
+        start(
+            kernels._coded_kv_cache_split_codes_combine_turned_kernel,
+            (batch * heads // at_once, depth // chunk),
             *(share, stat, out, means, turns),
             (shares - exact, exact, heads // turns.shape[1], batch * heads * shares),
             DEPTH=depth,
@@ -150,7 +152,9 @@ def combine(
         )
         return
     if shares > 1:
-        kernels._coded_kv_cache_split_codes_combine_kernel[(batch * heads,)](
+        start(
+            kernels._coded_kv_cache_split_codes_combine_kernel,
+            (batch * heads,),
             *(share, stat, out, shares, batch * heads * shares),
             DEPTH=depth,
             SPLIT_BLOCK=1 << (shares - 1).bit_length(),

@@ -12,9 +12,9 @@ the queries for one group, the second half has the queries for the next group. E
 multiplies the codes of one of the two groups by all columns, and the kernel uses only the half of
 the columns that belongs to that group. At the end, the two halves of the columns are two separate
 partial results. Codes are not decoded: the query is multiplied by the keys' scales, the softmax
-weight by the values' scales, and zero points are added once per step. Softmax weights are summed
-per token in registers, and across tokens only at the end, so a step has just two reductions: the
-zero points of keys, and the largest score. The sums run in a fixed order.
+weight by the values' scales, and zero points are added once per step (a few groups of codes).
+Softmax weights are summed per token in registers, and across tokens only at the end, so a step has
+just two reductions: the zero points of keys, and the largest score. The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and
@@ -48,9 +48,9 @@ def _moved(name, source, right):
 
 @triton.constexpr_function
 def _take_two(BITS, PART, BYTE):
-    """Return assembly code that converts the codes of one channel block, in either byte of two
-    16-bit words, to numbers. For 3-bit codes, the third bit comes from a second operand, and the
-    last channel block is stored separately.
+    """Return assembly code that converts the codes of one channel block to numbers: the codes in
+    byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the third bit comes from a
+    second operand, and the last channel block is stored separately.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS
@@ -103,7 +103,7 @@ def _numbers(
     """Return the codes of one block of channels as numbers, (ROWS, COLUMNS): first the codes in
     even bytes, then the codes in odd bytes.
 
-    With PACKED, the numbers are scaled down as `_take_two` describes.
+    With PACKED, the numbers are the codes times a very small power of two.
     """
     if not C.PACKED:
         even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
@@ -215,8 +215,9 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """For each column of a tile, return the vector that belongs to the column's half of the tile,
-    as (tokens, columns); without halves, return the single vector as (tokens, 1)."""
+    """Return the vector (one number per token) for each column of a tile, as (tokens, columns). If
+    the tile's columns are divided into halves, each half has its own vector; otherwise return the
+    only vector, as (tokens, 1)."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:
@@ -702,8 +703,8 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
-    """Combine partial results, and rotate the part of the result that comes from merged tokens back
-    by the inverse of the layer's alignment map."""
+    """Combine partial results, and apply the inverse of the layer's alignment map to the part of
+    the result that comes from merged tokens."""
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)

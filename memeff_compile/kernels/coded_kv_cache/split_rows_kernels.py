@@ -29,7 +29,7 @@ def _attend(
     sums,
     C: tl.constexpr,
 ):
-    """Add a tile of tokens to the partial result."""
+    """Add the contribution of a tile of tokens to the partial result."""
     k_base, v_base = bases
     place, is_there, is_seen = at
     k_norm, v_norm = norms

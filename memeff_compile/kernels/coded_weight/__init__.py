@@ -3,13 +3,17 @@
 In a bf16 weight, the sign and mantissa bits are almost random, and the 8 exponent bits carry 2.5 to
 2.9 bits of information. Three codecs store the exponent in fewer bits and restore it exactly:
 
-    win4   4 bits in a window of 15 exponents: fastest, about 12.0 bits per weight
-    tier   2, 4 or 8 bits; fewer for frequent exponents: about 10.7 to 11.1 bits
-    rans   an entropy coder, as published: smallest, about 10.6 to 11.0 bits, slowest
+- `win4` stores 4 bits for an exponent in a range (window) of 15 exponents. It is the fastest codec,
+  and needs about 12.0 bits per weight.
+- `tier` stores 2, 4 or 8 bits, fewer for frequent exponents: about 10.7 to 11.1 bits per weight.
+- `rans` is NeuZip's entropy coder. It needs the fewest bits, about 10.6 to 11.0 per weight, and is
+  the slowest codec.
 
-    CodedWeight          the tensor that replaces the dense weight
-    coded_weight_linear  x @ W.T + bias; the backward pass decodes the weight again
-    coded_weight_decode  the dense weight
+Callers use one tensor class and two ops:
+
+- `CodedWeight` is the tensor that replaces the dense weight.
+- `coded_weight_linear` computes x @ W.T + bias; its backward pass decodes the weight again.
+- `coded_weight_decode` returns the dense weight.
 """
 
 from __future__ import annotations

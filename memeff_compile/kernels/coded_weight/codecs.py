@@ -201,8 +201,8 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int32; only every `every`-th run of
-    consecutive weights is counted.
+    """Return how often each of the 256 exponents occurs, as int32; the weights are read in runs
+    (stretches of consecutive weights), of which only one in `every` is counted.
     """
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (
@@ -251,7 +251,8 @@ def encode_soon(
     refuge: Tensor | None = None,  # spill buffer for `Outcome.shelter`
     counts: Tensor | None = None,  # the result of `step`, if that made the weight
 ) -> Outcome | bool:
-    """Encode a new value of a weight into its existing tensors, with the existing exponent windows.
+    """Encode a new value of a weight into its existing tensors, with the exponent windows (the
+    ranges of exponents that have a code) of its old value.
 
     Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
     GPU. If the codes did not fit, the tensors are invalid, and only the spill buffer (memory for a
@@ -275,11 +276,12 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes and signs of a weight; if `by`, an optimizer step, is given, first update the
-    weight.
+    """Write the codes, signs and mantissas of a weight; if `by`, an optimizer step, is given, first
+    update the weight.
 
-    Return the counts of patches (weights whose exponent is outside of the window) that `_list_win4`
-    takes. The old weight's patches are read only if there is an optimizer step.
+    Return the numbers of patches (weights whose exponent is outside of the window, the range of
+    exponents that have a code) in the form that the function `_list_win4` needs. The old weight's
+    patches are read only if there is an optimizer step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -349,8 +351,8 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write codes and signs into bit streams that contain zeros; the start of each stream is
-    already known."""
+    """Write the codes into zeroed bit streams, whose starts are already known, and write the signs
+    and mantissas."""
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
@@ -480,12 +482,12 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the decoded bit patterns of a weight to a buffer whose size is a multiple of the chunk
-    size, and zeros after them.
+    """Write the decoded bit patterns of a weight, followed by zeros, to a buffer whose size is a
+    multiple of the chunk size.
 
     With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight;
-    for win4, the updated weight is also encoded in the same kernel. The buffer contains 16-bit
-    numbers.
+    for the codec `win4`, the same kernel also encodes the updated weight. The buffer contains
+    16-bit numbers.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -565,8 +567,8 @@ def product(
     *,
     setting: Setting | None = None,  # tile, by default the choice of `shapes`
 ) -> Tensor:
-    """Return x @ W.T for a win4 weight, which the kernel decodes itself: (M, N) bf16, summed in
-    fp32."""
+    """Return x @ W.T for a weight of the codec `win4`, which the kernel decodes itself: (M, N)
+    bf16, summed in fp32."""
     given = _given(_aligned(x), parts, bias, shape, form)
     setting = setting or setting_of(x.shape[0], shape, x.device, form)
     if isinstance(setting, shapes.RowTile):
@@ -649,7 +651,8 @@ def products(
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
     form: Format = WIN4,
 ) -> list[Tensor]:
-    """Multiply one token by several win4 weights in one launch: (1, N) bf16 for each.
+    """Multiply one token by several weights of the codec `win4` in one launch: (1, N) bf16 for
+    each.
 
     Each weight uses the same tiles as in `product`, so the results are equal bit for bit.
     """
@@ -771,8 +774,8 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x with its columns in the order in which the wide kernel of `matrix_kernels` reads
-    them, and the transpose of x.
+    """Return x with its columns in the order in which the kernel
+    `_coded_weight_matrix_win4_wide_kernel` reads them, and the transpose of x.
 
     The transpose is padded to a multiple of sixteen tokens; the padding contains arbitrary values.
     """

@@ -43,7 +43,7 @@ def split(weight: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def join(upper: Tensor, rest: Tensor, form: Format, shape: Sequence[int]) -> Tensor:
-    """Return the weight that `split` separated."""
+    """Rebuild the original weight from the two tensors that `split` returned."""
     patterns = upper.reshape(-1).view(torch.int16)
     count = math.prod(shape)
     if form.dtype == "fp32":

@@ -61,8 +61,8 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """The description of a win4 weight, in the form that the kernels for one token take as an
-    argument."""
+    """The description of a weight of the codec `win4`, in the form that the kernels for one token
+    take as an argument."""
 
     # header, codes, starts, places, patterns, signs, norms: its parts; the patterns are values
     header: Any
@@ -88,7 +88,7 @@ class Format:
 
     @property
     def is_lossless(self) -> bool:
-        """Return whether decoding restores the same bits."""
+        """Return whether decoding restores all bits of the original weight."""
         return self.mantissa == MANTISSA_BITS
 
     @cached_property
@@ -143,8 +143,8 @@ def padded(count: int) -> int:
 
 
 def sampled(count: int) -> int:
-    """Return the stride between the runs of weights that win4 samples to choose an exponent window;
-    1 means that it reads all weights."""
+    """Return the stride between the runs (stretches of consecutive weights) that the codec `win4`
+    samples to choose an exponent window; 1 means that the codec reads all weights."""
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
 

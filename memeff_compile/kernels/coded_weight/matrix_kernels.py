@@ -2,13 +2,14 @@
 """Multiply several tokens (rows of x) by weights compressed with the codec win4, in Gluon: a kernel
 decodes the codes to tensor-core operands in registers.
 
-A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights already form
-such words, called pair words. Each thread loads only the codes of the weights that it passes to the
-tensor core, four words at a time, so threads need not exchange data. The order of the terms of a
-sum along K is free, as long as the weights and x are permuted in the same way.
+A tensor core takes pairs of neighbours along K (the columns of the weight) as 32-bit words, and
+decoded weights already form such words, called pair words. Each thread loads only the codes of the
+weights that it passes to the tensor core, four words at a time, so threads need not exchange data.
+The order of the terms of a sum along K is free, as long as the weights and x are permuted in the
+same way.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
-codes.
+32-bit words of codes.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
     """Return two weights in one 32-bit word, with their codes as exponents. For lossless weights,
-    `fields` is two words, which contain the sign and mantissa bits.
+    the argument `fields` is a pair of 32-bit words with the sign and mantissa bits.
     """
     if FIELD == 8:
         word = fields[PAIR // 2]
@@ -101,8 +102,8 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
-    """Load the 7-bit normalisers (scales) of two neighbouring groups of weights, for both halves of
-    a warp."""
+    """Load two 7-bit normalisers (scales) for each group of weights: one for the weights of a
+    warp's first sixteen threads, and one for those of its last sixteen threads."""
     if C.BLOCK == 0:
         first = group  # which is not read
     else:
@@ -120,7 +121,7 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
     """Return 32-bit words that each contain the same bf16 number twice: a block's normaliser
-    (scale) times 2^base.
+    (scale) times 2^base, where `base` is the exponent to which the codes are added.
     """
     scale = power
     if C.BLOCK > 0:
@@ -191,8 +192,8 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches (weights stored whole) of some rows; the warps of a
-    program share the work.
+    """Add the products of x with the patches (weights stored whole) of some rows to `acc`; the
+    warps of a program share the work.
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -254,8 +255,8 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add the products of patches (weights stored whole) with the columns of x that belong to these
-    patches.
+    """Add to `acc` the products of patches (weights stored whole) with the columns of x that belong
+    to these patches.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
@@ -278,8 +279,8 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with patches (weights stored whole) as `patched` does, but leave out
-    the first ROUNDS rounds of its loop.
+    """Add the products of x with patches (weights stored whole) to `acc` as `patched` does, but
+    leave out the first ROUNDS rounds of the loop in `patched`.
 
     This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
     One function for all rounds took more registers, which made products with few mantissa bits
@@ -338,8 +339,8 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
-    """Add the products of two of the four pairs of weights that each lane of a warp has in a
-    group.
+    """Each lane of a warp has four pairs of weights in a group: add the products of two of these
+    pairs to `acc`.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
     power, zeros, lane = place
@@ -471,8 +472,8 @@ def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.
 def _coded_weight_matrix_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
-    """Multiply some tokens by 2 or 3 weights of the same width, summed in the same order as by
-    `_coded_weight_matrix_win4_kernel`.
+    """Multiply some tokens by 2 or 3 weights of the same width; the order of each sum is the same
+    as in `_coded_weight_matrix_win4_kernel`.
     """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
@@ -506,7 +507,7 @@ def _half_operand(
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
     """Return 32-bit words that each contain the same bf16 number twice: the normaliser (scale) of a
-    row's block times 2^base.
+    row's block times 2^base, where `base` is the exponent to which the codes are added.
     """
     if C.BLOCK == 0:
         return power

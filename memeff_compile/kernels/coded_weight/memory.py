@@ -16,5 +16,6 @@ def bytes_before(rows: Size, columns: Size, itemsize: int = 2) -> sympy.Expr:
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:
-    """Return the bits per weight, counting all tensors that encode it."""
+    """Return how many bits one element of a weight takes, counting all tensors that encode the
+    weight."""
     return 8 * nbytes / count

@@ -122,10 +122,10 @@ def encode_soon(
     fitted.
 
     If the value did not fit, the contents of these tensors are invalid, and the caller must
-    allocate new tensors. On a GPU, win4 and tier do not make the CPU wait: they return an
-    `Outcome`, which tells later whether the value fitted. Until then no code may read the coded
-    tensors, and without a spill buffer (memory for values whose codes do not fit) the caller must
-    keep the dense value. A lossy codec raises an error for values that are not finite.
+    allocate new tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait: they
+    return an `Outcome`, which tells later whether the value fitted. Until then no code may read the
+    coded tensors, and without a spill buffer (memory for values whose codes do not fit) the caller
+    must keep the dense value. A lossy codec raises an error for values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":
@@ -359,8 +359,8 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """Run the linear with its gradients, and save the operands of the backward pass before the
     product.
 
-    During recomputation, an activation checkpoint stops as soon as all tensors are saved that were
-    saved before: with an ordinary linear, the checkpoint stops before the last product of the
+    An activation checkpoint stops its recomputation as soon as it has saved all tensors that the
+    forward pass saved: with an ordinary linear, it stops before the last product of the
     checkpointed block. A custom op's autograd formula, however, saves operands only after the op
     has run. So this function creates two autograd nodes: one saves the operands, the other
     multiplies. A tensor without memory connects the two nodes.

@@ -191,8 +191,8 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the 7-bit normalisers (scales) of two neighbouring groups, for the first or last sixteen
-    threads of a warp."""
+    """Load one 7-bit normaliser (scale) for each group: that of the weights of the first (HALF is
+    0) or the last (HALF is 1) sixteen threads of a warp."""
     if BLOCK >= 256:
         at = group // (BLOCK // 256)
     else:
@@ -250,7 +250,9 @@ def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHE
 
 @triton.jit
 def is_win4_patch(pattern, header_ptr):
-    """Return which 16-bit weight patterns have an exponent outside of the 4-bit window."""
+    """Return which 16-bit weight patterns have an exponent outside of the window (the range of
+    exponents that have 4-bit codes).
+    """
     base = tl.load(header_ptr)
     code = ((pattern >> 7) & 0xFF) - base
     return ((code <= 0) | (code > 15)) & ((pattern & 0x7FFF) != 0)
@@ -275,8 +277,8 @@ def _coded_weight_pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches (weights stored whole) of one chunk of a `tier` weight, in order; patches
-    beyond the end of the list are dropped.
+    """Write the patches (weights stored whole) of one chunk of weights in order, for the codec
+    `tier`; patches beyond the end of the list are dropped.
     """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
@@ -339,7 +341,8 @@ def _coded_weight_pair_shelter_kernel(
 def _coded_weight_pair_histogram_kernel(
     weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Count the exponents in every `every`-th run of BLOCKS * BLOCK consecutive weights.
+    """Count the exponents in one of every `every` runs; a run is a stretch of BLOCKS * BLOCK
+    consecutive weights.
 
     The counts do not depend on the order of the programs.
     """

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels for win4 weights whose coded tensors lie in one allocation per weight; one launch applies
-the optimizer step to several weights and encodes them again.
+"""Kernels for weights of the codec `win4` whose coded tensors lie in one allocation per weight; one
+launch applies the optimizer step to several weights and encodes them again.
 
 For a small weight, launching a kernel takes longer on the CPU than decoding takes on the GPU. The
 positions of a weight's tensors inside its allocation follow from the weight's size, so a kernel

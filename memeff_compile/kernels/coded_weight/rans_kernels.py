@@ -100,8 +100,9 @@ def _coded_weight_rans_encode_kernel(
     COUNT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Encode as many chunks of weights as the program has warps, one step after another, beginning
-    with the last step.
+    """Encode as many chunks of weights as the program has warps. In one step, each thread of a warp
+    encodes one weight; the kernel begins with a chunk's last step, because decoding runs in the
+    reverse order.
 
     With COUNT, the kernel only counts the words of the result.
     """

@@ -51,8 +51,8 @@ def as_patterns(weight: Tensor) -> Tensor:
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int64; only every `every`-th run of
-    consecutive weights is counted.
+    """Return how often each of the 256 exponents occurs, as int64; the weights are read in runs
+    (stretches of consecutive weights), of which only one in `every` is counted.
     """
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
     patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
@@ -107,7 +107,7 @@ def pack_signs(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_signs(signs: Tensor, bits: int) -> Tensor:
-    """Return the flat fields from the output of `pack_signs`, as int16."""
+    """Return the flat sign and mantissa fields from the output of `pack_signs`, as int16."""
     if bits == 8:
         split = signs.view(torch.uint8).view(-1, 2, LANES, 2, 2).permute(0, 1, 4, 2, 3)
         return split.reshape(-1).to(torch.int16)
@@ -144,10 +144,10 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 
 
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 4 bits; return all coded tensors except the signs.
+    """Encode exponents in 4 bits; return all coded tensors except the signs and mantissas.
 
-    Code 0 means a zero of either sign; a weight whose exponent is outside of the window is stored
-    whole, as a patch.
+    Code 0 means a zero of either sign; a weight whose exponent is outside of the window (the range
+    of exponents that have codes) is stored whole, as a patch.
     """
     header = win4_header(counts)
     codes, patches = [], []
@@ -164,8 +164,8 @@ def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_win4(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block as flat int16. The caller must still insert the patches
-    (weights stored whole)."""
+    """Yield the exponents as flat int16 tensors, a few chunks of weights at a time. The caller must
+    still insert the patches (weights stored whole)."""
     header, codes = parts[:2]
     for piece in _pieces(size):
         fields = _fields(codes[piece.start // 8 : piece.stop // 8], _WIN4_SHIFTS, 15)
@@ -178,11 +178,11 @@ _TIER_SHIFTS = [2 * place for place in range(16)]
 
 
 def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the codes of each exponent in the three windows, and whether the weight is stored
-    whole (a patch).
+    """Return the codes of each exponent in three windows (ranges of exponents that have codes), and
+    whether the weight is stored whole (a patch).
 
-    Code 3 in the first two windows means that the next window contains the exponent; code 15 in the
-    last window means exponent 0.
+    Code 3 in the first two windows means that the exponent has no code in this window, and the next
+    window's code counts; code 15 in the last window means exponent 0.
     """
     narrow, middle, wide = header
     first = exponents - narrow
@@ -207,8 +207,8 @@ def tier_order(flat: Tensor) -> Tensor:
 
 
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Pack the codes of each chunk that belong to one bit stream; return the words, and the number
-    of words per chunk."""
+    """Pack, for each chunk, the codes of one bit stream; return the words, and the number of words
+    per chunk."""
     per_word = 32 // bits
     codes, is_in = codes.flatten(1), is_in.flatten(1)
     rank = is_in.cumsum(1) - 1
@@ -257,8 +257,8 @@ def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Te
 
 
 def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block as flat int16. The caller must still insert the patches
-    (weights stored whole)."""
+    """Yield the exponents as flat int16 tensors, a few chunks of weights at a time. The caller must
+    still insert the patches (weights stored whole)."""
     header, first_words, second_stream, third_stream, starts = parts[:5]
     narrow, middle, wide = header.tolist()
     for piece in _pieces(size):
@@ -290,8 +290,8 @@ def rans_table(counts: Sequence[int]) -> list[int]:
 
 
 def rans_order(flat: Tensor) -> Tensor:
-    """Reshape flat values to (chunks, steps, 32 threads); the eight fields of a thread's word
-    follow one another."""
+    """Reshape flat values to (chunks, steps, 32 threads); a thread's eight values of each 256
+    values take eight consecutive steps."""
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
     return lanes.reshape(-1, RANS_STEPS, LANES)
 
@@ -327,7 +327,7 @@ def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each block as flat int16."""
+    """Yield the exponents as flat int16 tensors, a few chunks of weights at a time."""
     table, words, starts, states = parts[:4]
     words = F.pad(words, (0, 1)).long() & 0xFFFF
     table = table.long() & 0xFFFFFFFF
@@ -349,8 +349,8 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Divide each block by the significand of its largest weight, and keep only the top mantissa
-    bits of the quotients.
+    """Divide each block of weights by the significand of its largest weight, and keep only the top
+    mantissa bits of the quotients.
 
     `patterns` are the bit patterns of finite bf16 weights. The function returns the quotients as
     bit patterns, with the dropped mantissa bits set to zero. The function also returns the
@@ -407,8 +407,9 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 def with_signs(
     parts: Sequence[Tensor], form: Format, whole: Tensor, patterns: Tensor
 ) -> list[Tensor]:
-    """Return the coded exponents `parts` together with the sign and mantissa fields of `patterns`;
-    each patch (a weight stored whole) gets its bits from `whole`, the weight to encode.
+    """Return the tensors `parts`, which encode the exponents, together with the sign and mantissa
+    fields of `patterns`. The bits of a patch (a weight stored whole) come from `whole`, the weight
+    to encode.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

@@ -4,9 +4,9 @@ decode the weights themselves.
 
 A win4 code is a weight's exponent minus the number `base`. Used directly as an exponent, a code
 gives a tiny number, which the kernel then multiplies by 2^base; code 0 without mantissa bits is
-zero. For a lossy weight, the scale also contains the normaliser of the weight's block, and one
-instruction multiplies and rounds both weights of a pair word (a 32-bit word of two bf16 weights),
-so the kernel multiplies x by exactly the weights that decoding would give.
+zero. For a lossy weight, the kernel multiplies by 2^base times the normaliser (scale) of the
+weight's block. One instruction multiplies and rounds both weights of a pair word (a 32-bit word of
+two bf16 weights), so the kernel multiplies x by exactly the weights that decoding would give.
 
 In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
 """
@@ -85,10 +85,10 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 
 @triton.jit
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
-    """Add the products of x with the eight weights of each word.
+    """Add the products of x with the eight weights of each word to `acc`.
 
-    If PACKED is set, the scale 2^base is given twice in one 32-bit word, otherwise as a single
-    number.
+    If PACKED is set, the scale 2^base, by which decoded weights are multiplied, is given twice in
+    one 32-bit word, otherwise as a single number.
     """
     pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
     pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)
@@ -199,8 +199,8 @@ def _exact_rows(
 
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Load the codes and fields of some groups of weights of each row, (ROWS, GROUPS, 32), and the
-    groups' normalisers (scales).
+    """Load the codes and the sign and mantissa fields of some groups of weights of each row, (ROWS,
+    GROUPS, 32), and the groups' normalisers (scales).
     """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
@@ -234,7 +234,7 @@ def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr
 def _narrow_product(
     fields, codes, norms, power, lane, x_ptr, at, is_in, acc, C: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Add the products of x with one pair of weights in each word."""
+    """Add the products of x with one pair of weights in each word to `acc`."""
     scale = (norms[0].to(tl.int32)[:, :, None] | power) * 0x00010001
     if C.BLOCK == 32:
         other = (norms[1].to(tl.int32)[:, :, None] | power) * 0x00010001
@@ -259,7 +259,8 @@ def _narrow_rows(
 ):
     """Compute the products of ROWS rows of a lossy weight with one token x, summed in fp32.
 
-    The kernel loads the words of the next step before it multiplies the words of the current step.
+    The kernel loads the codes for the next loop iteration before it multiplies by the weights of
+    the current iteration.
     """
     IS_EVEN: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]
@@ -310,8 +311,8 @@ def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
 def _coded_weight_row_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width, summed in the same order as by
-    `_coded_weight_row_win4_kernel`.
+    """Multiply one token by 2 or 3 weights of the same width; the order of each sum is the same as
+    in `_coded_weight_row_win4_kernel`.
     """
     program = tl.program_id(0)
     first = tl.cdiv(weight_0.rows, C.TILE_0[2])

@@ -101,7 +101,7 @@ WARPS_WITH_MATRICES = 10
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile for one token and N rows that gives each multiprocessor several warps."""
+    """Return the tile that gives each multiprocessor several warps, for one token and N rows."""
     return _first_busy(ROW_TILES, rows, processors)
 
 
@@ -134,8 +134,9 @@ LEAST_FULL = 0.6
 
 
 def _fills_rounds(programs: int, places: int) -> bool:
-    """Return whether programs keep the GPU busy, which runs `places` programs at a time: all
-    programs run at the same time (in one round), or in several rounds that use most of the places.
+    """Return whether the given number of programs is enough to keep busy a GPU that runs up to
+    `places` programs at the same time. The result is true if all programs run at the same time, or
+    if they run in several rounds that fill most of these `places`.
     """
     rounds = -(-programs // places)
     return rounds == 1 or programs >= LEAST_FULL * rounds * places
@@ -144,8 +145,8 @@ def _fills_rounds(programs: int, places: int) -> bool:
 def matrix_tile(
     tokens: int, rows: int, columns: int, processors: int, *, is_lossless: bool = False
 ) -> MatrixTile:
-    """Return the tile for one or a few tokens (M), N rows and K columns that was fastest on an
-    H200."""
+    """Return the tile that was fastest on an H200 for one or a few tokens (M), N rows and K
+    columns."""
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2
     busy = 7 if tokens > 8 and groups <= 32 else WARPS_WITH_MATRICES
     while warps < 8 and programs * warps < busy * processors:
@@ -244,7 +245,7 @@ def fits_halves(block: int, columns: int, mantissa: int) -> bool:
 
 
 def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> MatrixTile:
-    """Return the tile for one token multiplied in fp16 that was fastest on an H200.
+    """Return the tile that was fastest on an H200 for one token multiplied in fp16.
 
     The weights for queries, keys and values of usual models get the same tile, so that one launch
     multiplies all three. Fewer warps would be up to 7 % faster for a weight of 4096 x 4096, but not

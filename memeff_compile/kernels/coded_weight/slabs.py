@@ -37,10 +37,11 @@ def side_by_side(
     """Move the lists of several compressed weights into a few shared allocations, with spare memory
     after each list.
 
-    The function fills a new allocation before it frees the old lists, weight by weight, so one
-    extra allocation is needed temporarily. The weights may have different codecs and devices, and
-    their values do not change. The function also adds spare memory to a list that already has spare
-    memory. A weight whose coded tensors lie in one allocation stays where it is.
+    The function copies the lists of one weight after another into a new allocation, and frees a
+    weight's old lists after copying them, so one extra allocation is needed temporarily. The
+    weights may have different codecs and devices, and their values do not change. The function also
+    adds spare memory to a list that already has spare memory. A weight whose coded tensors lie in
+    one allocation stays where it is.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:

@@ -54,7 +54,7 @@ class Unsettled:
         """Record that the weight's coded tensors are about to be overwritten, so that readers wait
         for the new codes.
 
-        From then on, all code that reads the weight first calls `settle`.
+        From then on, all code must call `settle` before it reads the weight.
         """
         self._weight = weight
         self._outcome: codecs.Outcome | bool = False
@@ -101,16 +101,16 @@ class UnsettledTogether:
     """New values of several weights that are encoded together; each weight's coded tensors lie in
     one allocation. Otherwise this class is like `Unsettled`.
 
-    This object keeps the weights' gradients until `encode` is called. Code that reads one of the
-    weights first calls `encode`. All gradients come from one CUDA stream, and the kernels run on
-    that stream, even if the caller uses another stream.
+    This object keeps the weights' gradients until `encode` is called. All code must call `encode`
+    before it reads one of the weights. All gradients come from one CUDA stream, and the kernels run
+    on that stream, even if the caller uses another stream.
     """
 
     is_settled = False
 
     def __init__(self, by: codecs.Step, like: Tensor, encode_now: Callable[[], None]) -> None:
         """Collect weights that one optimizer step updates, as long as their gradients have the same
-        stream and device as this weight's gradient.
+        stream and device as the tensor `like`.
 
         The function `encode_now` updates and encodes the collected weights.
         """
@@ -291,7 +291,7 @@ class CodedWeight(Tensor):
 
     @property
     def number(self) -> int:
-        """Return a number that is equal for all weights that can run the same compiled code."""
+        """Return a number that is equal for all weights that the same compiled code can process."""
         self.settle()
         held = vars(self)
         if "_number" not in held:
@@ -420,8 +420,8 @@ class CodedWeight(Tensor):
         """Overwrite a gradient, for which `steps` has returned True, with the weight after an
         optimizer step, like `codecs.step`.
 
-        The weight is invalid until its new value is stored, with this function's result passed as
-        `counts`.
+        The weight is invalid until `store_soon` has stored the new value; pass this function's
+        result to `store_soon` as `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
@@ -650,7 +650,8 @@ def _is_piece_of_more(part: Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on decoded values; results that share memory with them raise an error on writes."""
+    """Run an op on decoded values; results that share memory with the decoded values raise an error
+    on writes."""
     leaves, spec = compat.pytree.tree_flatten((args, kwargs))
     memory = set()
     for place, each in enumerate(leaves):

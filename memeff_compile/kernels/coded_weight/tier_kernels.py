@@ -72,7 +72,9 @@ def _long_window(stream_ptr, at, is_read):
 
 @triton.jit
 def _windows(header_ptr):
-    """Return the start of each of the windows of 3, 6 and 21 exponents."""
+    """Return the start of each of the windows, which are the ranges of 3, 6 and 21 exponents that
+    have codes.
+    """
     return tl.load(header_ptr), tl.load(header_ptr + 1), tl.load(header_ptr + 2)
 
 
@@ -179,7 +181,7 @@ def _coded_weight_tier_decode_kernel(
 @triton.jit
 def _codes(pattern, windows):
     """Return the codes of a 16-bit weight pattern in all three windows (ranges of exponents that
-    have codes), and its sign byte."""
+    have codes), and its byte of sign and mantissa."""
     narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
     first = exponent - narrow
@@ -201,7 +203,8 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
     """Count a chunk's words in the second stream, its words in the third stream, and its patches
     (weights stored whole).
 
-    A weight is stored whole, as a patch, if its exponent is outside of all windows.
+    A weight is stored whole, as a patch, if its exponent is in none of the three windows (ranges of
+    exponents that have codes).
     """
     chunk = tl.program_id(0).to(tl.int64)
     windows = _windows(header_ptr)
@@ -221,8 +224,8 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of one weight pattern to earlier codes; return all codes and the sign
-    byte."""
+    """Append the codes of one weight pattern to earlier codes; return all codes, and the byte of
+    sign and mantissa."""
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)
     first |= code << (2 * FIELD)
@@ -237,7 +240,7 @@ def _put(pattern, FIELD: tl.constexpr, made, windows):
 
 @triton.jit
 def _append(stream_ptr, bits, start, at, room, is_any):
-    """Set up to 64 bits in a zeroed stream, starting `at` bits after the word `start`.
+    """Set at most 64 bits in a zeroed stream, starting `at` bits after the word `start`.
 
     No other thread sets the same bits, so the order of threads does not matter. Bits after
     the stream's `room` words are dropped.
@@ -264,7 +267,7 @@ def _coded_weight_tier_encode_kernel(
     second_room,  # words of the streams
     third_room,
 ):
-    """Write the codes and signs of one chunk of weights."""
+    """Write the codes, signs and mantissas of one chunk of weights."""
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
     windows = _windows(header_ptr)

@@ -4,9 +4,9 @@ kernel decodes the codes to fp16 numbers.
 
 For lossy weights, the decoding instructions take longer than reading the codes. A weight with a
 4-bit exponent code and at most 3 mantissa bits is an fp16 number, so one instruction assembles the
-bits of four weights, and another one turns two of them into fp16 numbers. The kernel multiplies the
-sum of products over each group by the group's normaliser (scale), instead of multiplying each
-weight by the normaliser.
+bits of four weights, and another instruction turns the bits of two weights into fp16 numbers. The
+kernel multiplies the sum of products over each group by the group's normaliser (scale), instead of
+multiplying each weight by the normaliser.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below
 2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits; their error is at
@@ -14,10 +14,10 @@ most 2^-39 times the largest number. The tensor core multiplies 16 rows by 8 col
 are the same token.
 
 The kernel may permute the columns (K), as long as weights and x have the same order. Word w of a
-group of 256 columns contains the columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
-operand 2 o + h contains, for every word, the columns with i = 0 and with i = 1.
+group of 256 columns contains the eight columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
+from every word, operand 2 o + h of the tensor core takes the two columns with this o and h.
 
-The letters for axes are explained in `matrix_kernels`.
+Variable names have the same meaning as in `matrix_kernels`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ HALF_BIAS: gl.constexpr = gl.constexpr(112)
 
 @gluon.jit
 def _bytes_of(high, low, FIRST: gl.constexpr):
-    """Return two fp16 numbers in one word: bytes 0 and 1 of `high` and `low`, or bytes 2 and 3."""
+    """Return two fp16 numbers in one 32-bit word: their high bytes come from `high`, and their low
+    bytes from `low`. If FIRST is set, the function uses the bytes 0 and 1 of both words, otherwise
+    the bytes 2 and 3.
+    """
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x1504;" if FIRST else "prmt.b32 $0, $1, $2, 0x3726;",
         "=r,r,r",

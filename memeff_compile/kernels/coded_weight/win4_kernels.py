@@ -7,7 +7,7 @@ signs and mantissas. No weight depends on its neighbours, so kernels need only a
 per weight.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
-codes.
+32-bit words of codes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _exponents(codes, base, PAIR: tl.constexpr):
     """Return the exponents of two neighbouring weights, shifted to their bit positions; code 0
     gives exponent 0.
 
-    The caller passes `base` already shifted by 7 bits.
+    The caller passes `base`, the number that is added to nonzero codes, already shifted by 7 bits.
     """
     code = (codes >> (4 * PAIR)) & 0x000F000F
     is_coded = ((code + 0x000F000F) >> 4) & 0x00010001
@@ -50,8 +50,8 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 @triton.jit
 def _pairs(codes, signs, base):
-    """Decode words of codes, with the signs at the same positions; return four 32-bit words of two
-    weights each."""
+    """Decode words of codes, with the signs and mantissas at the same positions; return four 32-bit
+    words of two weights each."""
     even, odd = tl.load(signs), tl.load(signs + 32)
     pair_0 = even_bytes(even) | _exponents(codes, base, 0)
     pair_1 = odd_bytes(even) | _exponents(codes, base, 1)
@@ -145,8 +145,8 @@ def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 def _coded(pattern, base):
-    """Return the code of a 16-bit weight pattern, its sign byte, and 1 if the weight must be stored
-    whole (a patch), else 0."""
+    """Return the code of a 16-bit weight pattern, its byte of sign and mantissa, and 1 if the
+    weight must be stored whole (a patch), else 0."""
     code = ((pattern >> 7) & 0xFF) - base
     is_zero = (pattern & 0x7FFF) == 0
     is_coded = (code > 0) & (code < 16)
@@ -157,8 +157,8 @@ def _coded(pattern, base):
 
 @triton.jit
 def _coded_pair(pair, base, PAIR: tl.constexpr):
-    """Return the codes of a pair of weights at their bit positions in a word, their sign bytes, and
-    the number of patches (weights stored whole) in the pair.
+    """Return the codes of a pair of weights at their bit positions in a word, their bytes of sign
+    and mantissa, and the number of patches (weights stored whole) in the pair.
     """
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
@@ -178,8 +178,8 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes and signs of one chunk of weights; count the chunk's patches (weights stored
-    whole) and write their positions.
+    """Write the codes, signs and mantissas of one chunk of weights; count the chunk's patches
+    (weights stored whole) and write their positions.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
     read and written once. The kernel also writes updated patches (weights stored whole) to the
@@ -383,8 +383,8 @@ def _coded_weight_win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of columns of x twice: in the order that the wide kernel of `matrix_kernels`
-    reads, and transposed.
+    """Write one group of columns of x twice: in the order that the kernel
+    `_coded_weight_matrix_win4_wide_kernel` reads, and transposed.
     """
     group = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)

@@ -4,16 +4,15 @@ embedding table.
 The lookup itself is `aten.embedding`; only the gradient differs. PyTorch's compilers scatter the
 gradient with atomic additions into an fp32 buffer as large as the table (V x D), round that buffer
 to 16 bits, and, if an output projection shares the weight, add it to that projection's gradient.
-These ops sort the token ids, sum the gradients of each distinct id in fp32 in a fixed order, round
-each sum once, and add it to a row of the table's gradient, so they need no other buffer as large as
-the table.
+This package's ops sort the token ids, sum the gradients of each distinct id in fp32 in a fixed
+order, round each sum once, and add it to a row of the table's gradient, so they need no other
+buffer as large as the table.
 
-    embedding             looks rows up; the backward pass returns the gradient of the table
-    embedding_tied        also returns the table, for an output projection that shares it; the
-                          backward pass adds the rows' gradient in place to the gradient of the
-                          table that the output projection computed
-    embedding_backward    returns the gradient of the table
-    embedding_accumulate  adds the rows' gradient to an existing gradient of the table
+- `embedding` looks rows up; its backward pass returns the gradient of the table.
+- `embedding_tied` also returns the table, for an output projection that shares it. Its backward
+  pass adds the rows' gradient in place to the table's gradient from the output projection.
+- `embedding_backward` returns the gradient of the table.
+- `embedding_accumulate` adds the rows' gradient to an existing gradient of the table.
 
 The module `sharded` contains further ops for tables that DTensor splits over ranks.
 """

@@ -64,7 +64,8 @@ def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -
     """Return the bytes of the partial sums that exist at the same time.
 
     The implementation `sorted` has two fp32 partial sums per chunk of 32 tokens. The implementation
-    `reference` has some columns of four fp32 matrices with N rows (fp64 for fp64 inputs).
+    `reference` sums a block of columns at a time, and has four fp32 matrices (fp64 for fp64 inputs)
+    with N rows and the columns of one block.
     """
     n, d = sympy.sympify(tokens), sympy.sympify(depth)
     if engine == "sorted":

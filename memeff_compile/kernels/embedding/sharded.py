@@ -1,8 +1,10 @@
 """Look up embeddings in tables that DTensor splits over ranks: each rank looks up its own rows.
 
-    before: x = embedding(ids, W)                 W: Shard(0), x: a sum over ranks, still pending
-    after: x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids), where W_r is the
-        rank's shard
+Before: `x = embedding(ids, W)`, where W has the placement Shard(0), and x is a sum over ranks that
+is still pending.
+
+After: `x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)`, where W_r is the rank's
+shard of W.
 
 DTensor computes the V x D gradient of all rows of W on every rank, and then keeps only the rank's
 own rows. With these ops, a rank computes only the gradient of its own rows.

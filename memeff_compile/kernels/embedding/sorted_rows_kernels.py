@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of the implementation `sorted`: one for runs inside one chunk, one for runs that
-cross chunks.
+"""The two kernels of the implementation `sorted`, which sum the gradients of each run (all tokens
+with one id): one kernel for the runs inside one chunk, one for the runs that cross chunks.
 
-After the sort, tokens with the same id are neighbours: a run is all tokens with one id. A chunk is
-CHUNK consecutive positions in sorted order. The program for a chunk sums and writes each run that
+After the sort, the tokens of a run are neighbours. A chunk is CHUNK consecutive positions in sorted
+order. The program for a chunk sums and writes each run that
 lies completely inside the chunk. For a run that extends over several chunks, each of these chunks
 writes a partial sum, and the second kernel adds the partial sums in order. So the GPU sums even a
 run of half the batch's tokens in parallel. Sums are fp32 in a fixed order, so every execution gives

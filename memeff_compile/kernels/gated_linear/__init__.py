@@ -7,8 +7,9 @@ are the product act(gate) * up (for the weight's gradient) and the gradients of 
 Inductor's fused kernel, all six tensors exist at once. This op's kernel works in place: it writes
 its three results over its three inputs.
 
-    gated_linear            linear(act(gate) * up, weight, bias)
-    gated_linear_backward   the gradient of the weight; overwrites gate and up with their gradients
+- `gated_linear` computes linear(act(gate) * up, weight, bias).
+- `gated_linear_backward` returns the gradient of the weight, and overwrites gate and up with their
+  gradients.
 
 Autograd passes copies of gate and up to the backward pass, so other code that reads gate and up
 never sees these writes. If an activation checkpoint recomputes gate and up for the backward pass, a

@@ -25,8 +25,8 @@ def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Overwrite ``gate`` with its gradient, ``up`` with its gradient, and ``grad`` with the
-    product.
+    """Overwrite ``gate`` with its gradient, ``up`` with its gradient, and ``grad`` with the product
+    act(gate) * up.
 
     All three tensors are (n,) of one floating dtype; at first, ``grad`` is the gradient of
     act(gate) * up.

@@ -5,9 +5,9 @@ the filled positions, and needs to read each position only once for all query he
 key-value head. PyTorch's attention, however, copies the buffer once per query head, and reads the
 whole buffer under a mask.
 
-    kv_cache_append     writes new keys and values at their positions, in place
-    kv_cache_attention  attends to the keys up to a position that is stored in a tensor
-    kv_cache_last       the last position that each query of a boolean mask sees
+- `kv_cache_append` writes new keys and values at their positions, in place.
+- `kv_cache_attention` attends to the keys up to a position that is stored in a tensor.
+- `kv_cache_last` returns, for each query, the last position that a boolean mask lets it see.
 """
 
 from __future__ import annotations

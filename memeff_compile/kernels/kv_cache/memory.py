@@ -1,8 +1,8 @@
 """The bytes that attention over a cache needs without and with this package's op, as formulas in B
-(sequences), H (query heads), N, M and D.
+(sequences), H (query heads), N (the cache's length), M (queries) and D (head dimension).
 
-N is the cache's length, M the number of queries, D the head dimension; each may be a symbol or a
-number. The formulas do not count the cache, the queries and the output.
+Each of these letters may be a symbol or a number. The formulas do not count the cache, the queries
+and the output.
 """
 
 from __future__ import annotations

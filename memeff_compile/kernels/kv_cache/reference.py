@@ -47,8 +47,8 @@ def attend(
 
 
 def _seen(last: Tensor, mask: Tensor | None, end: int) -> Tensor | None:
-    """Return (B or 1, 1, M or 1, end), which of the first `end` keys each query may attend to, or
-    None if all are visible."""
+    """Return a boolean tensor (B or 1, 1, M or 1, end): whether a query may attend to each of the
+    first `end` keys. Return None if every query may attend to all of them."""
     seen = torch.arange(end, device=last.device) <= last[:, None, :, None]
     if mask is not None:
         seen = seen & mask[..., :end]

@@ -34,7 +34,7 @@ _LEAST = 0.9
 
 @dataclass(frozen=True)
 class Shapes:
-    """The compile-time sizes of the attention kernel."""
+    """The compile-time constants of the attention kernel: tile size, warps and pipeline stages."""
 
     keys: int  # keys per tile
     warps: int  # warps per program
@@ -89,10 +89,10 @@ def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
     """Return the number of programs among which the keys of one sequence and key-value head are
     divided.
 
-    A group is one sequence, key-value head and tile of query rows. The number depends on the
-    cache's length, not on its filled positions; the GPU runs `slots` programs at once. For example,
-    with tiles of 128 keys and 132 programs at once, 8 groups with 32768 keys get 16 programs each,
-    and 128 groups with 4096 keys get 1 each.
+    A group is one tile of query rows of one sequence and key-value head. The number of programs
+    depends on the cache's length, not on its filled positions; the GPU runs `slots` programs at
+    once. For example, with tiles of 128 keys and 132 programs at once, 8 groups with 32768 keys get
+    16 programs each, and 128 groups with 4096 keys get 1 each.
     """
     tiles = -(-keys // tile)
     return min(

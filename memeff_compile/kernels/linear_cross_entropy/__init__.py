@@ -2,23 +2,23 @@
 
 As in Cut Cross-Entropy (arXiv 2411.09009, table 1), the op computes a language model's loss from
 the hidden states and the weight of the output projection. This folder contains the op
-memeff::linear_cross_entropy, its implementations, and the formulas for the bytes that it saves. For
-each row of the hidden states the op returns
+memeff::linear_cross_entropy, its implementations, and the formulas for its memory. For
+each row of the hidden states, the op returns five numbers:
 
-    nll        logsumexp(z) - z[target]
-    lse        logsumexp(z), for a z-loss
-    logit_sum  sum_j column_weight_j z_j, for label smoothing
-    entropy    -sum_j p_j log p_j with p = softmax(z)
-    top        the index of the largest z_j; if several z_j are largest, the first of them
+- `nll`: logsumexp(z) - z[target];
+- `lse`: logsumexp(z), for a z-loss;
+- `logit_sum`: sum_j column_weight_j z_j, for label smoothing;
+- `entropy`: -sum_j p_j log p_j with p = softmax(z);
+- `top`: the index of the largest z_j, or the first of these indices if several z_j are largest.
 
-with z = softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap), all
-differentiable once except `top`. low (..., R) and up (V, R) are a low-rank term of the output
-projection: for a LoRA adapter, low is h A^T times the adapter's scale, and up is its B. The op
-builds neither the sum of the products hidden @ weight.T and low @ up.T, nor a copy of the
-projection's weight. If low and up are fp32 and the weight has 16 bits, as PEFT keeps adapters, the
-products with low and up are computed in fp32, and their gradients from unrounded fp32 gradients of
-the logits. Ordinary ops on N numbers compute the means, the sums, the class weights of targets and
-the label shift, outside of this op.
+Here z is softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap). All five
+results but `top` are differentiable once. The arguments low (..., R) and up (V, R) are a low-rank
+term of the projection: for a LoRA adapter with matrices A and B, low is h A^T times the adapter's
+scale, and up is B. The op builds neither the sum of the products hidden @ weight.T and low @ up.T,
+nor a copy of the projection's weight. If low and up are fp32 and the weight has 16 bits, as PEFT
+keeps adapters, the products with low and up are computed in fp32, and their gradients from
+unrounded fp32 gradients of the logits. Ordinary ops on N numbers compute the means, the sums, the
+class weights of targets and the label shift, outside of this op.
 
 The module `op` calls the module `walk`, which chooses the implementation (`reference`, `library` or
 `hopper`) and runs it block by block. The module `_head_loss.call` defines the arguments of a call,

@@ -10,34 +10,34 @@ The backward pass usually processes blocks of R rows one after another. For each
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
 vocabulary. From the logits' gradient G, the kernels compute the complete hidden-state gradient dE
 of these rows, and add the block's contribution to the weight gradient dC. Until the last block, the
-weight's gradient (dC) is stored in fp16, with one power of two for each class and SLICE features,
-because its sums need three more bits than bf16 has.
+weight's gradient (dC) is stored in fp16, because its sums need three more bits than bf16 has; the
+sums of a class in SLICE features share a power of two as their scale.
 
 A second form of the backward pass processes blocks of W classes one after another. This form takes
-less memory than the first form, and supports fp16 and a workspace limit. For each block, it writes
-the rows of dC once, and adds the product of G and the block's rows of C to dE in fp32, with one
-reduction per element and launch. With the minimal workspace, the logits' gradient G and the fp32
-sums use memory of the weight's gradient.
+less memory, and supports fp16 and a workspace limit. For each block of classes, the kernels write
+the weight's gradient for these classes once. They add the logits' gradient times the block's rows
+of the weight to the hidden states' gradient in fp32; a launch adds to each element once. With the
+minimal workspace, the logits' gradient and the fp32 sums use the weight gradient's memory.
 
 A loss that is a single number takes three matrix products for each block of rows. The first product
 writes X (the probabilities up to one factor per row) in 16 bits, and computes fp32 statistics from
 the same registers. The missing factor of a row follows from its log-sum-exp; the other two products
-multiply X by operands that already contain this factor. For R rows, X takes 2RV bytes. The kernels
-compute rows again if their logits are far from the expected range; the GPU decides which rows.
+multiply X by operands that contain this factor. For R rows and V classes, X takes 2RV bytes. The
+kernels compute rows again if their logits are far from the expected range, which the GPU checks.
 
-Ignored rows are left out of all products, by a permutation of the rows that the GPU computes. The
-CPU never waits for the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks
-of rows need bf16), a hidden size that is a multiple of 8, and a contiguous weight.
+The GPU permutes the rows so that all products leave out the ignored rows. The CPU never waits for
+the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
+a hidden size that is a multiple of 8, and a contiguous weight.
 
 On an H200, which reaches 700e12 operations and reads or writes 4.28e12 bytes per second, forward
 plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds:
-the time of four matrix products, and of reading and writing the sums of dE once per block. A loss
-that is a single number should take 3 * 2NDV / 700e12 seconds. For a loss that is a single number,
-the lower bounds of the time (at 790e12 operations per second) and the predicted times are:
+the time of four matrix products, and of reading and writing the hidden states' gradient (dE) once
+per block. A loss that is a single number should take 3 * 2NDV / 700e12 seconds; the lower bounds
+(at 790e12 operations per second) and the predictions of this time are:
 
-    N, D, V = 8192, 4096, 128256    32.7 and 38 ms
-    N, D, V = 8192, 2304, 256000    36.7 and 45 ms
-    N, D, V = 16384, 2048, 128256   32.7 and 39 ms
+- for N, D, V = 8192, 4096, 128256: at least 32.7 ms, and 38 ms predicted;
+- for N, D, V = 8192, 2304, 256000: at least 36.7 ms, and 45 ms predicted;
+- for N, D, V = 16384, 2048, 128256: at least 32.7 ms, and 39 ms predicted.
 """
 
 from __future__ import annotations

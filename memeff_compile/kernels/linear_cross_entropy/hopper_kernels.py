@@ -11,9 +11,9 @@ An element of X is X_ij = exp(z_ij - base_i), times dz/ds with a softcap (s is t
 the softcap), rounded once to 16 bits; base_i is a number near the row's largest logit. The base is
 known before the logits are computed, so writing X need not wait for the log-sum-exp. The factor
 that turns row i of X into gradients is exp(base_i - lse_i) times the scale, where lse_i is the
-row's log-sum-exp; the two products with X apply this factor. At a row's target, X contains (p - 1)
-/ factor, where p is the target's probability, so that no difference of 16-bit numbers loses
-precision. If ranks split the vocabulary, they exchange their log-sum-exps after X is written.
+row's log-sum-exp; the products of X with other matrices apply this factor. At a row's target, X
+contains (p - 1) / factor, where p is the target's probability, so that no difference of 16-bit
+numbers loses precision. Ranks that split the vocabulary exchange log-sum-exps after writing X.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
@@ -535,8 +535,8 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Check that a row's base is close enough to its largest logit, then merge the row's statistics
-    in a fixed order.
+    """Check that a row's base (the number subtracted from its logits) is close enough to its
+    largest logit, then merge the row's statistics in a fixed order.
 
     If ranks split the vocabulary, this kernel only writes the numbers to exchange, and another
     kernel computes the loss.
@@ -596,7 +596,7 @@ def _linear_cross_entropy_hopper_loss_kernel(
 @triton.jit
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
     """Write X (the logits' gradient up to a factor per row) at each row's target: (p - 1) / (1 /
-    mass). Here p = 2^-nll2 is the target's probability, nll2 the loss in base 2, and mass the sum
+    mass), where p = 2^-nll2 is the target's probability, nll2 the loss in base 2, and mass the sum
     of the row's exp(z - base)."""
     ptrs, mask = at
     scale, softcap = cap
@@ -628,9 +628,9 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the loss of a row from the numbers of all ranks.
+    """Compute the loss of a row from the statistics that all ranks sent.
 
-    The kernel merges these numbers in the order of the ranks, so all ranks get the same loss.
+    The kernel merges the statistics in the order of the ranks, so all ranks get the same loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -700,8 +700,8 @@ def _linear_cross_entropy_hopper_products_kernel(
     to the weight's gradient (dC), in one launch.
 
     The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
-    computed first; the many tiles of the weight's gradient (dC), which are sums over the rows, keep
-    the other multiprocessors busy meanwhile, and afterwards keep all multiprocessors busy. A
+    computed first. The many tiles of the weight's gradient (dC), which are sums over the rows, give
+    work to the multiprocessors that have no tile of dE, and afterwards to all multiprocessors. A
     program that has finished a tile takes the next tile that no program has taken. One program
     computes all of a tile, so the order in which programs take tiles does not change the results.
     """

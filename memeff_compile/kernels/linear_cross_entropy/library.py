@@ -1,36 +1,37 @@
 """The implementation `library`: matrix products by cuBLAS, with a Triton kernel after each product.
 
-The forward pass computes the products S = E C_v^T in fp32, also from 16-bit inputs, for one strip
-of classes after another. E is the hidden states, C_v the rows of the weight for these classes; dE
-and dC_v are their gradients. After each strip, a kernel merges S into a running maximum and sum per
-row.
+The forward pass multiplies the hidden states by the weight's rows for one strip of classes after
+another; the products are fp32, even for 16-bit inputs. After each strip, a kernel merges the
+products into a running maximum and sum per row.
 
-The backward pass computes the same strips of S again, one block of classes after another. A kernel
-turns each strip into the logits' gradient G in the input dtype. Then cuBLAS writes dC_v = G^T E
-into the block's rows of the weight's gradient (once, without an fp32 copy), and adds G C_v to dE in
+The backward pass computes the same strips of products again, one block of classes after another. A
+kernel turns each strip into the logits' gradient G in the input dtype. Then cuBLAS writes the
+product of G and the hidden states into the block's rows of the weight's gradient (once, without an
+fp32 copy), and adds the product of G and the weight's rows to the hidden states' gradient (dE) in
 fp32. The logits' gradient G has its own buffer. Writing the logits' gradient G over the fp32 strip
 would save no memory, because a separate buffer for G and a narrower strip together take the same
 bytes; the results would also depend on the order in which warps read and write.
 
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
-implementation processes blocks of rows instead. For each such block, it computes S for the whole
-vocabulary once and adds the low-rank product. A kernel computes the rows' statistics from S, and
-then the logits' gradient G from S. Products with G are the hidden states' gradient (dE) and the
-gradient of `low` for these rows. The gradient of `up` is summed over the blocks in fp32.
+implementation processes blocks of rows instead. For each block of rows, it multiplies hidden states
+and weight once, for all classes, and adds the adapter's product `low @ up.T`. A kernel computes the
+rows' statistics from this sum, and then the logits' gradient G from the same sum. Products with G
+are the gradients of the block's hidden states (dE), and of the block's `low` (the adapter's input
+to `up`). The gradient of `up` is summed over the blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
 on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.
 
-On an H200, forward plus backward pass take at least this many seconds:
-    4 * 2NDV / 790e12       four products (forward, recompute, dC, dE)
-    + 10 NV / 4.28e12       S read in forward; S read and G written in backward (16-bit inputs)
-    + 8 ND * blocks / 4.28e12   dE read and written once per block
-    (+ 8 NV / 4.28e12       S written twice, partly hidden behind the product that writes it)
-For N, D, V = 16384, 2048, 128256, these terms are 43.6 + 4.9 + 2.0 (+ 3.9) ms; for N, D, V = 8192,
-2304, 256000, they are 48.9 + 4.9 + 2.4 (+ 3.9) ms. A frozen output projection with an adapter takes
-at least 2 * 2NDV / 790e12 and, in 16 bits, 26 NV / 4.28e12 seconds (S written, added to and read
-twice; G written once and read by three products). For N, D, V = 8192, 4096, 128256, these two
-terms are 21.8 and 6.4 ms.
+On an H200, forward plus backward pass take at least the sum of the first three times below (in s):
+- 4 * 2NDV / 790e12 for four products: logits (twice), weight's gradient, hidden states' gradient;
+- 10 NV / 4.28e12 to read the fp32 logits twice and write their gradient once (16-bit inputs);
+- 8 ND * blocks / 4.28e12 to read and write the hidden states' gradient once per block;
+- 8 NV / 4.28e12 to write the fp32 logits twice, partly while other logits are computed.
+For N, D, V = 16384, 2048, 128256, the four times of this list are 43.6, 4.9, 2.0 and 3.9 ms; for N,
+D, V = 8192, 2304, 256000, they are 48.9, 4.9, 2.4 and 3.9 ms. A frozen projection with an adapter
+takes at least 2 * 2NDV / 790e12 seconds for products and, in 16 bits, 26 NV / 4.28e12 seconds for
+memory: the fp32 logits are written, added to and read twice; their gradient is written once and
+read in three products. For N, D, V = 8192, 4096, 128256, these two times are 21.8 and 6.4 ms.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """The loss and gradients of a frozen head with a LoRA adapter, in blocks of rows."""
+    """The loss and gradients of a frozen projection with a LoRA adapter, in blocks of rows."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.request, self.given = given, _readable(given.operands)

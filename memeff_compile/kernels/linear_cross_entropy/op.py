@@ -3,9 +3,9 @@
 Two ops compute the loss, and the first of them has a backward op; these three ops optionally take a
 LoRA adapter of the output projection:
 
-    linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
-    linear_cross_entropy_total  one number and the gradients of that number,
-                                total = (sum over rows i of row_weight_i * nll_i) / norm
+- `linear_cross_entropy` returns, per row: nll, lse, sum of logits, entropy, likeliest class.
+- `linear_cross_entropy_total` returns one number and the gradients of that number, which is
+  (sum over rows i of row_weight_i * nll_i) / norm.
 
 The op `linear_cross_entropy` saves its inputs, one lse per row and, if requested, one entropy per
 row; its backward op computes the logits again. The forward pass of the op
@@ -15,7 +15,7 @@ multiplies these gradients by the gradient of the loss (`_head_loss.scaling`).
 
 Four more ops support output projections whose classes are split over ranks (`vocabulary_parallel`):
 one rank's statistics, the merging of statistics, one rank's total, and the total that all ranks
-use. Four more names call these seven ops, so that graphs are easy to read: `_adapted` and
+use. Four further ops only call the ops above, and make graphs easy to read: `_adapted` and
 `_adapted_total` (with a LoRA adapter), `_over_ranks` and `_total_over_ranks` (split over ranks).
 
 Each argument of an op costs a few microseconds of CPU time, so the ops for a single process do not

@@ -7,7 +7,7 @@ logits once to the input dtype, as the implementation `library` does. For a loss
 number, this implementation processes blocks of rows: it computes a block's logits once for the
 whole vocabulary, reduces them to row statistics, and then overwrites them with their gradient. The
 weight's gradient is summed over the blocks in fp32 (fp64 for fp64 inputs). On a CPU, rows with an
-ignored target are left out, because reading the targets there does not wait for a device.
+ignored target are left out; on a GPU, reading the targets would make the CPU wait for the GPU.
 """
 
 from __future__ import annotations
@@ -378,16 +378,16 @@ forward, backward, total = Forward, Backward, Total
 def _rows(
     kept: Tensor | None, hidden: Tensor, target: Tensor, low: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states, targets and `low` of the rows with the indices `kept`, or of all rows
-    if `kept` is None."""
+    """Return the hidden states, targets and low-rank inputs (`low`) of the rows with the indices
+    `kept`, or of all rows if `kept` is None."""
     if kept is None:
         return hidden, target, low
     return hidden[kept], target[kept], None if low is None else low[kept]
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Return a tensor with `rows` rows that contains the rows of `part` at the indices `kept`, and
-    zeros in all other rows."""
+    """Return a tensor with `rows` rows, in which row `kept[i]` is row i of `part`, and all other
+    rows are zero."""
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole
@@ -434,7 +434,7 @@ def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _round(g: Tensor, dtype: torch.dtype) -> None:
-    """Round the numbers of a wide tensor to another dtype, in place."""
+    """Round the numbers of a tensor to those of another dtype; the tensor keeps its dtype."""
     if g.dtype != dtype:
         g.copy_(g.to(dtype))
 

@@ -1,8 +1,8 @@
 """All sizes that this folder chooses: blocks of rows and classes, tiles, and launches.
 
 The letters for axes are explained in `_head_loss.shapes`. The implementations process the rows or
-the vocabulary in blocks, so a temporary tensor is R x V or N x W, and N x V only if the workspace
-is large enough.
+the vocabulary in blocks, so a temporary tensor is R x V (a block of R rows) or N x W (a block of W
+classes), and N x V only if the workspace is large enough.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether a workspace is so small that only the minimal mode can use it, which has the
-    least temporary memory."""
+    """Return whether a workspace is so small that only the minimal mode, the mode with the least
+    temporary memory, can use it."""
     return 0 < workspace <= MINIMAL_BYTES
 
 
@@ -182,7 +182,7 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 
 
 def library_block(width: int) -> int:
-    """Return how many columns a program of `library`'s kernels processes at once: at most 2048.
+    """Return how many columns, at most 2048, a program of the `library` kernels processes at once.
 
     For strips of 64 columns, the result is 128.
     """
@@ -320,8 +320,8 @@ def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
 
 
 class Room(NamedTuple):
-    """The memory that a backward pass with the minimal workspace uses: the rows of the weight's
-    gradient from `first_column` on.
+    """The memory that a backward pass with the minimal workspace uses: those rows of the weight's
+    gradient that belong to class `first_column` and later classes.
 
     Example: with 8 rows (tokens) and 4 features, a column of the logits' gradient G takes twice the
     bytes of a row of the weight's gradient. A block of classes needs memory for its columns of G
@@ -386,8 +386,8 @@ def hopper_rows(
     of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a
     full tile.
 
-    The number is the same for all GPUs, because ranks may have different GPUs, and a report may
-    describe another machine.
+    The number of rows is the same for all GPUs, because ranks may have different GPUs, and a report
+    may describe another machine.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
     product, _ = product_tile(depth, shapes)
@@ -407,9 +407,9 @@ def hopper_rows(
 
 
 def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
-    """Return the bytes that `hopper` needs for blocks of rows: X (the logits' gradient up to a
-    factor per row), statistics for the narrowest tiles, scaled rows and partial sums of a block,
-    and, with several blocks, the scales of the weight's gradient (dC)."""
+    """Return the bytes of `hopper`'s buffers for a block of rows: X (the logits' gradient up to a
+    factor per row), statistics for the narrowest tiles, scaled rows and partial sums and, if there
+    are several blocks, the scales of the weight's gradient (dC)."""
     width = -(-vocab // shapes.columns) * shapes.columns
     needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))
     of_row = 2 * width + 8 * (width // shapes.rows) + 2 * depth + 4 * (max(needs) - 1) * depth
@@ -418,7 +418,7 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 
 @lru_cache(maxsize=1024)
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
-    """Return how many programs share the sum for one tile of the hidden states' gradient (dE).
+    """Return over how many programs the sum for a tile of the hidden states' gradient is divided.
 
     A tile of the hidden states' gradient (dE) is a long sum over the vocabulary, and a block with
     few rows has few such tiles. With one program per tile, a few programs would still compute the

@@ -1,9 +1,10 @@
 """The loss of an output projection whose classes are split over ranks: statistics on each rank, and
 their merging.
 
-Rank r of P ranks has the rows of the weight that `torch.chunk` assigns to it. For a loss per row,
-one op computes the statistics of the rank's classes, k numbers per row. All ranks gather these
-statistics. Another op then merges them into the results of `linear_cross_entropy` for all classes:
+Rank r of P ranks has the rows W_r of the weight that `torch.chunk` assigns to it; h is the hidden
+states, and y the targets. For a loss per row, one op computes the statistics of the rank's classes,
+k numbers per row, and all ranks gather these statistics. Another op then merges the statistics
+of all ranks into the results of `linear_cross_entropy` for all classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)
@@ -87,10 +88,8 @@ class Part(NamedTuple):
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank, and two masks.
-
-        The first mask tells whether this rank has the target, the second whether another rank has
-        it.
+        """Return targets as column indices of this rank, and two masks: the rows whose target this
+        rank has, and the rows whose target another rank has.
         """
         return self.shard.columns_of(self.whole.target, self.settings.ignore_index)
 

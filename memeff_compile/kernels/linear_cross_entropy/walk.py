@@ -7,12 +7,12 @@ the logits again, and gradients from them. A loss that is a single number takes 
 rows, if the implementation supports this: the loop computes a block's statistics and then the
 block's gradients. Between these two steps, ranks with different classes exchange statistics.
 
-    `reference`: blocks of classes for a loss per row, blocks of rows for a single number
-    `library`:   the same blocks; a single number only for a frozen projection with LoRA adapter
-    `hopper`:    blocks of rows; the backward pass of a loss per row may use blocks of classes
+- `reference` has blocks of classes for a loss per row, and of rows for a loss that is one number.
+- `library` has the same blocks as `reference`; it uses one loop for a loss that is a single number
+  only if the weight is frozen and has an adapter.
+- `hopper` has blocks of rows; the backward pass of a loss per row may have blocks of classes.
 
-An implementation is imported when it runs for the first time; before that, no module with kernels
-is imported.
+An implementation, and with it its kernels, is imported when it runs for the first time.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether to compute a loss that is a single number in one loop, for an output
-    projection that is split over ranks.
+    """Return whether the forward pass of a scalar loss also computes the gradients, in one loop
+    over the rows, if the output projection is split over ranks.
 
     All ranks get the same result, whatever their GPUs.
 
@@ -302,8 +302,8 @@ def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
-    """Return the module with an implementation's loops, or the loops under the call's gradient
-    filter."""
+    """Return an object with an implementation's loops: the implementation's module or, if the call
+    has a gradient filter that drops tiles, loops that apply this filter."""
     hidden, weight = given.hidden, given.weight
     is_served = hidden.dtype in engine.filters and given.low is None and is_read_in_tiles(weight)
     if is_served and leaves_out(settings.gradient_filter, hidden.shape[-1]):

@@ -2,17 +2,17 @@
 logits of either projection.
 
 Distillation compares the softmax p of a student's logits with the softmax q of a teacher's logits,
-over the whole vocabulary. With m = share * q + (1 - share) * p, the op returns for each row
+over the whole vocabulary. With m = share * q + (1 - share) * p, the op returns for each row this
+sum of six terms:
 
     a1 sum(q log q) + a2 sum(q log p) + a3 sum(p log p) + a4 sum(p log q)
                     + a5 sum(q log m) + a6 sum(p log m)
 
-where the class `Coefficients` contains a1 to a6 and `share`. KL(q || p), KL(p || q), the
-generalised Jensen-Shannon divergence, skewed divergences and the cross entropy with the teacher's
-probabilities are such sums. The student's logits are scale * (hidden @ weight.T + bias). The
-teacher's logits are computed in the same way from the teacher's hidden states and weight, which may
-have another hidden size, or the caller passes the teacher's logits. The op computes no gradient for
-the teacher.
+The class `Coefficients` contains a1 to a6 and `share`. KL(q || p), KL(p || q), the generalised
+Jensen-Shannon divergence, skewed divergences and the cross entropy with the teacher's probabilities
+are such sums. The student's logits are scale * (hidden @ weight.T + bias). The teacher's logits are
+computed in the same way from the teacher's hidden states and weight, which may have another hidden
+size, or the caller passes the teacher's logits. The op computes no gradient for the teacher.
 
 For each block of rows, two matrix products compute the logits. From these logits, the op computes
 row statistics in fp32, then the gradient of the student's logits, which overwrites the logits. A

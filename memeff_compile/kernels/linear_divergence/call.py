@@ -127,7 +127,7 @@ class Found(NamedTuple):
 def wanted(
     given: Request | ClassRequest, factors: Tensor | None, mask: Sequence[bool]
 ) -> tuple[bool, ...]:
-    """Return which gradients to compute: none if the call has no factors for its rows."""
+    """Return which gradients to compute; if `factors` is None, the call computes no gradient."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)
@@ -260,8 +260,8 @@ def slots_for(
 
 
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
-    """Return for how many rows a teacher's logits, and the maxima and sums of the tiles of student
-    and teacher, fit into the memory of a weight's gradient.
+    """Return the number of rows for which the teacher's logits, and the maxima and sums of the
+    tiles of student and teacher, fit into the memory of a weight's gradient.
     """
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)

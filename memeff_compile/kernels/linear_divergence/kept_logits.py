@@ -12,7 +12,7 @@ reads a row's logits of student and teacher, computes the row's sums in fp32, an
 student's logits with their gradient. For 32-bit inputs, logits are stored in 32 bits.
 
 The memory of the teacher's logits is free again as soon as the gradient is computed. The gradients
-of several blocks are stored next to each other (`call.Slots`), so that one matrix product adds
+of several blocks are stored next to each other (see `call.Slots`), so that one product adds
 their contributions to the weight's gradient; each such product rounds the sum once, as in the op
 for cross entropy. If a single product covers all rows, the teacher's logits use the memory of the
 weight's gradient, which is written last.
@@ -21,9 +21,9 @@ The CPU never waits for the GPU or reads a value from it, and the kernels sum wi
 operations.
 
 On an H200, with N = 8192 rows, a hidden size of 4096 and V = 128256 classes, a loss with its
-gradients needs at least the following time: four products at 790e12 operations per second take 43.6
-ms; reading and writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes 3.4
-ms; reading and writing the weight's gradient three times takes 1.5 ms.
+gradients needs at least the sum of three times. Four products at 790e12 operations per second take
+43.6 ms. Reading and writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes
+3.4 ms. Reading and writing the weight's gradient three times takes 1.5 ms.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from .call import (
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number (the divergence) per row, and the gradients of the sum over all rows of
-    this number times the row's factor (`factors`)."""
+    """Compute one number (the divergence) per row; if `factors` (a number per row) is given, also
+    compute the gradients of the sum of all rows' divergences, each multiplied by its factor."""
     given = _readable(given)
     walk = _Divergence(given, factors, wanted(given, factors, mask))
     walk.all_rows()

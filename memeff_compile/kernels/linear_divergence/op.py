@@ -1,11 +1,11 @@
 """memeff::linear_divergence and related ops: schemas, validation, fake tensors, autograd, choice of
 implementation.
 
-    linear_divergence        a number per row; the backward pass computes the logits again
-    linear_divergence_total  the weighted sum of these numbers, and the sum's gradients
-    linear_divergence_classes  log-probabilities (or logits) of k listed classes of each row,
-                             (..., k), for a teacher that is known only at these classes; the
-                             backward pass computes the logits again
+- `linear_divergence` returns one number per row; its backward pass computes the logits again.
+- `linear_divergence_total` returns the weighted sum of these numbers, and the sum's gradients.
+- `linear_divergence_classes` returns log-probabilities (or logits) of k listed classes of each row,
+  (..., k), for a teacher whose probabilities are known only for these classes; its backward pass
+  computes the logits again.
 
 The forward pass of `linear_divergence_total` also computes its operands' gradients. The backward
 pass of this op only multiplies these gradients by the gradient of the loss, in place if no other

@@ -13,8 +13,8 @@ from .call import ClassRequest, Found, Request, reference_rows, wanted
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number (the divergence) per row, and the gradients of the sum over all rows of
-    this number times the row's factor (`factors`)."""
+    """Compute one number (the divergence) per row; if `factors` (a number per row) is given, also
+    compute the gradients of the sum of all rows' divergences, each multiplied by its factor."""
     sums = _Gradients(given, wanted(given, factors, mask))
     rows = given.hidden.new_empty(given.rows, dtype=given.wide)
     for here in sums.blocks():

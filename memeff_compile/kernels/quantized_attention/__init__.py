@@ -1,10 +1,10 @@
 """Attention with 8-bit or 4-bit operands, for calls without gradients (SageAttention2, arXiv
 2411.10958).
 
-    quantized_attention           softmax attention: scores from int8 codes; softmax weights and
-                                  values as E4M3 numbers (8-bit floats)
-    quantized_attention_by_call   quantized_attention at a precision level that depends on how often
-                                  the op was called
+- `quantized_attention` computes softmax attention: the scores from int8 codes, and the product of
+  softmax weights and values from E4M3 numbers (8-bit floats) or from fp16 numbers.
+- `quantized_attention_by_call` is the same op at a precision level that depends on how often the op
+  was called.
 
 Eight bits are enough, because the op subtracts the following means before it rounds numbers to
 codes:
@@ -29,4 +29,5 @@ from .op import quantized_attention as quantized_attention
 from .op import supports as supports
 from .settings import GRANULARITIES as GRANULARITIES
 from .settings import LEVELS as LEVELS
+from .settings import WIDEST_E4M3 as WIDEST_E4M3
 from .under_mask import attend_under_mask as attend_under_mask

@@ -1,8 +1,8 @@
 """The bytes of the codes, which exist while the op runs, as a formula in B (sequences), H (query
-heads), G, M (queries), N (keys) and D (head dimension).
+heads), G (key-value heads), M (queries), N (keys) and D (head dimension).
 
-G is the number of key-value heads. The formula includes padding: D is padded to a power of two of
-at least 64, and N to a multiple of 128.
+The formula includes padding: D is padded to a power of two of at least 64, and N to a multiple of
+128.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ def _attend(given: _Call) -> tuple[Tensor, Tensor]:
         out, lse = attention(q, k, v, *tables, ahead=ahead, behind=behind, scale=scale)
         return out, (lse if with_lse else lse[:, :, :0]).float()
     named = given.level, given.granularity, given.smooth
-    settings = settings_for(*named, with_lse=with_lse, has_fp8=has_fp8(q.device))
+    is_fp8 = has_fp8(q.device)
+    settings = settings_for(*named, with_lse=with_lse, has_fp8=is_fp8, depth=q.shape[3])
     attend = reference.attend
     if q.is_cuda and q.numel() and k.numel() and engine_for(q.device, q.dtype) == "tiles":
         from .tiles import attend

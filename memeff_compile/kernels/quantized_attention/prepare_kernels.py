@@ -2,12 +2,15 @@
 """Kernels that encode keys and values, and prepare the encoding of queries: four launches, or five
 if the queries' means are subtracted. A kernel's name contains its step:
 
-    look     sums and extremes of keys and values in each chunk; sums of some queries or, if the
-             queries' means are subtracted, the mean of each block of queries
-    settle   combines the chunks: means, the scales of values, the common direction of queries
-    write    codes of keys and values, and the sum of the values in each block
-    total    running sums of the values' rounding errors: for each block, over all blocks up to it
-    correct  scores of the queries' means with the keys, if these means are subtracted
+- `look` computes sums and extremes of keys and values in each chunk of tokens. `look` also
+  computes sums of some queries or, if the queries' means are subtracted, the mean of each block of
+  queries.
+- `settle` combines the chunks' results to means, the scales of values, and the common direction of
+  queries.
+- `write` writes the codes of keys and values, and the sum of the values in each block.
+- `total` computes running sums of the values' rounding errors: for each block, the sum over this
+  block and all earlier blocks.
+- `correct` computes the scores of the queries' means with the keys, if these means are subtracted.
 
 The kernels read all values, but only every SAMPLE-th key, because the mean of the keys may be
 approximate. Only the kernels `settle` and `total` combine results of several programs; they read
@@ -186,7 +189,8 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
-    """Return how many keys the kernel sampled (WHICH is 0) or read (WHICH is 1), at least 1."""
+    """Return how many keys were sampled (WHICH is 0), or how many values were read (WHICH is 1);
+    the result is at least 1."""
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
@@ -258,9 +262,10 @@ def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.cons
 
     The common direction is the direction of the sum of the sampled queries. The kernel stores this
     direction, its Hadamard transform, the transform's elements in two channels, the indices of
-    these channels, and the direction's share of the queries' energy. The stored direction is zero
-    if it has only a small share of the queries' energy. The first of the two channels has the
-    largest transformed element; the element of the second channel is about a third as large.
+    these channels, and the direction's share of the queries' energy (sum of squares). The stored
+    direction is zero if it has only a small share of the queries' energy. The first of the two
+    channels has the largest transformed element; the element of the second channel is about a third
+    as large.
     """
     samples, queries, chunks = counts
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -319,8 +324,8 @@ def _quantized_attention_prepare_settle_kernel(
     sampled_queries,  # in all of these
     C: tl.constexpr,
 ):
-    """Compute the keys' mean, the values' scale and mean, and the channels' divisors and
-    direction.
+    """Compute the mean of the keys, the scale and mean of the values, the divisor of each channel,
+    and the common direction of the queries.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -261,8 +261,8 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
 
 
 def _by_block(rest: Tensor) -> Tensor:
-    """Return the running sums of numbers per key, `rest` (B, G, N, D), over blocks of keys, (B, G,
-    blocks + 1, D); the first sum is zero.
+    """Return the sums of `rest`, the numbers of each key (B, G, N, D), over the first 0, 1, 2 and
+    so on blocks of keys; the result is (B, G, blocks + 1, D).
     """
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))

@@ -20,11 +20,11 @@ MOST_CODE = 127
 
 TURNED = {
     "small": {64: (8, 8), 128: (8, 8), 256: (8, 8)},
-    "8 bits": {64: (4, 8), 128: (1, 1), 256: (1, 1)},
+    "8 bits": {64: (4, 8), 128: (1, 1), 256: (8, 1)},
 }
 """Channels of a padded head that are Hadamard transformed together: equally far apart, and next to
-each other. A thread loads eight neighbours. For wider heads and 8-bit codes, the transform would
-take too much time.
+each other. A thread loads eight neighbours. With 8-bit codes, a transform of more channels would
+take too much time for what it gains, and so would any for heads of 128.
 """
 
 MOST_SMALL = 7
@@ -40,6 +40,14 @@ with the products of 256 codes stays below 2^22, so its bits can be read as thos
 
 NARROWEST = 64
 """The fewest channels of a tile of codes."""
+
+WIDEST_E4M3 = 128
+"""The most channels of a head whose values are in E4M3.
+
+Products of E4M3 numbers are summed apart from the sums of earlier tiles, and with wider heads there
+are not enough registers for both. Products of fp16 numbers are added in the tensor cores, which is
+faster for such heads and more accurate.
+"""
 
 MOST_SAMPLES = 8
 """The most blocks of `QUERY_ROWS` queries per head that are sampled for their mean."""
@@ -152,14 +160,14 @@ class Values:
 
     @property
     def offset(self) -> float:
-        """Return the number, in base 2, that is subtracted from the running maximum.
+        """Return the number that is subtracted from the running maximum of the scores (in base 2).
 
         With this offset, the largest possible softmax weight is `top`.
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Return `x`, which is fp32 and at most `top` in size, rounded to the format."""
+        """Return `x`, which is fp32 and at most `top` in size, rounded to this number format."""
         if self.dtype is None:
             return x
         if self.dtype == torch.int8:
@@ -184,11 +192,13 @@ def settings_for(
     *,
     with_lse: bool = True,  # whether the logarithms of the sums are wanted
     has_fp8: bool = True,  # whether the device multiplies E4M3; if not, fp16 replaces it
+    depth: int = NARROWEST,  # the head dimension
 ) -> Settings:
     """Return the arithmetic settings of a precision level."""
     small = MOST_ODD if granularity == "row" else MOST_SMALL
     limit = small if level == "4b" else MOST_CODE
-    values = "e4m3" if has_fp8 and level != "8b+f16" else "f16"
+    has_e4m3 = has_fp8 and level != "8b+f16" and depth <= WIDEST_E4M3
+    values = "e4m3" if has_e4m3 else "f16"
     own = "qkv" if level == "4b" else "kv"
     return Settings(limit, values, granularity, own if smooth is None else smooth, with_lse)
 

@@ -5,7 +5,7 @@ All these sizes depend on the head dimension and the kind of GPU, never on value
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._triton.gpus import Gpu
 from .._triton.key_tiles import depth_block
@@ -14,7 +14,7 @@ from .settings import NARROWEST
 
 @dataclass(frozen=True)
 class Shape:
-    """The compile-time sizes of the attention kernel."""
+    """The compile-time constants of the attention kernel: tile sizes, warps and pipeline stages."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile; divides `settings.BLOCK`
@@ -63,6 +63,15 @@ _SHAPES: dict[str, dict[int, Shape]] = {
 
 _SHAPES["blackwell"] = _SHAPES["roomy"]
 
+# The same with values in fp16, whose products are added to the sums of earlier tiles.
+_SHAPES_WITH_F16: dict[str, dict[int, Shape]] = {
+    "hopper": {
+        64: replace(_SHAPES["hopper"][64], registers=None),  # leaves room for two blocks anyway
+        128: replace(_SHAPES["hopper"][128], registers=None),
+        256: Shape(64, 64, 4, 2, magic=True),  # as fast as cuDNN
+    },
+}
+
 # The same, for kernels whose masks, ids, corrections or scales of single keys take more registers.
 _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
     "hopper": {64: Shape(128, 64, 8, 2), 128: Shape(128, 64, 8, 2), 256: Shape(64, 64, 8, 2)},
@@ -81,14 +90,23 @@ def write_warps(wide: int) -> int:
     return WRITE_WARPS * (wide // 128 or 1)
 
 
-def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False, has_starts: bool = False) -> Shape:
+def shape_for(
+    depth: int,
+    gpu: Gpu,
+    *,
+    has_tables: bool = False,
+    has_starts: bool = False,
+    has_f16: bool = False,
+) -> Shape:
     """Return the tile shape of the attention kernel for a head dimension and GPU.
 
     With `has_tables`, the kernel also loads masks, ids, corrections or scales of individual keys.
     With `has_starts`, the kernel loads the scores of the queries' means; only Hopper GPUs have
-    enough shared memory for these scores in addition to the tiles.
+    enough shared memory for these scores in addition to the tiles. With `has_f16`, softmax weights
+    and values are fp16.
     """
     kind, block = gpu.kind, depth_block(depth, NARROWEST)
     has_tables = has_tables or (has_starts and kind != "hopper")
-    found = _SHAPES[kind][block]
+    shapes = _SHAPES_WITH_F16 if has_f16 else _SHAPES
+    found = shapes.get(kind, _SHAPES[kind])[block]
     return _SHAPES_WITH_TABLES.get(kind, {}).get(block, found) if has_tables else found

@@ -36,8 +36,8 @@ MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class Packed:
-    """The tensors of codes and scales that the attention kernel reads; D is padded, and N is a
-    multiple of `BLOCK`."""
+    """The tensors of codes and scales that the attention kernel reads; the head dimension D is
+    padded, and the number of keys N is a multiple of `BLOCK`."""
 
     # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
     # loads them
@@ -203,8 +203,8 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
-    """Return the size and the number of the chunks of keys that the first kernel processes, chosen
-    so that the GPU is busy."""
+    """Return the size and the number of the chunks of keys that the first kernel of a call
+    processes, chosen so that the GPU is busy."""
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
     wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))
     chunk = tiles_of(tiles_of(keys, wanted), shapes.LOOK_KEYS) * shapes.LOOK_KEYS
@@ -279,9 +279,8 @@ def attend(
         is_plain = made.correction is None or settings.starts
         has_tables = given.has_tables() or made.is_scaled_per_key or not is_plain
         kinds = {"has_tables": has_tables, "has_starts": settings.starts}
+        kinds["has_f16"] = VALUES[settings.values].dtype != torch.float8_e4m3fn
         shape = shapes.shape_for(q.shape[3], gpu(q.device), **kinds)
-        if VALUES[settings.values].dtype != torch.float8_e4m3fn:
-            shape = replace(shape, registers=None)  # its tiles leave room for two blocks anyway
     return attend_packed(made, q, k.shape[1], k.shape[2], given, settings, shape)
 
 

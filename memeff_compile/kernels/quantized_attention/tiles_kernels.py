@@ -11,9 +11,9 @@ The product of a tile's softmax weights and values is computed separately, and t
 the sum over the earlier tiles. The reason is that tensor cores which multiply 8-bit floats keep
 only about 14 bits of a sum, too few for many keys.
 
-The first product leaves the softmax weights in other registers than those that the second product
-reads. So `prepare_kernels` stores the values' tokens in the order in which registers contain the
-softmax weights; `_reordered` computes this order.
+The product for the scores leaves the softmax weights in other registers than those that the product
+with the values reads. So `prepare_kernels` stores the values' tokens in the order in which
+registers contain the softmax weights; `_reordered` computes this order.
 
 With UPCAST, the kernel computes in fp32 with the same rounding, because Triton's interpreter has no
 8-bit arithmetic.
@@ -45,8 +45,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _reordered(weight, C: tl.constexpr):
-    """Pass a tile of 8-bit softmax weights to the second product without moving data between
-    threads."""
+    """Pass a tile of 8-bit softmax weights to the product with the values, without moving data
+    between threads."""
     weight = tl.reshape(weight, (C.ROWS, C.KEYS // 16, 2, 4, 2))
     return tl.reshape(tl.permute(weight, (0, 1, 3, 2, 4)), (C.ROWS, C.KEYS))
 

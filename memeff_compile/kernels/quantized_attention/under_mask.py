@@ -1,7 +1,7 @@
 """Low-bit attention under a mask tensor, for comparisons of accuracy, not for speed.
 
-The op itself takes masking conditions, which a pass reads from the graph. A recorded call, on which
-precision levels are compared, contains only the mask tensor.
+The op itself takes masking conditions, which a pass reads from the graph. Calibration
+stores attention calls and compares precision levels on them; a stored call contains only the mask.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def attend_under_mask(
         return None
     ahead = 0 if is_causal else None
     if mask is None:
-        settings = {"ahead": ahead, "scale": scale, "level": level, "with_lse": False}
-        found: Tensor = quantized_attention(q, k, v, **settings)[0]
+        told = {"ahead": ahead, "scale": scale, "level": level, "with_lse": False}
+        found: Tensor = quantized_attention(q, k, v, **told)[0]
         return found
     shown = _shown(mask, (q.shape[0], q.shape[2], k.shape[2]))
     if shown is None:
         return None
     factor = q.shape[3] ** -0.5 if scale is None else scale
     given = _Stored(shown.any(1), None, None, None, None, factor, 0.0, False, shown)
-    return reference.attend(q, k, v, given, settings_for(level, with_lse=False))[0]
+    settings = settings_for(level, with_lse=False, depth=q.shape[3])
+    return reference.attend(q, k, v, given, settings)[0]
 
 
 def _shown(mask: Tensor, sizes: tuple[int, int, int]) -> Tensor | None:

@@ -1,15 +1,17 @@
-"""Linears with 2-bit ternary weights, and 8-bit or 4-bit activations (BitNet b1.58 and a4.8).
+"""Linears with 2-bit ternary weights, and 8-bit or 4-bit activations (BitNet b1.58, BitNet a4.8).
 
 In a model trained with ternary weights, each weight matrix has entries -1, 0 and 1 and one scale,
 and activations are integers with one scale per token. Without these ops, a compiler would multiply
 dense bf16 matrices instead.
 
-    ternary_linear_pack              weights -> 2-bit codes, four to a byte
-    ternary_linear_repack            the layout of transformers' BitNet checkpoints -> 2-bit codes
-    ternary_linear_quantize          tokens -> int8 codes and one scale per token
-    ternary_linear                   tokens through one or more packed matrices, for inference
-    ternary_linear_product           the linears from codes, with straight-through gradients
-    ternary_linear_product_backward  the gradients of x, weight and bias
+- `ternary_linear_pack` encodes weights as 2-bit codes, four to a byte.
+- `ternary_linear_repack` converts weights from the layout of transformers' BitNet checkpoints to
+  these 2-bit codes.
+- `ternary_linear_quantize` encodes tokens as int8 codes with one scale per token.
+- `ternary_linear` multiplies tokens by one or more packed matrices, for inference.
+- `ternary_linear_product` multiplies encoded tokens by packed matrices, with straight-through
+  gradients.
+- `ternary_linear_product_backward` returns the gradients of x, weight and bias.
 
 The ops sum the integer products exactly.
 """

@@ -19,7 +19,9 @@ PER_WORD = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to quantise a token, by number format and bits."""
+    """A way to quantise a token: its number format, its range of codes, and how the scale is
+    chosen.
+    """
 
     levels: float  # the code that the statistic is mapped to
     low: int  # the range of the codes

@@ -72,7 +72,7 @@ def to_planes(codes: Tensor) -> Tensor:
 
 
 def from_planes(planes: Tensor, columns: int) -> Tensor:
-    """Convert planes that `to_planes` returned to codes of shape (M, columns)."""
+    """Return the codes, (M, columns), from planes that `to_planes` returned."""
     rows, _, width = planes.shape
     codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
     return codes[:, :columns]
@@ -172,8 +172,8 @@ def dequantized_weights(
 def quantize(
     x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's codes, split into four planes as the module describes, its scale, and the
-    sum of its codes.
+    """Return each token's codes, split into the four planes that the module's docstring describes,
+    its scale, and the sum of its codes.
     """
     codes, scale = codes_and_scale(enter(x, entry), quantizer)
     return to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)

@@ -72,7 +72,8 @@ tokens only once."""
 
 
 def quantizes_first(words: int, rows: int) -> bool:
-    """Return whether a separate kernel quantises up to four tokens before the product."""
+    """Return whether, for up to four tokens, a separate kernel quantises them before the
+    product."""
     return words * rows > WORDS_OF_ONE_LAUNCH
 
 
@@ -86,7 +87,9 @@ def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the sizes for up to 4 quantised tokens that were the fastest on an H200."""
+    """Return the tile sizes and warps for up to 4 quantised tokens that were the fastest on an
+    H200.
+    """
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
         return VectorShapes(8, 4)
@@ -96,8 +99,8 @@ def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorS
 def tile_shapes(
     tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
 ) -> TileShapes:
-    """Return the sizes for more tokens than `vector_shapes` supports: the fastest, or nearly the
-    fastest, on an H200.
+    """Return the tile sizes and warps for more tokens than `vector_shapes` supports: the fastest,
+    or nearly the fastest, on an H200.
 
     A row of packed weights has `width` bytes. On Hopper GPUs, four warps have enough registers for
     the sums of a 128 x 128 tile.

@@ -65,9 +65,10 @@ def _larger_half(x, kept, LOW_BIT: tl.constexpr):
     """Set all elements of a token to zero, except the `kept` elements with the largest absolute
     values.
 
-    The kernel finds the smallest kept absolute value from its highest bits down, two bits at a
-    time: for each of three nonzero values of the two bits, it counts the elements that are at least
-    as large as a number with these bits; one sum over the token contains all three counts.
+    The kernel finds the smallest of these absolute values, two bits at a time, starting with the
+    highest bits. For each possible value (1, 2 or 3) of the next two bits, the kernel counts the
+    elements that are at least as large as a number with the known bits, this value, and then zeros.
+    One sum over the token contains all three counts.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
@@ -294,7 +295,7 @@ def _ternary_linear_tiles_tokens_kernel(
 
 @triton.jit
 def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
-    """Add the products of four unsigned bytes and four signed bytes."""
+    """Multiply four unsigned bytes by four signed bytes, and add the four products to `acc`."""
     if BYTEWISE:
         for byte in tl.static_range(4):
             acc += ((code >> (8 * byte)) & 255) * ((x << (24 - 8 * byte)) >> 24)
@@ -311,7 +312,9 @@ def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
 
 @triton.jit
 def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
-    """Add the products of one field of a tile of weights and the field's plane of the token."""
+    """Multiply one 2-bit field of each byte of a tile of weights by the plane (the token's codes
+    for that field), and add the products to `acc`.
+    """
     code, x = tl.broadcast((weight >> (2 * FIELD)) & 0x03030303, plane[None, :])
     return _dot4(code, x, acc, BYTEWISE)
 
@@ -341,7 +344,9 @@ def _factor(scale, weight_scale, C: tl.constexpr):
 
 @triton.jit
 def _plane(codes_ptr, place, word, words):
-    """Load one plane of a token's codes."""
+    """Load one plane of a token's codes: the codes that are multiplied by one 2-bit field of the
+    weights' bytes.
+    """
     return tl.load(codes_ptr + place * words + word, mask=word < words, other=0)
 
 
@@ -461,7 +466,7 @@ def _kept(packed, ASM: tl.constexpr):
 
 @triton.jit
 def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
-    """Return the codes of one field, 0 to 2, as int8, for four bytes at once."""
+    """Return the codes of one 2-bit field, 0 to 2, as int8, for four bytes at once."""
     if BYTEWISE:
         return ((packed >> (2 * FIELD)) & 3).to(tl.int8)
     return _kept(packed, _keep_field(FIELD))

@@ -6,6 +6,13 @@ and compared with the exact result. The model continues with the exact result, s
 layer does not reach the next layer. As in SageAttention2, a level is chosen per layer and, for
 diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
 enough; the mean score does not count.
+
+With the argument `share`, this share of the attention calls gets the more precise of two levels. To
+choose these calls, the model runs again for each call, with only this call in low bits, once at
+each of the two levels. The difference between the two changes of the model's output measures the
+harm of the less precise level. Any change makes the rest of a 16-bit model round differently, more
+so in early layers, and this part cancels in the difference. A layer whose own result changes little
+may change the output much, and the reverse.
 """
 
 from __future__ import annotations
@@ -13,9 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,22 +28,32 @@ import torch
 from torch import Tensor, nn
 
 from memeff_compile.errors import CalibrationError
-from memeff_compile.kernels.quantized_attention import LEVELS, attend_under_mask, restart
+from memeff_compile.kernels.quantized_attention import LEVELS, restart
+from memeff_compile.model.attention.calls import EXACT, Attended, watched
+from memeff_compile.model.attention.output import change_of, main_output
 from memeff_compile.model.changes import require_module
 from memeff_compile.model.figures import Spread, draw_spreads
 from memeff_compile.model.runs import call, runs_of
-from memeff_compile.model.watch import Watch
 from memeff_compile.report import VerbReport
 
 FORMAT = 1
-EXACT = "exact"
 DEFAULT_LEVELS = ("8b", "8b+f16")
 SHARED_LEVELS = ("4b", "8b")
 """The default levels if a share is given."""
 LEAST_SCORE = 0.98
+MEASURES = ("output", "attention")
+"""How `share` measures harm: by the output of the model, or by the result of the attention call."""
+MOST_DRIFT = 0.1
+"""The largest change of the output between two exact runs, relative to the largest change by a call
+in low bits, with which the changes by calls have a meaning.
+"""
+_FAR = 1e30
+"""The change of an output that contains an infinity or nan; JSON has no infinity."""
 
 _Found: TypeAlias = "dict[str, dict[str, list[list[float]]]]"
 """Scores by site, level and call, one per input."""
+_Changes: TypeAlias = "dict[str, list[list[float]]]"
+"""Changes of the model's output by site and call, one per input."""
 _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
@@ -46,10 +61,15 @@ class Calibration(VerbReport, dict[str, Any]):
     """The result of `calibrate_attention`, a dictionary: the low-bit level of each attention
     module, for the option `memeff.attention`.
 
-    It can be stored as JSON. Its keys are: `levels`, which maps each attention module to a level,
-    or to a list with a level per call; `scores`, which contains for each attention, level and call
-    the mean and standard deviation of the score over inputs, and the worst score; and `min_score`,
-    or `share` if `share` was passed.
+    It can be stored as JSON, and it has these keys:
+
+    - `levels` maps each attention module to a level, or to a list with a level per call;
+    - `scores` contains, for each attention, level and call, the mean and standard deviation of the
+      score over inputs, and the worst score;
+    - `min_score` is the lowest acceptable score; if you passed `share`, the dictionary contains
+      `share` and `by` instead;
+    - `changes`, if `by` is "output", contains for each attention and call how much more the model's
+      output changes at the first level than at the second, as the mean over inputs.
     """
 
     def __str__(self) -> str:
@@ -57,21 +77,28 @@ class Calibration(VerbReport, dict[str, Any]):
         which the module with the lowest score comes first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
+        by = self.get("by", "attention")
         asked = (
-            f"the worst {self['share']} of calls have the more precise level"
+            f"the worst {self['share']} of calls by {by} have the more precise level"
             if "share" in self
             else f"at least {self['min_score']} is wanted"
         )
+        changes = self.get("changes")
         note = (
             f"calibrate_attention: {len(chosen) - chosen.count(EXACT)} of {len(chosen)} sites in "
             f"low bits; below, the worst score over inputs and calls; {asked}"
         )
-        head = ["site", "calls", *tried, "chosen"]
+        head = ["site", "calls", *tried, *(["output"] if changes else []), "chosen"]
         lines = [head]
-        for site in sorted(scores, key=lambda site: _worst(scores[site][tried[0]])):
+
+        def badness(site: str) -> float:
+            return max(changes[site]) if changes else -_worst(scores[site][tried[0]])
+
+        for site in sorted(scores, key=badness, reverse=True):
             found = scores[site]
             calls = len(found[tried[0]])
             shown = [f"{_worst(found[level]):.4f}" for level in tried]
+            shown += [f"{max(changes[site]):.2e}"] if changes else []
             lines.append([site or "(model)", str(calls), *shown, _chosen(self["levels"][site])])
         widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
         rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
@@ -125,6 +152,7 @@ def calibrate_attention(
     min_score: float | None = None,
     share: float | None = None,
     levels: Sequence[str] | None = None,
+    by: str | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
     """Score each attention module of a model at each level (low-bit format), and choose the first
@@ -139,17 +167,27 @@ def calibrate_attention(
     Args:
         model: The model to calibrate; it runs eagerly, without gradients, and is not changed.
         inputs: The inputs of each run: a mapping of keyword arguments, a tuple or list of
-            arguments, or a single argument. A single mapping or tensor is one run.
+            arguments, or a single argument. A single mapping or tensor is one run. A run must not
+            change its inputs, so pass no KV cache.
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
             `share`.
         share: An alternative to `min_score`: the share of all calls that gets the second of two
-            levels, as in SageAttention2. The calls with the worst scores at the first level get the
+            levels, as in SageAttention2. The calls that do most harm at the first level get the
             second level.
-        levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
-            reaches the score, `exact` is chosen. With `share`, there must be two levels, by default
-            `4b` and `8b`; the second may be `exact`.
+        levels: The levels to choose from, in this order, by default `8b` (INT8 scores) and `8b+f16`
+            (INT8 scores, fp16 attention weights and values); if no level reaches the score, `exact`
+            is chosen. With `share`, there must be two levels, by default `4b` (4-bit scores) and
+            `8b`; the second may be `exact`.
+        by: How `share` measures harm. "output": for each call and input, the model runs twice more,
+            with only this call at the first and at the second level. The harm is the difference
+            between the two changes of the model's output, as the mean over inputs. A change is the
+            KL divergence if the output has `logits`, otherwise the relative squared error of the
+            largest output tensor. "attention": a call with a lower worst score at the first level
+            does more harm, as in SageAttention2. By default "output" if each attention is called
+            once per input and the output contains a floating-point tensor that is the same in a
+            second run, otherwise "attention".
         run: A function that runs the model on one input, if `model(input)` does not; for example a
-            whole sampling loop.
+            whole sampling loop. With `by="output"`, this function must return the model's output.
 
     Returns:
         The level of each attention module, as a value for the option `memeff.attention`; it can be
@@ -164,21 +202,25 @@ def calibrate_attention(
         >>> model.compile(backend="memeff", options={"memeff.attention": table})  # doctest: +SKIP
     """
     require_module(model, "calibrate_attention")
-    levels = _levels(min_score, share, levels)
-    scored = [level for level in levels if level != EXACT]
+    levels = _levels(min_score, share, levels, by)
     runs = runs_of(inputs)
     if runs is None:
         raise CalibrationError(
             f"inputs is {inputs!r}; a list is needed, with the model's arguments for one run in "
             "each entry."
         )
-    run = run or call
     found: _Found = {}
+    changes: _Changes | None = None if share is None or by == "attention" else {}
     is_empty = True
     for each in runs:
+        one = _Run(model, run or call, each)
+        places = one.score([level for level in levels if level != EXACT], found)
+        if changes is not None:
+            problem = one.compare(places, levels, changes, are_single=by is None)
+            if problem and by is not None:
+                raise CalibrationError(problem)
+            changes = None if problem else changes
         is_empty = False
-        with torch.no_grad(), _watched(model, scored, found):
-            run(model, each)
     if is_empty:
         raise CalibrationError("no inputs were given to calibrate on; give at least one.")
     if not found:
@@ -188,14 +230,115 @@ def calibrate_attention(
             "Load a model of transformers with attn_implementation='sdpa', and see that it is not "
             "compiled."
         )
-    if share is not None:
-        return _table(found, _by_share(found, share, levels), share=share)
-    least = LEAST_SCORE if min_score is None else min_score
-    return _table(found, _by_score(found, least, levels), min_score=least)
+    if share is None:
+        least = LEAST_SCORE if min_score is None else min_score
+        return _table(found, _by_score(found, least, levels), min_score=least)
+    if changes is None:
+        harms = {site: [-min(each) for each in at[levels[0]]] for site, at in found.items()}
+        return _table(found, _by_share(harms, share, levels), share=share, by="attention")
+    harms = {site: [sum(each) / len(each) for each in at] for site, at in changes.items()}
+    chosen = _by_share(harms, share, levels)
+    return _table(found, chosen, share=share, by="output", changes=harms)
+
+
+def _note(by_call: list[list[float]], place: int, number: float) -> None:
+    """Append a number to the list of the call with index `place`; if `place` is the index after the
+    last list, first append an empty list for a new call."""
+    if place == len(by_call):
+        by_call.append([])
+    by_call[place].append(number)
+
+
+class _Run:
+    """The runs of a model on one input."""
+
+    def __init__(
+        self, model: nn.Module, run: Callable[[nn.Module, Any], Any], given: object
+    ) -> None:
+        self.model, self.run, self.given = model, run, given
+        self.exact: tuple[Tensor, bool] | None = None  # the model's output
+
+    def _output(self, seen: Callable[[Attended], Tensor | None]) -> tuple[Tensor, bool] | None:
+        with torch.no_grad(), watched(self.model, seen):
+            return main_output(self.run(self.model, self.given))
+
+    def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
+        """Compare each attention call at each level with the exact result, and add the scores to
+        the dictionary ``found``. Return the name and the number of each call that was scored.
+        """
+        places: list[tuple[str, int]] = []
+        calls: Counter[str] = Counter()
+
+        def seen(attended: Attended) -> None:
+            scores = {}
+            for level in levels:
+                ours = attended.at(level)
+                if ours is None:
+                    return
+                scores[level] = score(ours, attended.result)
+            for level, each in scores.items():
+                by_call = found.setdefault(attended.site, {}).setdefault(level, [])
+                _note(by_call, calls[attended.site], each)
+            calls[attended.site] += 1
+            places.append((attended.site, attended.number))
+
+        self.exact = self._output(seen)
+        return places
+
+    def compare(
+        self,
+        places: Sequence[tuple[str, int]],
+        pair: Sequence[str],
+        changes: _Changes,
+        *,
+        are_single: bool,
+    ) -> str | None:
+        """Add to the dictionary ``changes``, for each call in `places`, how much more the model's
+        output changes with only this call at the first level of `pair` than at the second level.
+
+        Return a sentence if the output cannot be compared, otherwise None. With `are_single`, the
+        output cannot be compared if an attention was called more than once.
+        """
+        if self.exact is None:
+            return "by is 'output', but a run returns no floating-point tensor; return the output."
+        if are_single and len({site for site, _ in places}) < len(places):
+            return "an attention is called more than once per input"
+        drift = self._change(None, pair[0])
+        if not math.isfinite(drift):
+            return "by is 'output', but the output of an exact run contains an infinity or nan."
+        each = [[self._change(place, level) for level in pair] for place in places]
+        if each and drift > MOST_DRIFT * max(first for first, _ in each):
+            return (
+                f"by is 'output', but two exact runs on the same input differ by {drift:.2g} in "
+                "the output; make runs repeatable, or use by='attention'."
+            )
+        calls: Counter[str] = Counter()
+        for (site, _), (first, second) in zip(places, each, strict=True):
+            more = first - second
+            if not math.isfinite(more):
+                more = -_FAR if math.isfinite(first) else _FAR
+            _note(changes.setdefault(site, []), calls[site], more)
+            calls[site] += 1
+        return None
+
+    def _change(self, place: tuple[str, int] | None, level: str) -> float:
+        """Return how much the model's output changes if the call `place` runs at a low-bit level;
+        if `place` is None, return the change between two exact runs."""
+
+        def seen(attended: Attended) -> Tensor | None:
+            ours = attended.at(level) if (attended.site, attended.number) == place else None
+            # with the strides and the dtype that the model expects
+            return None if ours is None else torch.empty_like(attended.result).copy_(ours)
+
+        assert self.exact is not None
+        output = self._output(seen)
+        if output is None:
+            return math.inf
+        return change_of(output[0], self.exact[0], are_logits=self.exact[1])
 
 
 def _levels(
-    min_score: float | None, share: float | None, levels: Sequence[str] | None
+    min_score: float | None, share: float | None, levels: Sequence[str] | None, by: str | None
 ) -> Sequence[str]:
     """Return the levels to choose from; raise an error if the arguments contradict one another."""
     for name, number in (("min_score", min_score), ("share", share)):
@@ -205,6 +348,10 @@ def _levels(
         raise CalibrationError(
             f"min_score is {min_score} and share is {share}; one of them is needed: the least "
             "score that will do, or how many calls get the more precise level."
+        )
+    if by is not None and (share is None or by not in MEASURES):
+        raise CalibrationError(
+            f"by is {by!r}; {' or '.join(map(repr, MEASURES))} is needed, together with share."
         )
     known = LEVELS if share is None else (*LEVELS, EXACT)
     if levels is None:
@@ -247,23 +394,25 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
     }
 
 
-def _by_share(found: _Found, share: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return, for each attention call, the second level if the call's score at the first level is
-    in the worst fraction `share` of all scores, otherwise the first level.
+def _by_share(
+    harms: Mapping[str, Sequence[float]], share: float, levels: Sequence[str]
+) -> dict[str, list[str]]:
+    """Return, for each attention call, the second level if the call is in the fraction `share` of
+    calls that do most harm, otherwise the first level.
     """
     low, high = levels
     worst = sorted(
-        (min(scores), number, site, place)
-        for number, (site, by_level) in enumerate(found.items())
-        for place, scores in enumerate(by_level[low])
+        (-harm, number, site, place)
+        for number, (site, calls) in enumerate(harms.items())
+        for place, harm in enumerate(calls)
     )
-    chosen = {site: [low] * len(by_level[low]) for site, by_level in found.items()}
+    chosen = {site: [low] * len(calls) for site, calls in harms.items()}
     for _, _, site, place in worst[: math.ceil(share * len(worst) - 1e-9)]:
         chosen[site][place] = high
     return chosen
 
 
-def _table(found: _Found, by_call: Mapping[str, list[str]], **asked: float) -> Calibration:
+def _table(found: _Found, by_call: Mapping[str, list[str]], **asked: object) -> Calibration:
     def summary(scores: Sequence[float]) -> dict[str, float]:
         mean = sum(scores) / len(scores)
         spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
@@ -293,60 +442,3 @@ def score(found: Tensor, wanted: Tensor) -> float:
     if not math.isfinite(cosine) or not math.isfinite(distance):
         return 0.0
     return min(1.0, max(0.0, cosine)) * max(0.0, 1.0 - distance)
-
-
-@contextmanager
-def _watched(model: nn.Module, levels: Sequence[str], found: _Found) -> Iterator[None]:
-    """While a model runs on one input, compare each attention call at each level with the exact
-    result, and add the scores to the dictionary ``found``."""
-    paths, inside = [""], [0]  # of the modules that run, and how often each has called attention
-    calls: Counter[str] = Counter()  # that were scored, by site
-
-    def note(
-        result: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
-        site = f"{paths[-1]}#{inside[-1]}" if inside[-1] else paths[-1]
-        inside[-1] += 1
-        if dropout_p or query.dim() != 4 or query.shape[3] != value.shape[3]:
-            return
-        scores = {}
-        for level in levels:
-            ours = attend_under_mask(
-                query, key, value, attn_mask, is_causal=is_causal, scale=scale, level=level
-            )
-            if ours is None:
-                return
-            scores[level] = score(ours, result)
-        for level, each in scores.items():
-            by_call = found.setdefault(site, {}).setdefault(level, [])
-            if calls[site] == len(by_call):
-                by_call.append([])
-            by_call[calls[site]].append(each)
-        calls[site] += 1
-
-    def enter(path: str, *_: object) -> None:
-        paths.append(path)
-        inside.append(0)
-
-    def leave(*_: object) -> None:
-        paths.pop()
-        inside.pop()
-
-    handles = []
-    for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(enter, path)))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        with Watch(note):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()

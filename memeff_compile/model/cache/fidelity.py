@@ -5,7 +5,8 @@ all tokens but the last few. In each run, the model predicts each of these last 
 input's tokens before it; no tokens are generated. The report compares the probabilities of the next
 token in the two runs. The similarity of two layers shows whether merging these layers can work.
 
-The method `plot` of a report draws the report's data as figure 1a of MiniCache (arXiv 2405.14366).
+The method `plot` of a report draws the report's data in the form of figure 1a of MiniCache (arXiv
+2405.14366).
 """
 
 from __future__ import annotations
@@ -47,34 +48,35 @@ class FidelityReport(VerbReport):
 
     Attributes:
         settings: the settings of the cache that was compared with an exact cache.
-        pairs: for each pair of adjacent layers, and for each two consecutive layers among those
-            that attend to all tokens: the numbers of the two `layers`; for keys and for values, the
-            mean cosine between the vectors of the same token in the two layers, the 5th percentile
-            of the cosines, and a histogram with `BINS` bins from -1 to 1; `aligned`, the mean
-            cosines of `keys` and of `values` after the two layers are aligned; `has_window`,
-            whether one of them attends to a window (such layers stay exact and never merge); and,
-            if `each_pair` was passed, the `kl` (as below) of a cache that merges only these two
-            layers.
+        pairs: a dictionary for each pair of adjacent layers, and for each two consecutive layers
+            among those that attend to all tokens. The dictionary's `layers` are the numbers of the
+            two layers. For `keys` and for `values`, the dictionary contains the mean cosine between
+            the vectors of the same token in the two layers, the 5th percentile of these cosines,
+            and a histogram with `BINS` bins from -1 to 1. Its `aligned` contains the mean cosines
+            of `keys` and of `values` after the two layers are aligned. Its `has_window` says
+            whether one of the two layers has a sliding window (such layers stay exact and never
+            merge). If `each_pair` was passed, its `kl` is the KL divergence (as in `logits`) of a
+            cache that merges only this pair.
         attention: for each attention call that both runs made, the `mean` and the `worst` cosine
             between the results in the two runs; empty if the model never calls
             scaled_dot_product_attention.
         logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
-            exact cache, in nats; `kl_worst`, the largest one; `agreement`, the share of positions
-            at which the most likely token is the same; and the mean losses of the input's tokens,
-            `loss_exact` with an exact cache and `loss` with the measured cache.
+            exact cache, in nats, and `kl_worst`, the largest of these divergences. `agreement` is
+            the share of positions at which the most likely token is the same. The mean loss of the
+            input's tokens is `loss_exact` with an exact cache and `loss` with the measured cache.
         memory: the `bytes` of the measured cache, the bytes that keys and values take in the
-            model's dtype (`before`), and the `ratio` of these two numbers.
+            model's dtype (`before`), and the `ratio` `before` / `bytes`.
         merged: `KVCache.merged` for the last input.
         codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other caches,
-            for comparison. Four do not merge layers: one has as many bits as the measured cache,
-            one 3 bits, one 2 bits, and one 3 bits for keys and 2 for values (its entry has
-            `value_bits`). The fifth has 3 bits for keys and 2 for values too, and merges the values
-            of all layers (its entry has `values_merged`).
-        maps: for each of these pairs of layers, the maps that align the upper layer with the lower
-            one, fitted to all inputs: the rotations of keys and of values, (heads, 2, depth,
-            depth), and, for each head of the upper layer, the matching head of the lower layer. A
-            cache that is created with `MiniCache(fidelity=report)` uses these maps from its first
-            token on. The JSON does not contain the maps.
+            for comparison. Four of these caches do not merge layers: one has as many bits as the
+            measured cache, one 3 bits, one 2 bits, and one 3 bits for keys and 2 for values (its
+            entry has `value_bits`). The fifth has 3 bits for keys and 2 for values too, and merges
+            the values of all layers (its entry has `values_merged`).
+        maps: for each pair in `pairs`, the maps that align the upper layer with the lower one,
+            fitted to all inputs: the rotations of keys and of values, (heads, 2, depth, depth),
+            and, for each head of the upper layer, the matching head of the lower layer. A cache
+            that is created with `MiniCache(fidelity=report)` uses these maps from its first token
+            on. The JSON does not contain the maps.
     """
 
     settings: dict[str, Any]
@@ -394,8 +396,8 @@ class _Gathered:
         self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None, config: Any) -> None:  # noqa: ANN401
-        """Record how similar the keys, and the values, of adjacent layers and of layers that can be
-        merged are."""
+        """Record the similarity of the keys, and of the values, of adjacent layers and of layers
+        that can be merged."""
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())

@@ -77,9 +77,9 @@ class KVCache(Cache):
             padding. With this mask, `keep_first` counts from the first token after the padding, and
             scales ignore padding.
         merge: None, ``"minicache"``, or a `MiniCache` with settings: the two layers of a pair then
-            share one direction for the keys, and one for the values, of each older token. Merging
-            layers loses more accuracy than 3-bit codes. Merging shows a warning unless you pass the
-            result of `fidelity_report` for your model.
+            share one direction (unit vector) for the keys, and one for the values, of each older
+            token. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
+            unless you pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -151,13 +151,18 @@ class KVCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **how)
 
     def merged(self) -> list[dict[str, Any]]:
-        """Return one dictionary per pair of merged layers (layers that share directions of their
-        older tokens). The CPU waits for the device, because these numbers are stored on the device.
+        """Return one dictionary per pair of merged layers (layers that share directions of older
+        tokens' keys and values). This property makes the CPU wait for the device, because the
+        numbers in the dictionaries are stored on the device.
 
-        A dictionary contains the numbers of the pair's `layers`; the number of `merged` tokens;
-        `kept`, the mean number of tokens per sequence and head that stayed unmerged, not counting
-        the exact first tokens; and `left_over`, the number of tokens per sequence and head that
-        should have stayed unmerged but did not fit.
+        Each dictionary has these keys:
+
+        - `layers`: the numbers of the pair's two layers;
+        - `merged`: the number of merged tokens;
+        - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not counting
+          the exact first tokens;
+        - `left_over`: the number of tokens per sequence and head that should have stayed unmerged
+          but did not fit into the memory for such tokens.
         """
         found = []
         for layer in self.layers:
@@ -216,11 +221,11 @@ class KVCache(Cache):
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence, in new tensors."""
+        """Replace the layers' tensors by new ones in which every sequence is repeated."""
         self._change_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some sequences, in new tensors."""
+        """Replace the layers' tensors by new ones that contain only some of the sequences."""
         self._change_rows(lambda t: t[indices].contiguous())
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -318,8 +323,8 @@ _MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
-    """Return the tensors of a layer of any class; of several layers that share tensors, only one
-    returns them.
+    """Return the tensors of a layer of any class; if several layers share tensors, return these
+    tensors for only one of the layers.
     """
     if isinstance(layer, InPlace):
         return list(layer.tensors())
@@ -363,10 +368,10 @@ def _pair(
     starts: Starts,
 ) -> None:
     """From the start layer of `merge` on, replace each pair of layers that can be merged by two
-    layers that share the directions of their older tokens.
+    layers that share the directions (unit vectors) of their older tokens' keys and values.
 
     Two layers form a pair if they are consecutive among the layers that attend to all tokens.
-    Layers with a sliding window between them stay exact.
+    A layer with a sliding window that lies between the two layers stays exact.
     """
     rotary = rotary_of(config, len(layers))
     rotated = [
@@ -447,7 +452,7 @@ def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call of a model; already the first graphs that are compiled for it accept
+    """Return a compiled call of a model; even the first graphs that are compiled for it accept
     prompts and caches of any length.
 
     Layers with a sliding window make room for a new token before the compiled step runs, so one
@@ -544,7 +549,8 @@ class _Hook:
 
     @property
     def is_off(self) -> bool:
-        """Return whether an option of this package or of PyTorch switches all changes off."""
+        """Return whether an option of this package or of PyTorch forbids this package to change
+        models."""
         if is_disabled() or compat.compiling_is_off():
             return True
         compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))
@@ -639,8 +645,8 @@ def use_kv_cache_(
         object is also a report.
 
     Raises:
-        UnsupportedInputError: The model does not generate, is an encoder-decoder or uses another
-            kind of cache, or a setting is not supported.
+        UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache: it has
+            no `generate`, is an encoder-decoder, or uses another kind of cache.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

@@ -138,8 +138,8 @@ class InPlace(CacheLayerMixin):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error for tokens that do not match the cache, before any token is written.
 
-        This method checks whether the tokens fit only if the CPU knows how many tokens the cache
-        already contains; on a GPU and in a compiled graph, the CPU does not know this.
+        If the CPU knows how many tokens the cache already contains, this method also checks whether
+        the new tokens fit; on a GPU and in a compiled graph, the CPU does not know this.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:
@@ -159,7 +159,8 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that have one element per sequence, once they are allocated."""
+        """Yield the tensors that have one entry per sequence, or no tensors before they are
+        allocated."""
         if self.is_initialized:
             for name in self.held:
                 yield (self, name), getattr(self, name)
@@ -196,7 +197,7 @@ class InPlace(CacheLayerMixin):
         return (query_length if self.is_empty else self.room), 0
 
     def get_max_length(self) -> int:
-        """Return the largest number of tokens that fit."""
+        """Return the largest number of tokens that fit into this layer."""
         return self.max_cache_len
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -340,8 +341,8 @@ class WindowLayer(AsTheyCome):
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         """Write tokens to all positions of the memory in one index_copy_, as exact layers do.
 
-        With copy_ instead, the keys and values that all layers take from a prompt were in memory at
-        the same time when the GPU's memory use was highest.
+        With copy_, the keys and values of the prompt in all layers stayed in memory at the same
+        time, which raised the peak of the GPU's memory.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -502,8 +503,8 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the tensors that align a merged layer with the layer with which it shares
-        directions; return an empty tuple for other layers.
+        """Return the tensors that align a merged layer with the other layer of its pair; return an
+        empty tuple for other layers.
 
         These tensors are the last arguments of the cache ops.
         """
@@ -574,8 +575,8 @@ class Starts:
         self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
-        """Store the starts of new sequences in the existing tensors; if the method raises an error,
-        it has changed no tensor.
+        """Store the start positions of new sequences in the existing tensors; if the method raises
+        an error, it has changed no tensor.
 
         `held` contains the batch sizes of the layers' tensors.
         """
@@ -620,7 +621,7 @@ class Starts:
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
         """Apply `function`, which reorders, repeats or selects sequences, to the tensors with one
-        element per sequence."""
+        entry per sequence."""
         if not self._shape:
             return
         changed = function(self.places)

@@ -2,10 +2,11 @@
 direction of their keys (and one of their values) and a separate length for each layer.
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
-exist. So when one token is appended, the lower layer writes it to its exact tokens, and later the
-upper layer's append merges the groups of tokens that are now complete. When several tokens are
-appended at once, the lower layer keeps them aside until the upper layer's tokens arrive. Other
-layers, with a sliding window, may run between the two; they are not part of this module.
+exist. So when one token is appended, the lower layer first stores the token exactly; when the upper
+layer gets the same token, the upper layer merges the groups of tokens that are now complete. When
+several tokens are appended at once, the lower layer keeps them aside until the upper layer's tokens
+arrive. Other layers, with a sliding window, may run between the two layers of a pair; they are not
+part of this module.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two layers that store a common direction for each older token, and a separate length
-    in each layer."""
+    """One of two layers that store common directions (unit vectors) of the keys and values of each
+    older token, and separate lengths in each layer."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
@@ -140,11 +141,12 @@ class MergedLayer(CodedLayer):
 
     def own(self) -> list[Tensor]:
         """Return the tensors of this layer that the pair does not share, in the order in which the
-        ops take them."""
+        cache ops take them as arguments."""
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return the layer's tensors as the ops for decoding and attention take them."""
+        """Return the layer's tensors in the form in which the ops for decoding and attention take
+        them."""
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
@@ -208,8 +210,8 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise an error for unsuitable tokens, or if an interrupted forward pass has left
-        different tokens in the two layers."""
+        """Raise an error for tokens that do not match the cache, or if an interrupted forward pass
+        has left different tokens in the two layers."""
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)

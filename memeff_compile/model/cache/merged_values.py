@@ -52,18 +52,19 @@ class ValuesPair(Pair):
 
 
 class ValuesLayer(MergedLayer):
-    """One of two layers that share the directions of their older tokens' values."""
+    """One of two layers that share the directions (unit vectors) of their older tokens' values."""
 
     held = tuple(name for name in op_folder.OWN_KEYS if name != "counts")
     long = "span", "k_codes", "k_scales"
 
     def own(self) -> list[Tensor]:
         """Return the tensors of this layer that the pair does not share, in the order in which the
-        ops take them."""
+        cache ops take them as arguments."""
         return [getattr(self, name) for name in op_folder.OWN_KEYS]
 
     def pool(self) -> list[Tensor]:
-        """Return the layer's tensors as the ops for decoding and attention take them."""
+        """Return the layer's tensors in the form in which the ops for decoding and attention take
+        them."""
         return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())
 
     def _lengths(self) -> tuple[Tensor | None, Tensor | None]:

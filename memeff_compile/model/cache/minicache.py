@@ -62,11 +62,12 @@ class MiniCache:
     much accuracy the merge costs.
 
     Two layers form a pair if they are consecutive among the layers that attend to all tokens.
-    Layers with a sliding window between them stay exact.
+    A layer with a sliding window that lies between the two layers stays exact.
 
     Args:
-        start_layer: earlier layers are not merged; pairs start with the first layer from this one
-            on that attends to all tokens, by default from the middle layer on.
+        start_layer: layers before this one are not merged, and the first pair starts at the first
+            layer, from this one on, that attends to all tokens; by default, this is the middle
+            layer.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
             are merged. Merging the last layer may cost more accuracy than any other;
             `fidelity_report` shows the cost.
@@ -76,28 +77,30 @@ class MiniCache:
             ``none`` merges without these three steps, as the paper does.
         rule: how one direction is computed from two: ``slerp``, a point on the arc between them;
             ``average``, their weighted mean; ``max_norm``, the direction of the longer vector.
-        t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``:
-            0 gives the lower layer's direction, 1 the upper layer's; by default 0.7 if keys and
-            values of aligned layers are merged, otherwise 0.5.
-        gamma: a token stays unmerged if its distance between the two layers differs from the
-            largest distance (with ``reading="similar"``, from the smallest) by at most this share
-            of the range of distances; a larger share keeps more tokens unmerged, and 1 keeps all
-            that fit.
-        retained: the memory for unmerged tokens, as a share of `max_cache_len`. Tokens that differ
-            most between the layers are kept first.
+        t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``.
+            The value 0 gives the lower layer's direction, the value 1 the upper layer's. The
+            default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
+        gamma: which tokens stay unmerged. A token's distance is the distance between its vectors
+            in the two layers. A token stays unmerged if its distance differs from the largest
+            distance (with ``reading="similar"``, from the smallest) by at most `gamma` times the
+            range of all distances. A larger number keeps more tokens unmerged, and 1 keeps all that
+            fit.
+        retained: the memory for unmerged tokens, as a share of `max_cache_len`. If the memory is
+            too small for all such tokens, those that differ most between the layers stay unmerged.
         reading: which tokens stay unmerged: with ``distinct`` those that differ most between the
             layers; with ``similar``, another interpretation of the paper's inequality, those that
             differ least.
         scale: the length that a merged vector gets: ``norm`` restores the vector's original length;
             ``projection`` uses the length with the smallest error.
-        values_only: merge only values. Each layer then stores codes of its own keys, no values
-            except those of the first tokens stay unmerged, and `gamma`, `retained` and `reading`
-            have no effect.
+        values_only: merge only values. Each layer then stores codes of its own keys. No values stay
+            unmerged, except those of the first tokens, and `gamma`, `retained` and `reading` have
+            no effect.
         fidelity: the result of `fidelity_report` for the model. Without this report, creating a
             cache with merged layers shows a warning, and raises an error if the cache would merge
-            keys of layers that have other layers between them. With it, the cache raises an error
-            for a pair of layers whose mean cosine is below `ALIKE`. The report's rotations are used
-            if the cache's first tokens are too few to fit rotations.
+            keys of layers that have other layers between them. With this report, the cache
+            raises an error for a pair of layers whose mean cosine is below the threshold `ALIKE`.
+            The report's rotations are used if the cache's first tokens are too few to fit
+            rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
             and without a warning.
 
@@ -178,8 +181,11 @@ _EXPECTED = {
 
 
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
-    """Raise an error if the layers to merge are not similar; if their similarity was not measured,
-    warn the user, or raise an error if keys of layers that are further apart would be merged."""
+    """Raise an error if the layers to merge are not similar.
+
+    If their similarity was not measured, warn the user; but raise an error if the cache would merge
+    the keys of layers that are not adjacent.
+    """
     if merge.force:
         return
     if merge.fidelity is None:
@@ -230,10 +236,11 @@ def _named(pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of consecutive layers between `start` and `end` whose kinds are equal.
+    """Return the pairs of consecutive layers between `start` and `end` with equal entries in
+    `kinds`.
 
-    Each layer belongs to at most one pair. A layer of the kind None belongs to no pair, and may lie
-    between the two layers of a pair.
+    Each layer belongs to at most one pair. A layer with the entry None belongs to no pair, and may
+    lie between the two layers of a pair.
     """
     found: list[tuple[int, int]] = []
     for lower, upper in consecutive(kinds, start, end):
@@ -251,7 +258,7 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return every two layers of one kind that follow each other among the layers whose kind is
-    not None; a layer may belong to two pairs."""
+    """Among the layers whose entry in `kinds` is not None, return every pair of neighbours with
+    equal entries; a layer may belong to two pairs."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

@@ -99,7 +99,7 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 def forget_caches() -> None:
-    """Empty the pools of all models, which keep unused caches for later calls."""
+    """Delete the unused caches that the pools of all models keep for later calls."""
     for pool in list(_pools):
         pool.clear()
 

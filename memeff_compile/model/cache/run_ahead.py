@@ -3,8 +3,8 @@ runs the previous one.
 
 After each token, generate() checks whether all sequences have ended. Before the check, the CPU
 waits for the GPU; during the check, the GPU waits for the CPU. transformers can check after the
-next step has started (`DeferredStopCheck`) and discard the extra step, but it does so only on one
-kind of device. With this module, transformers also checks one step late on a GPU, for caches that
+next step has started (`DeferredStopCheck`) and discard the extra step, but it does so only on Apple
+GPUs (`mps`). With this module, transformers also checks one step late on CUDA GPUs, for caches that
 `use_kv_cache_` creates; other caches are not affected.
 """
 

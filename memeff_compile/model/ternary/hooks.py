@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from memeff_compile.errors import OptionError
+from memeff_compile.model.changes import verb_report
 from memeff_compile.model.ternary.system import SYSTEM
 from memeff_compile.options import Options
 from memeff_compile.system import Hooks, Request, Undone
@@ -56,7 +57,12 @@ class TernaryHooks(Hooks):
     def undo(self, model: nn.Module) -> Undone:
         from memeff_compile.model.ternary.verbs import dense_again
 
-        return dense_again(model)
+        undone = dense_again(model)
+        reports = (verb_report(each, "rotate_hidden_states_") for each in model.modules())
+        if all(report is None for report in reports):
+            return undone
+        why = "its hidden states stay rotated, with the same logits: load the model again"
+        return replace(undone, left={**undone.left, "(model)": why})
 
 
 def _module(request: Request) -> Any:  # noqa: ANN401

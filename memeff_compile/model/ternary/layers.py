@@ -79,11 +79,12 @@ class TernaryLinear(nn.Linear):
 
     The weight remains a full-precision parameter. The forward pass multiplies the weight by a
     scale, 1 / mean(abs(weight)), and rounds it; `kind` determines how each token's input vector is
-    quantised. Gradients pass through both roundings unchanged. For the backward pass, the layer
-    saves two bits per weight and one byte per input element.
+    quantised. Gradients pass through both roundings unchanged. For the backward pass, autograd
+    keeps two bits per weight and one byte per input element in memory.
 
     Attributes:
-        kind: "int8", "int4", "fp4" or "topk8"; you may change it at any time.
+        kind: how inputs are quantised: "int8", "int4", "fp4", or "topk8" (INT8 for the half of the
+            elements with the largest magnitudes, 0 for the others); you may change it at any time.
         was_dense: whether `ternarize_` created the module from an nn.Linear, which `undo` restores.
 
     Example:

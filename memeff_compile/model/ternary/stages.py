@@ -42,8 +42,8 @@ class TernaryStages:
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
             parameter group.
         scheduler: The scheduler of the optimizer's learning rate, if there is one. The scheduler's
-            base rates change too, because it would otherwise restore the learning rate of the first
-            stage.
+            base rates change too, because the scheduler would otherwise restore the learning rate
+            of the first stage.
         rate: The factor by which the learning rate is multiplied at the switch; in the paper,
             1.5e-3 becomes 1e-3 (for 700M parameters).
         weight_decay: The weight decay of the second stage; the paper's 0.1 becomes 0.
@@ -95,7 +95,7 @@ class TernaryStages:
 
     @property
     def stage(self) -> int:
-        """Return the stage of the next step: 1 or 2."""
+        """Return the training stage, 1 or 2, to which the next training step belongs."""
         return 2 if self.done >= self.switch_after else 1
 
     def step(self) -> None:

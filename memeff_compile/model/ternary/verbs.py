@@ -98,9 +98,10 @@ def ternarize_(
             INT8 for the half of the elements with the largest magnitudes; INT8 in the down
             projection), or "a4.8-fp4" (FP4 in all projections except the down projection, which has
             INT8).
-        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". This
-            mapping overrides the recipe. Modules whose names the recipe does not know must be in
-            this mapping. If several patterns match a path, the first pattern counts.
+        kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8" (INT8 for
+            the half of the elements with the largest magnitudes). This mapping overrides the
+            recipe. Modules whose names the recipe does not know must be in this mapping. If several
+            patterns match a path, the first pattern counts.
         skip: Patterns for paths of modules that stay dense.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
             the model's config; you must train the model afterwards. None leaves activation
@@ -110,10 +111,11 @@ def ternarize_(
             `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 
     Raises:
-        OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is
-            no linear to change, a linear has hooks or parametrisations, which would be lost, an MLP
-            has no activation function to replace, or the model's attention cannot have low-bit
-            heads.
+        OptionError: The recipe or a kind is unknown, or the model does not fit: it has no linear to
+            change, or a linear whose name the recipe does not know. A linear with hooks or
+            parametrisations also raises this error, because they would be lost. So does an MLP
+            without an activation function that can be replaced, if `activation` is passed, and
+            attention that cannot get low-bit heads, if `low_bit_heads` is passed.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP
@@ -233,8 +235,8 @@ def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) 
 
 
 def dense_again(model: nn.Module) -> Undone:
-    """Replace linear layers that `ternarize_` made by dense linear layers with the same parameters,
-    for `undo`."""
+    """Turn the linear layers that `ternarize_` made back into dense linear layers with the same
+    parameters, for `undo`."""
     made: dict[nn.Module, nn.Module] = {}
     found: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -280,7 +282,8 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def require_recipe(recipe: str) -> None:
-    """Raise OptionError for an unknown recipe."""
+    """Raise OptionError for an unknown recipe; a recipe, such as "a4.8", says how layers quantise
+    inputs."""
     if recipe not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
         raise OptionError(f"The recipe is {recipe!r}; one of {known} is needed.")
@@ -389,9 +392,10 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     Args:
         model: Any module that contains ternary linear layers.
-        layers: Further classes of linear layers: subclasses of nn.Linear that quantise weights by
-            their mean absolute value. Each value of this mapping is a kind of token quantisation:
-            "int8", "int4", "fp4" or "topk8".
+        layers: Further classes of linear layers to pack, each with the kind of its input
+            quantisation: "int8", "int4", "fp4" or "topk8" (INT8 for the half of the elements with
+            the largest magnitudes). The classes must be subclasses of nn.Linear that quantise
+            weights by their mean absolute value.
 
     Raises:
         OptionError: There is no linear to pack, or a linear has hooks or parametrisations.

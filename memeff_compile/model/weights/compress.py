@@ -463,7 +463,8 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
 
 
 def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
-    """Return the arguments of the model's runs that measure the inputs of its linear layers."""
+    """Return the arguments of those runs of the model in which the inputs of its linear layers are
+    measured."""
     if parse(codec).is_lossless:
         raise OptionError(
             "compress_: inputs were given, and mantissa is 7, which keeps every bit: nothing is "
@@ -529,7 +530,8 @@ _Looked: TypeAlias = tuple[_Place, str]
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Yield each parameter with more than one dimension once, with all modules that use it."""
+    """Yield each parameter that has more than one dimension, with all modules that use it; a shared
+    parameter is yielded once."""
     found: dict[int, _Place] = {}
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -707,7 +709,7 @@ def _put(place: _Place, value: nn.Parameter) -> None:
 
 
 def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
-    """Make a tensor this rank's local tensor of a distributed weight; return whether that was
+    """Store a tensor as this rank's local tensor of a distributed weight; return whether that was
     possible."""
     old = place.parameter
     if compat.is_dtensor(old) and not compat.is_tensor_parallel(old):
@@ -720,7 +722,7 @@ def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
 
 
 def _put_shard(place: _Place, local: Tensor) -> bool:
-    """Make a tensor this rank's shard of a weight that FSDP2 shards; return whether that was
+    """Store a tensor as this rank's shard of a weight that FSDP2 shards; return whether that was
     possible."""
     for _, module, attribute in place.owners:
         parameters: dict[str, Any] = module._parameters

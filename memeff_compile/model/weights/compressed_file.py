@@ -112,8 +112,8 @@ def load_compressed_(
         A report of the loaded weights; as an integer, it is the number of compressed weights.
 
     Raises:
-        CodedWeightError: The file is damaged or belongs to another version or model, or the values
-            of a buffer on the meta device are unknown.
+        CodedWeightError: The file is damaged, or belongs to another version or model. This error is
+            also raised if the values of a buffer on the meta device are unknown.
     """
     require_module(model, "load_compressed_")
     with _opened(path) as file:
@@ -391,7 +391,8 @@ def name_in_folder(
     name: str,
     saved: Mapping[str, str],
 ) -> str | None:
-    """Return the name that a weight of the model has in the folder, or None.
+    """Return the name that a weight of the model has in the saved folder, or None if the folder
+    does not contain the weight.
 
     A base model can be loaded from the folder of a model with an output projection, and vice versa.
     """

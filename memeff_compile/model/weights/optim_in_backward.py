@@ -463,7 +463,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
     @torch.no_grad()
     def _tidy(self) -> None:
         """Move the variable-length lists in the codes of all weights to larger shared allocations,
-        if such a list of some weight has outgrown its memory.
+        if the list of at least one weight has outgrown its memory.
         """
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
@@ -553,8 +553,8 @@ def optim_in_backward(
         factory: an optimizer class, or a function that creates the optimizer of one parameter.
         accumulate: the number of gradients per update, counted per parameter: if a backward pass
             computes no gradient for a parameter, the parameter's update comes correspondingly
-            later. If `accumulate` is more than one, dense gradients are kept until the update, so
-            this function does not save their memory.
+            later. If `accumulate` is more than one, dense gradients stay in memory until the
+            update, as in usual training.
         max_norm: the largest allowed norm of each parameter's gradient; a gradient with a larger
             norm is scaled down.
         settings: arguments of the optimizer class, such as `lr`.

@@ -2,8 +2,8 @@
 
 The saved folder contains the usual files. config.json lists the compressed weights. The weight
 files contain each coded tensor of a weight as a plain tensor named `<name>.<part>`. transformers
-imports this module together with its quantizers, before its models exist. So this module imports
-the modules of this package that need torch only when a compressed model is used.
+imports this module together with its quantizers, before its models exist. So only when a compressed
+model is used does this module import those modules of this package that need torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class MemeffConfig(QuantizationConfigMixin):
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
         mantissa: the number of mantissa bits to keep: 7 (all, lossless), 3, 1 or 0 (lossy, for
             inference).
-        block: for lossy compression, the number of weights that share a normaliser.
+        block: for lossy compression, the number of weights that share a normaliser (a number by
+            which they are divided).
         skip: the names of modules that stay dense; None means output projections.
         min_size: a weight with fewer elements stays dense; None means 2**20.
         layers: the classes whose weights are compressed: "Linear", "Conv1D" and "Embedding".
@@ -187,7 +188,7 @@ class MemeffQuantizer(HfQuantizer):
         return Encode(self)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
-        """Return the conversions from tensors in the folder to weights of the model.
+        """Return the conversions from tensors in the saved folder to weights of the model.
 
         If the folder contains a compressed model, its tensors already have the names of the model's
         parameters, so no other conversions are needed. If the folder contains a dense model, the
@@ -348,7 +349,7 @@ def _with_memory_of_its_own(part: Tensor) -> Tensor:
     """Return a tensor with a storage of its own, which can be saved; the coded tensors of a weight
     may share one storage.
 
-    A copy is in CPU memory, so saving needs no GPU memory.
+    If this function copies the tensor, the copy is in CPU memory, so saving needs no GPU memory.
     """
     return part.to("cpu", copy=True) if part.nbytes != part.untyped_storage().nbytes() else part
 

@@ -32,7 +32,7 @@ MOST_PARTS = 40
 
 @dataclass(frozen=True)
 class Axis:
-    """The index along one axis of the described tensor."""
+    """The index along one axis of the tensor that a formula describes."""
 
     place: int
 
@@ -162,8 +162,8 @@ class Flag(_OfRead):
 
 @dataclass(frozen=True)
 class Not:
-    """The negation of a flag or an equality. To negate any other formula, `negated` negates its
-    subformulas."""
+    """The negation of a boolean that is read from a tensor (`Flag`), or of an equality (`IsZero`).
+    To negate any other formula, `negated` negates its subformulas."""
 
     part: Formula
 
@@ -186,15 +186,15 @@ class TooLarge(Exception):
 
 
 def at_least_zero(total: Linear) -> Formula:
-    """Return the condition ``total >= 0``, or TRUE or FALSE if the condition has this value at
-    every index.
+    """Return the condition ``total >= 0``; if it is true at every index, or false at every index,
+    return TRUE or FALSE.
     """
     return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
 
 def is_zero(total: Linear) -> Formula:
-    """Return the condition ``total == 0``, or TRUE or FALSE if the condition has this value at
-    every index.
+    """Return the condition ``total == 0``; if it is true at every index, or false at every index,
+    return TRUE or FALSE.
     """
     return _settled(IsZero(total), total.constant == 0, total.constant != 0)
 
@@ -228,7 +228,8 @@ def _joined(
 
 
 def negated(formula: Formula) -> Formula:
-    """Return the negation of a formula, in which ``Not`` only surrounds flags and equalities."""
+    """Return the negation of a formula; in the result, ``Not`` surrounds only booleans read from
+    tensors (`Flag`) and equalities (`IsZero`)."""
     match formula:
         case Fixed(value):
             return Fixed(not value)
@@ -244,8 +245,8 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula, in which TRUE or FALSE replaces each condition that has this value at
-    every index of the shape.
+    """Return the formula with each condition that is true (or false) at every index of the shape
+    replaced by TRUE (or FALSE).
     """
     match formula:
         case AtLeastZero(total) | IsZero(total):
@@ -286,7 +287,8 @@ def number(value: float) -> Cases:
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return a number made of cases; join cases with equal values, and remove impossible cases."""
+    """Return a number as `Cases` (values with conditions); join cases with equal values, and remove
+    impossible cases."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -316,11 +318,11 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return the formula that holds for the keys that a mask shows (a boolean mask is true for
-    these keys, a floating-point mask adds zero to their scores).
+    """Return the formula that holds for the keys that a mask makes visible (a boolean mask is true
+    for these keys, a floating-point mask adds zero to their scores).
 
-    A floating-point mask must add `MASKED` or a lower number to the score of every other key; if
-    the mask adds other numbers to these scores, as a bias does, return None.
+    A floating-point mask must add `MASKED` (-65504) or a lower number to the score of every other
+    key; if the mask adds other numbers to these scores, as a bias does, return None.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
@@ -340,8 +342,8 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a scalar with `change` applied to its sums, reads and subformulas, and then
-    simplified."""
+    """Apply `change` to each formula, sum and index in a scalar (the formula of an element), and
+    return the simplified result."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))
@@ -363,8 +365,8 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
-    """Return a scalar, a `Linear` or a `Read`, in which each axis index that is a key of the
-    dictionary ``by`` is replaced by that key's sum.
+    """Return a scalar (the formula of an element), a `Linear` or a `Read`, in which each axis index
+    that is a key of the dictionary ``by`` is replaced by that key's sum.
     """
     if not isinstance(scalar, Linear):
         return rebuilt(scalar, lambda part: substituted(part, by))
@@ -391,14 +393,15 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes on whose index a scalar, a `Linear` or a `Read` depends."""
+    """Return the axes on whose index a scalar (the formula of an element), a `Linear` or a `Read`
+    depends."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
     return own.union(*map(axes_in, _parts_of(scalar)))
 
 
 def reads_in(scalar: Any) -> set[Read]:
-    """Return each `Read` (an element of a tensor) on which a scalar depends, including elements
-    that are used as an index of another tensor."""
+    """Return each `Read` (an element of a tensor) on which a scalar (the formula of an element)
+    depends, including elements that are used as an index of another tensor."""
     own = {scalar} if isinstance(scalar, Read) else set[Read]()
     return own.union(*map(reads_in, _parts_of(scalar)))
 

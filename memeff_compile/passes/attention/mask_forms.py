@@ -48,8 +48,8 @@ class Form:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the mask depends on sizes only, and shows at least one key to every
-        query."""
+        """Return whether the mask depends on sizes only, and makes at least one key visible to
+        every query."""
         return not (self.reads_data or self.positions or self.rest or self.empty)
 
     @property
@@ -97,8 +97,8 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Sort the conditions of a mask into a `Form`; the last two axes of the mask's shape are query
-    and key."""
+    """Sort the conditions of a mask into a `Form` (bounds, tables, comparisons and the rest); the
+    last two axes of the mask's shape are query and key."""
     formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()
@@ -141,8 +141,8 @@ def _with_part(form: Form, part: Formula, rank: int) -> Form:
 
 
 def _is_length(part: Formula) -> bool:
-    """Return whether a condition is an upper or lower bound for an index, given by a number read
-    from a tensor.
+    """Return whether a condition bounds an index from above or below, and the bound is a number
+    that is read from a tensor.
     """
     if not isinstance(part, AtLeastZero):
         return False
@@ -185,7 +185,7 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Return the form with a new bound; if the form already bounds the same index, keep the
+    """Add a bound to the mask's conditions (`Form`); if they already bound the same index, keep the
     stricter of the two bounds.
 
     If it is not known which bound is stricter, the new bound is added to ``rest``.
@@ -200,7 +200,7 @@ def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
 
 
 def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
-    """Remove each bound on the key's index that another bound of the form implies."""
+    """Remove each bound on the key's index that another bound of the mask implies."""
     causal, bound = form.causal, form.keys
     if causal is not None and bound is not None:
         if compat.statically_true(bound >= queries + causal):
@@ -230,7 +230,7 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
     """Return whether it can be proved that each query sees at least one of two keys: the key at the
-    query's own index, or the last key that the bounds of the form allow.
+    query's own index, or the last key that the mask's bounds allow.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
@@ -258,11 +258,11 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
     """Replace comparisons of positions by comparisons of indices, for queries and keys whose ids
     are equal.
 
-    ``positions`` maps a read of an id to the position at the same index; from one index to the
-    next, the position increases by one if the two ids are equal. The last two axes are query and
-    key.
+    ``positions`` maps each element of a tensor of sequence ids (a `Read`) to the position of the
+    same token; where two neighbouring tokens have equal ids, the position increases by one. The
+    last two of the formula's ``rank`` axes are query and key.
 
-    Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
+    Example: ``ids[q] == ids[k] and P[k] <= P[q]`` becomes ``ids[q] == ids[k] and k <= q``.
     """
     if not isinstance(formula, algebra.All):
         return formula
@@ -286,8 +286,8 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
-    """If a sum is the difference of two reads, return the two reads in both orders; otherwise
-    return an empty list."""
+    """If a sum is the difference of two elements of tensors (`Read`), return these two elements in
+    both orders; otherwise return an empty list."""
     terms = list(total.terms.items())
     if total.constant != 0 or len(terms) != 2 or {times for _, times in terms} != {1, -1}:
         return []

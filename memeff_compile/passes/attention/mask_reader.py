@@ -27,7 +27,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
-    """The error for a node that no rule can read."""
+    """The error for a node to which no rule of the mask reader applies."""
 
 
 def _require(holds: bool) -> None:
@@ -56,8 +56,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that a mask shows, and the number that the mask adds to the scores of all other
-    keys."""
+    """The keys that a mask makes visible, and the number that the mask adds to the scores of all
+    other keys."""
 
     formula: Formula  # which keys count
     added: frozenset[float] = frozenset()  # the numbers; empty for a mask of truth values
@@ -81,8 +81,8 @@ class MaskReader:
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask shows, as a formula over the axes of the scores, or None if the
-        mask may be a bias (add other numbers than zero to visible keys)."""
+        """Return which keys a mask makes visible, as a formula over the axes of the scores, or None
+        if the mask may be a bias (add other numbers than zero to visible keys)."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)
@@ -165,8 +165,8 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return the value that ``node`` has when the node ``reader`` reads it; the value may
-        have changed before, if the graph writes to the memory of ``node``.
+        """Return the value that ``node`` has when the node ``reader`` reads it; if the graph
+        writes to the memory of ``node``, that may be another value than ``node`` computed.
         """
         if not self.info.may_be_written(node):
             return self._values[node]
@@ -196,8 +196,9 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether the reader should apply a rule to a node. A mask may depend on an input that
-    most nodes of the model compute; the reader should apply no rules to such nodes.
+    """Return whether the mask reader should apply a rule to a node. A node for which no rule exists
+    becomes an unknown; the reader then need not visit the nodes before it, which may be most of the
+    model.
     """
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
@@ -215,8 +216,8 @@ def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
 
 
 def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
-    """Return whether a scalar is of the kind (integer, boolean or floating-point) that tensors of a
-    given dtype contain."""
+    """Return whether a scalar (the formula of an element) is of the kind (integer, boolean or
+    floating-point) that tensors of a given dtype contain."""
     if isinstance(scalar, (Linear, Magnitude)):
         return dtype in _INTEGERS
     if isinstance(scalar, Cases):
@@ -227,7 +228,7 @@ def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
 
 
 def _rounded(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return a scalar whose numbers are rounded to a dtype."""
+    """Return the formula of an element (a scalar), with its numbers rounded to a dtype."""
     if not isinstance(scalar, Cases) or not dtype.is_floating_point:
         return scalar
     with compat.outside_dispatch_modes():
@@ -247,7 +248,8 @@ def _index_of(shape: Sequence[Size]) -> list[Linear]:
 
 
 class _Operands:
-    """The arguments of one ATen call, as values, sizes or plain Python objects."""
+    """The arguments of one ATen call, as described tensors (`Value`), sizes or plain Python
+    objects."""
 
     def __init__(self, reader: MaskReader, node: Node, call: Call, previous: Value | None) -> None:
         self._reader, self._node, self._call, self._previous = reader, node, call, previous
@@ -256,7 +258,7 @@ class _Operands:
         self.shape: tuple[Size, ...] = tuple(result.shape)
 
     def given(self, name: str) -> Any:
-        """Return an argument as it was passed."""
+        """Return an argument of the ATen call as the graph passes it."""
         return self._call.args[name]
 
     def plain(self, name: str) -> Any:
@@ -264,7 +266,7 @@ class _Operands:
         return torch.fx.node.map_arg(self.given(name), _size_of)
 
     def has(self, name: str) -> bool:
-        """Return whether the call has an argument."""
+        """Return whether the call has an argument with this name."""
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:
@@ -304,9 +306,8 @@ def _size_of(node: Node) -> Any:
 
 
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
-    """Return the scalar (the formula of an element) of a described tensor that is broadcast to a
-    larger shape.
-    """
+    """Return the formula of an element (a scalar) of a tensor that is broadcast to a larger
+    shape."""
     lead = len(shape) - len(value.shape)
     _require(lead >= 0)
     index = []
@@ -327,8 +328,8 @@ def _filled(fill: Any, given: _Operands) -> Value:
 
 
 def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
-    """Return the rule for a tensor filled with one number, by default a number among the call's
-    arguments."""
+    """Return the mask reader's rule for an op that fills a tensor with one number; if `fill` is
+    None, the number is an argument of the call."""
     return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
 
@@ -345,7 +346,7 @@ def _cast(given: _Operands) -> Value:
 
 
 def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return a scalar cast to a dtype."""
+    """Return the formula of an element (a scalar), cast to a dtype."""
     if _fits(scalar, dtype):
         _require(not isinstance(scalar, (Unknown, Magnitude)))
         _require(dtype.is_floating_point or not isinstance(scalar, Cases))
@@ -360,7 +361,7 @@ def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
 
 
 def as_condition(scalar: Scalar) -> Formula:
-    """Return the condition that a scalar is not zero."""
+    """Return the condition that an element, given by its formula, is not zero."""
     if isinstance(scalar, Linear):
         return algebra.negated(algebra.is_zero(scalar))
     if isinstance(scalar, Cases):
@@ -505,8 +506,8 @@ def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
 def _comparison(
     of_sums: Callable[[Linear], Formula], of_numbers: Callable[[float, float], bool]
 ) -> Callable[[_Operands], Value]:
-    """Return the rule for a comparison operator, given functions that return the comparison's
-    result for ``left - right`` (sums) and for two numbers.
+    """Return the mask reader's rule for a comparison operator: `of_sums` compares two integer sums,
+    given their difference ``left - right``, and `of_numbers` compares two numbers.
     """
 
     def rule(given: _Operands) -> Value:
@@ -570,8 +571,8 @@ def _one_where(condition: Formula) -> Cases:
 
 
 def _whole_number(scalar: Scalar) -> int:
-    """Return the integer that a scalar stands for; the scalar must be a sum with the same value at
-    every index.
+    """Return the integer that a scalar (the formula of an element) stands for; the scalar must be a
+    sum with the same value at every index.
     """
     total = _sum(scalar)
     if not total.is_constant or not isinstance(total.constant, int):
@@ -673,7 +674,7 @@ def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
 
 
 def _triangle(sign: int) -> Callable[[_Operands], Value]:
-    """Return the rule for tril (sign 1) or triu (sign -1)."""
+    """Return the mask reader's rule for tril (sign 1) or triu (sign -1)."""
 
     def rule(given: _Operands) -> Value:
         value = given.value()

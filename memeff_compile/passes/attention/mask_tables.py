@@ -35,8 +35,8 @@ class Table:
     dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
     def written(self, editor: Editor) -> Node:
-        """Return the node that computes the table in the editor's graph; the node is inserted once
-        for all its users.
+        """Return the node that computes this table (the mask's condition on each key or query) in
+        the editor's graph; the node is inserted once for all its users.
         """
         sizes = tuple(map(str, self.sizes))
         key = (self.content, self.along, sizes, self.device, self.anchor, self.dtype)
@@ -51,10 +51,11 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return the node after which a table can be computed, and the graph of this node, or None.
+    """Return the node after which a table (the mask's condition on each key or query) can be
+    computed, and the graph of this node, or None.
 
-    That node is the last one that the table reads; until then, the graph must not have changed the
-    memory of the nodes that the table reads.
+    The returned node is the last of the nodes that the table reads. If the graph changes one
+    of these tensors between its read and the returned node, return None.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info
@@ -96,8 +97,8 @@ class _Writer:
         self.batch, self.length = table.sizes
 
     def write(self) -> Node:
-        """Insert all nodes of the table, and return the last one, a new contiguous tensor of shape
-        (batch or 1, length)."""
+        """Insert all nodes that compute the table (the mask's condition on each key or query), and
+        return the last one, a new contiguous tensor of shape (batch or 1, length)."""
         content = self.table.content
         node = self.sum(content) if isinstance(content, Linear) else self.truth(content)
         node = self.editor.cast(node, self.table.dtype)
@@ -108,7 +109,7 @@ class _Writer:
         return self.editor.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def truth(self, formula: Formula) -> Node:
-        """Insert the nodes that compute a boolean."""
+        """Insert the nodes that compute a condition of the mask (a boolean formula)."""
         call = self.editor.call
         match formula:
             case algebra.Fixed(value):
@@ -138,7 +139,8 @@ class _Writer:
         return self.editor.call(aten.full.default, [1, 1], value, **how)
 
     def sum(self, total: Linear) -> Node:
-        """Insert the nodes that compute an integer sum, in 64 bits."""
+        """Insert the nodes that compute an integer sum (`Linear`) of the mask's formula, in 64
+        bits."""
         call = self.editor.call
         found: Node | None = None
         for term, times in sorted(total.terms.items(), key=str):
@@ -180,8 +182,8 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor that a formula reads, if its axes are already the axes of the table, in
-        the same order; otherwise return None.
+        """Return the tensor that a formula reads, if the tensor already has the axes of the table
+        that is written, in the same order; otherwise return None.
         """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)

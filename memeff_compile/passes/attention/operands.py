@@ -54,7 +54,7 @@ class Operand:
 
     @property
     def sizes(self) -> list[Any]:
-        """Return the sizes among the views' arguments."""
+        """Return all sizes in the list arguments of the views, such as their shapes."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 
@@ -113,7 +113,8 @@ def placed(
         result: the axes of the attention result.
         sizes: the sizes of the scores' axes; batch and heads are separate axes if they are separate
             in any tensor.
-        may_split: whether an axis that joins batch and heads may be split as in the operands.
+        may_split: whether an axis that the operands' views made from batch and heads may be split
+            into batch and heads again.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
     for each in given:

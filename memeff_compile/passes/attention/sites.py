@@ -6,8 +6,9 @@ and a softmax.
     out = matmul(dropout(softmax(scores, -1).to(dtype), 0.0), v)
 
 The products may be written in any way (:mod:`..graph.products`), with batch and heads as two axes
-or as one joined axis. In-place writes to the scores are steps of the chain, too. A chain matches
-only if no node outside of it uses a value that is computed between its two matrix products.
+or as one joined axis. In-place writes to the scores count as operations between the products, too.
+Such a chain of products and softmax matches only if no node outside of it uses a value that is
+computed between its two matrix products.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Site:
 
     @property
     def chain(self) -> str:
-        """Return the names of the calls in the chain."""
+        """Return the names of the calls that compute the attention, from the product of queries and
+        keys to the product with the values."""
         assert self.product is not None
         capped = "tanh, " if self.softcap else ""
         return f"{node_name(self.product)}, {capped}softmax, {node_name(self.node)}"
@@ -262,8 +264,8 @@ _ANY_PRODUCT = ("matmul", "einsum")
 def _site(
     info: GraphInfo, softmax: Node, sizes: dict[str, Any], scores: _Scores, weights: _Weights
 ) -> Site | Decline:
-    """Return the attention that a chain of nodes computes, or the reason why the chain cannot be
-    rewritten.
+    """Return the attention that matrix products and a softmax compute, or the reason why these
+    nodes cannot be rewritten.
     """
     given, walks = (scores.query, scores.key, weights.value), (scores.walk, weights.walk)
     kind = kind_among(each.node for each in given)
@@ -485,8 +487,8 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The facts about the scores (mask, scale, softcap) that have been found so far, while a chain
-    is followed from the softmax back to the product.
+    """The mask, scale and softcap that have been found so far, on the way from the softmax back to
+    the product of queries and keys.
     """
 
     casts: list[torch.dtype]
@@ -494,8 +496,9 @@ class _Read:
     factors: _Factors = field(default_factory=lambda: _Factors())
 
     def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
-        """Add one node of the chain to the known facts; return the reason why this node is not
-        supported, or None.
+        """Read one node between the softmax and the product of queries and keys, and record its
+        scale, softcap, mask or cast; return a Decline if the node does none of these, otherwise
+        None.
         """
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
@@ -531,7 +534,8 @@ class _Read:
         return None
 
     def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
-        """Add the facts of the matrix product of queries and keys, the last node of the walk."""
+        """Read the matrix product of queries and keys, and return it with the recorded mask, scale
+        and softcap; return a Decline if this product cannot be rewritten."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -564,8 +568,8 @@ class _Read:
 
 @dataclass
 class _Factors:
-    """The factors between the product of queries and keys and the mask, in the order in which they
-    are found, from the mask back to the product: softcap, tanh, scale.
+    """The factors that are applied between the mask and the product of queries and keys, in the
+    order in which they are found (softcap, tanh, scale), from the mask back to the product.
 
     The object does not record the sign of each factor, only the sign of their product, because tanh
     is odd.
@@ -577,7 +581,7 @@ class _Factors:
     is_negative: bool = False
 
     def add(self, factor: float, *, is_division: bool) -> None:
-        """Record that the scores are also multiplied by a number."""
+        """Record a number by which the scores are multiplied or divided."""
         (self.divided if is_division else self.multiplied).append(abs(float(factor)))
         self.is_negative ^= factor < 0
 
@@ -591,8 +595,7 @@ class _Factors:
         return self.product() * self.cap, self.cap
 
     def product(self) -> float:
-        """Return the product of all factors found so far; if a tanh is found next, this product is
-        the softcap."""
+        """Return the product of all factors recorded so far."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
@@ -621,7 +624,8 @@ _STEPS = named("to mul div add tanh masked_fill where cat sub")
 
 
 def _scores_operand(info: GraphInfo, call: Call) -> Any:
-    """Return which operand of a step contains the scores."""
+    """Return the operand that contains the scores, for a node between the product of queries and
+    keys and the softmax."""
     given, op = call.args, call.op.overloadpacket
     if op is aten.cat:
         return given["tensors"][0]
@@ -669,8 +673,8 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return the description of how the scores are masked, without the mask's dtype if a later cast
-    turns the number that the mask adds to hidden keys' scores into minus infinity.
+    """Return `masking` without the mask's dtype if a later cast turns the number that hides keys
+    into minus infinity; otherwise return it unchanged.
     """
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max

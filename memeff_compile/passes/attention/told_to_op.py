@@ -5,11 +5,12 @@ scaled_dot_product_attention cannot describe.
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
     after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
 
-The op's arguments describe the mask: bounds on the key's position relative to the query's, one
-table that tells which keys are visible, and one pair of id tables (a query sees a key if their ids
-are equal). A softcap is an argument too. The pass uses these arguments only if every query then
-sees the same keys as with the mask. If a query may see no key at all, the op must return the same
-result for this query as the original graph; if that is not possible, the pass declines.
+The arguments of memeff::attention describe the mask: bounds on the key's position relative to the
+query's, one table that tells which keys are visible, and one pair of id tables (a query sees a key
+if their ids are equal). A softcap is an argument too. The pass uses these arguments only if every
+query then sees the same keys as with the mask. If the mask may hide all keys from a query,
+memeff::attention must return the same result for this query as the original graph; if that is not
+possible, the pass declines.
 
 If the arguments cannot describe a mask, for example a graph input or a mask that adds numbers, the
 op's kernel reads the mask itself at run time, tile by tile. A kernel determines, once for all
@@ -62,9 +63,10 @@ class Said:
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
-    """Return the op's arguments that describe a mask, or the reason why no arguments do.
+    """Return the arguments of memeff::attention that describe a mask, or the reason why no
+    arguments describe it.
 
-    The reason is a Decline if some query may see no key, otherwise a string.
+    The reason is a Decline if the mask may hide all keys from some query, otherwise a string.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can express it"
@@ -162,8 +164,8 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op does not support an attention call, or is slow for this call;
-    otherwise return an empty string.
+    """Return the reason why memeff::attention does not support an attention call, or is slow for
+    this call; otherwise return an empty string.
     """
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
@@ -174,7 +176,8 @@ def why_not_here(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fast(site: Site, query: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return the reason why the op would be slow on the device of ``query``, or an empty string."""
+    """Return the reason why memeff::attention would be slow on the device of ``query``, or an empty
+    string."""
     device = where_it_runs(query.device)
     if device.type == "cpu":
         return _why_not_on_a_cpu(site, dtype)
@@ -200,8 +203,8 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
 
 
 def why_not_read(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op cannot read the mask of an attention call at run time, or an
-    empty string."""
+    """Return the reason why memeff::attention cannot read the mask of an attention call at run
+    time, or an empty string."""
     if site.between or site.mask is None:
         return "memeff::attention reads masks for calls of scaled_dot_product_attention alone"
     mask = info.value(site.mask)
@@ -215,8 +218,8 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_added(info: GraphInfo, site: Site) -> str:
-    """Return the reason why the op cannot add the mask of an attention call at run time, or an
-    empty string.
+    """Return the reason why memeff::attention should not add the mask of an attention call to the
+    scores at run time, or an empty string.
 
     A bias that the graph computes and adds (ALiBi, T5) usually hides no key, so no tile could be
     skipped.
@@ -245,8 +248,8 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a node and, if the node is an input of a checkpoint's body, the nodes of the
-    surrounding graphs that are passed for it, each under its graph.
+    """Return the given node with its graph; if the node is an input of a checkpoint's body, also
+    return the node that the surrounding graph passes for this input, and so on outwards.
     """
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
@@ -287,8 +290,8 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return the node of the mask with four axes, and the node of a tensor with a code for each
-    tile of the mask. The two nodes are inserted once and used by all layers."""
+    """Return the node of the mask with four axes, and the node of a tensor that says whether each
+    tile of the mask hides all keys, some or none. All layers use the same two nodes."""
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
     owner = editor
@@ -379,8 +382,8 @@ def name_of(info: GraphInfo, node: Node) -> str:
 
 
 def _told(name: str, table: Table | None) -> str:
-    """Return the name of a table with the names of the one or two graph inputs from which it is
-    computed, or "" if there is no table."""
+    """Return the report's text for a table: its name, and the graph inputs from which it is
+    computed if there are one or two; return "" if there is no table."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})

@@ -61,8 +61,8 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
-    """Return the reason why no fused kernel of PyTorch can compute the attention of a chain of
-    nodes, or an empty string.
+    """Return the reason why no fused kernel of PyTorch can compute attention that is written as
+    matrix products and a softmax, or an empty string.
     """
     sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
     return why_no_kernel(info, info.value(site.node), *sizes)

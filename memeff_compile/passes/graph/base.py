@@ -26,7 +26,7 @@ from .graph_info import GraphInfo, node_name
 class Decline:
     """The reason why a pass declined a match: a code, a sentence, a remedy, and the node.
 
-    Equal declines become one record, whose ``sites`` is their count.
+    The report merges equal declines into one record, whose field ``sites`` is their number.
     """
 
     code: str
@@ -73,8 +73,9 @@ class Done:
     """The report's entries for a rewrite, and the changes outside of the graph that the backend
     must make for the rewrite.
 
-    Equal rewrites become one record, whose ``sites`` is their count. ``inductor`` contains Inductor
-    settings that suit the graph; the user's settings override these settings.
+    The report merges equal rewrites into one record, whose field ``sites`` is their number.
+    ``inductor`` contains Inductor settings that suit the graph; the user's settings override these
+    settings.
     """
 
     node: Node
@@ -142,7 +143,7 @@ class GraphPass(ABC):
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return further codes and sentences about a match, for the report."""
+        """Return further notes about a match for the report: reason codes and sentences."""
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:

@@ -64,8 +64,8 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Return the ATen calls of ``node`` according to the table, or None if the table has no entry
-    for it.
+    """Return the ATen calls to which ``node`` is equivalent, according to this module's table of
+    names, or None if the table has no entry for the node.
 
     For example, ``x.float()`` becomes ``(Call(aten.to.dtype, {"self": x, "dtype": float32,
     ...}),)``.
@@ -117,8 +117,8 @@ def _written_where_true(target: Any, index: Any, value: Any) -> Call:
 
 
 def call_of(node: Any, *ops: OpOverload) -> Call | None:
-    """Return the ATen call of ``node`` if the node is exactly one call of one of ``ops``, otherwise
-    None."""
+    """If ``node`` stands for a single ATen call, and the op of this call is in ``ops``, return the
+    call, otherwise None."""
     call = read_one(node)
     return call if call is not None and call.op in ops else None
 
@@ -441,8 +441,8 @@ def _einsum(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``x.T`` and ``x.mT`` as ATen calls; Dynamo records both as getattr, and since torch
-    2.14 as ops.
+    """Represent ``x.T`` and ``x.mT`` as ATen calls; Dynamo records both as getattr before torch
+    2.14, and as ops since then.
     """
     _require(len(args) == 2 and _is_tensor(args[0]))
     rank = compat.example_value(args[0]).dim()
@@ -534,8 +534,8 @@ _CUTS = named(
 
 
 def _axes_taken(item: Any) -> int:
-    """Return from how many axes of a tensor one index selects; a boolean mask selects from as many
-    axes as the mask has.
+    """Return how many axes of a tensor one index uses; a boolean mask uses as many axes as the mask
+    has.
     """
     value = compat.example_value(item) if _is_tensor(item) else None
     return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
@@ -671,8 +671,8 @@ def trace(node: Node) -> Reading | None:
     """Return the ATen calls that ``node`` makes, found by running the node on fake operands, or
     None.
 
-    Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in the table;
-    the tests compare the table with the trace.
+    Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in this
+    module's table of names; the tests compare the table with the trace.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

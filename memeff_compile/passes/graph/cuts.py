@@ -107,10 +107,15 @@ def block_of(node: Node) -> str:
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
-    stack = module_stack(node)
-    found = _BLOCK.match(clean_module_path(stack[-1][1])) if stack else None
+    found = _BLOCK.match(path_of(node))
     is_body = isinstance(node.target, compat.HigherOrderOperator)
     return found.group() if found else node.name if is_body else ""
+
+
+def path_of(node: Node) -> str:
+    """Return the path of the module whose forward computes a node, or ""."""
+    stack = module_stack(node)
+    return clean_module_path(stack[-1][1]) if stack else ""
 
 
 def said(info: GraphInfo, at: Sequence[Node]) -> Record:
@@ -272,10 +277,22 @@ def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:
         outside = [n for n in needed if n.op != "get_attr" and place.get(n, -1) < number]
         takes = tuple(n for n in outside if not enters_autocast(n))
         # a user without an index is the output
-        used = [n for n in group if any(place.get(u, end) > number for u in n.users)]
+        used = [
+            n
+            for n in group
+            if _RETURNED in n.meta or any(place.get(u, end) > number for u in n.users)
+        ]
         gives = tuple(n for n in used if not enters_autocast(n))
         found.append(Piece(gm, _piece(group, takes, gives, entered[number]), takes, gives))
     return found
+
+
+def return_from_partition(node: Node) -> None:
+    """Make the partition that computes a node return it, even if no later partition reads it."""
+    node.meta[_RETURNED] = True
+
+
+_RETURNED = "memeff_returned_from_partition"
 
 
 def is_size(node: Node) -> bool:

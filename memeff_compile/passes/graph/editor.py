@@ -1,7 +1,8 @@
 """The editor through which passes change graphs; it keeps metadata, checks edits and can undo them.
 
 New nodes are calls of op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``.
-AOTAutograd's cache rejects graphs without ``example_value``; reports use the other two entries.
+AOTAutograd's cache rejects graphs without ``example_value``. Reports read the line of user code and
+the module path of a node from ``stack_trace`` and ``nn_module_stack``.
 """
 
 from __future__ import annotations

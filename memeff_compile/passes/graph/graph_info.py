@@ -1,8 +1,8 @@
 """Answer questions about a captured graph, such as: which inputs are parameters, where gradients
 are enabled, which nodes write in place, and which line of user code made a node.
 
-This module never changes the graph. Sizes of tensors may be symbolic. No answer replaces a symbol
-by a number, because that would add a guard and cause recompilations.
+This module never changes the graph. Sizes of tensors may be symbolic. The methods of this module
+never replace a symbol by a number, because that would add a guard and cause recompilations.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -88,7 +89,7 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the nodes among the candidates at which no earlier search of the pass raised an
+        """Yield the given nodes, except those at which an earlier search of this pass raised an
         error.
         """
         outer = self.candidate
@@ -111,8 +112,8 @@ class GraphInfo:
         return read_one(node)
 
     def tensor(self, node: Any) -> torch.Tensor | None:
-        """Return the fake tensor of ``node``, or None if the node's value is not a recorded
-        tensor."""
+        """Return the fake tensor of ``node``, or None if the node's value is not a tensor or has
+        no fake tensor."""
         value = compat.example_value(node) if isinstance(node, Node) else None
         return value if isinstance(value, torch.Tensor) else None
 
@@ -231,8 +232,8 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """Follow ``node`` out of the graphs of activation checkpoints to a placeholder of the whole
-        graph, if the value of ``node`` comes from a placeholder.
+        """If ``node`` is an input of a checkpoint's graph, return the input of the whole graph that
+        is passed for it; if an earlier node computes the value, return None.
         """
         if node.op != "placeholder":
             return None
@@ -247,7 +248,7 @@ class GraphInfo:
         return self.module_names(node)[0]
 
     def module_names(self, node: Node) -> tuple[str, ...]:
-        """Return every name of the module in which ``node`` was called, starting with its path."""
+        """Return all names of the module in which ``node`` was called; the first is its path."""
         stack = module_stack(node)
         return self.names.of(*stack[-1]) if stack else ("",)
 
@@ -272,15 +273,15 @@ class GraphInfo:
     @cached_property
     def writes(self) -> list[Write]:
         """Return every in-place write of the graph, in order."""
-        writes = (Write(node, place, written_by(node)) for node, place in self.positions.items())
-        return [write for write in writes if write.targets]
+        return list(_writes(self.positions.items()))
 
     def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
         """Return a node between ``first`` and ``last`` (included) that may write to the memory of
         ``nodes``."""
         lo, hi = self.positions[first], self.positions[last]
-        for write in self.writes:
-            if lo < write.position <= hi and self.may_write(write, nodes):
+        # Each edit of one layer would make `writes` read the nodes of all layers again.
+        for write in _writes(islice(self.positions.items(), lo + 1, hi + 1)):
+            if self.may_write(write, nodes):
                 return write.node
         return None
 
@@ -367,6 +368,12 @@ class GraphInfo:
             if key is not None:
                 found.setdefault(key, not is_held and not isinstance(real, torch.nn.Parameter))
         return found
+
+
+def _writes(positions: Iterable[tuple[Node, int]]) -> Iterator[Write]:
+    for node, position in positions:
+        if targets := written_by(node):
+            yield Write(node, position, targets)
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s+([^\n]*)')

@@ -93,7 +93,8 @@ class ModuleNames:
 
 
 def _first_module(path: str) -> nn.Module | None:
-    """Return the first module on one of Dynamo's paths."""
+    """Follow a path in Dynamo's notation, such as ``L['trainer'].model.lm_head``; return the first
+    value on the way that is a module, or None."""
     value: Any = compat.frame_variables().get(path[:1])
     for step in _STEP.findall(path[1:]):
         try:

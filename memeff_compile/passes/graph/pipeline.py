@@ -157,8 +157,8 @@ class _Run:
                 self._append(record, is_counted=True)
 
     def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
-        """Rewrite a match; if this fails, rewrite, one by one, the smaller matches that it
-        combines. Return whether the whole match was rewritten.
+        """Rewrite a match; if this fails, rewrite the smaller matches that the match combines, one
+        by one. Return whether the whole match was rewritten.
         """
         editor = Editor(info)
         try:
@@ -242,7 +242,7 @@ class _Run:
         self._append(_with_all_places(record, info, nearby), is_counted=decline.sites > 0)
 
     def _append(self, record: Record, *, is_counted: bool) -> None:
-        """Add a record, or merge it into an equal record of another layer."""
+        """Add a record to the report, or merge it into an equal record of another layer."""
         for place, earlier in enumerate(self.records if is_counted else ()):
             if record.says_the_same_as(earlier):
                 self.records[place] = earlier.joined(record)
@@ -279,7 +279,7 @@ def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
 def _records(
     graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
 ) -> tuple[Record, list[Record]]:
-    """Return the records of a rewrite: one for the change, and one for each note."""
+    """Return the report's records of a rewrite: one for the change, and one for each note."""
     said, sites = (done.action, done.code, _sentence(done.sentence)), max(done.sites, 1)
     notes = [
         Record(NOTED, action, code, _sentence(sentence), "", *where)
@@ -291,7 +291,7 @@ def _records(
 def _internal_error(
     name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
 ) -> Record:
-    """Log an error that a pass raised, and return its record."""
+    """Log an error that a pass raised, and return the report's record of the error."""
     text = "memeff_compile: internal error in %s, left as it was: %s"
     log.warning(text, name, what, exc_info=True)
     hint = "please report it with the graph from memeff_compile.graphs()[-1].before"

@@ -20,7 +20,17 @@ from torch.fx import Node
 from ... import compat
 from ...kernels.device import gpu
 from ...report import Record
-from .cuts import Piece, block_of, candidates, crossed_by_tensors, is_size, size_inputs, split
+from .cuts import (
+    Piece,
+    block_of,
+    candidates,
+    crossed_by_tensors,
+    is_size,
+    path_of,
+    return_from_partition,
+    size_inputs,
+    split,
+)
 from .graph_info import GraphInfo, levels_of
 from .structure import with_names
 
@@ -90,19 +100,60 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 
 
 def _borders(info: GraphInfo) -> list[Node]:
-    """Return the first node of each layer, and the first node after each stack of layers."""
+    """Return the first node of each layer, and the first node after each stack of layers.
+
+    Without gradients, a layer's first normalization belongs to the partition of the previous layer.
+    In that partition, the compiler fuses the normalization with the addition of the previous
+    layer's result to the residual, as in the whole graph.
+    """
     nodes = candidates(info)
     allowed = crossed_by_tensors(info, nodes)
     blocks = [block_of(node) for node in nodes]
     ends = {_stack(block): place + 1 for place, block in enumerate(blocks) if block}.values()
-    found, current = [], ""
-    for place, (node, block) in enumerate(zip(nodes, blocks, strict=True)):
+    found: list[Node] = []
+    current = ""
+    for place, block in enumerate(blocks):
         # Nodes between two layers of a stack belong to the previous layer.
         if (block and block != current) or place in ends:
             current = block
-            if place and node in allowed:
-                found.append(node)
+            end = place if info.needs_grad else _after_norm(nodes, place)
+            if end == len(nodes):  # the graph ends with this norm, which the last layer keeps
+                _give_residual(nodes, place, end)
+                continue
+            if nodes[end] not in allowed:
+                end = place
+            if place and nodes[end] in allowed and nodes[end] not in found[-1:]:
+                found.append(nodes[end])
+                _give_residual(nodes, place, end)
     return found
+
+
+def _give_residual(nodes: Sequence[Node], place: int, end: int) -> None:
+    """Make the partition that contains the normalization from `place` to `end` also return the
+    input of the normalization.
+
+    The next layer reads this input. The last layer's partition returns it too, although no layer
+    reads it, so that this partition has the same structure as the others.
+    """
+    norm = {*nodes[place:end]}
+    for node in norm:
+        for each in node.all_input_nodes:
+            if each.op not in ("placeholder", "get_attr") and each not in norm:
+                return_from_partition(each)
+
+
+def _after_norm(nodes: Sequence[Node], place: int) -> int:
+    """Return the position after the normalization that begins at `place`, or `place` if no
+    normalization begins there; every module without matrices counts as a normalization.
+    """
+    path = path_of(nodes[place])
+    end = place
+    while path and end < len(nodes) and path_of(nodes[end]) == path:
+        given = map(compat.example_input, nodes[end].all_input_nodes)
+        if any(isinstance(each, torch.nn.Parameter) and each.dim() > 1 for each in given):
+            return place
+        end += 1
+    return end
 
 
 def _are_short(info: GraphInfo, borders: Sequence[Node]) -> bool:
@@ -135,8 +186,8 @@ def _operations(info: GraphInfo) -> int:
 
 
 def _operations_of(node: Node, *, needs_grad: bool) -> int:
-    """Return the number of floating-point operations of a node that is a linear layer: a product of
-    a matrix and an input as wide as the matrix.
+    """Return the number of floating-point operations of a node that is a linear layer: the product
+    of a weight (a matrix that is a graph input) and a tensor with a matching last axis.
     """
     result = _floating(node)
     if result is None or result.dim() < 2:
@@ -163,8 +214,8 @@ def _floating(node: Node) -> torch.Tensor | None:
 
 
 def _stack(block: str) -> str:
-    """Return the path of a layer without its number, which all layers of one stack have in
-    common."""
+    """Return the path of a layer without the layer's number; all layers of one stack have the
+    returned path in common."""
     return block.rstrip("_0123456789")
 
 

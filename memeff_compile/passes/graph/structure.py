@@ -2,8 +2,8 @@
 compiled code.
 
 Two layers of a model are captured as two partitions that differ only in node names and weights. One
-compiled function can run both if everything that a compiler may read is equal: operations,
-constants, and the sizes, strides, dtypes and aliasing of the inputs.
+compiled function can run both partitions if everything that a compiler may read is equal:
+operations, constants, and the sizes, strides, dtypes and aliasing of the inputs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def structure(
 
 
 def with_names(key: Hashable, names: Mapping[str, str]) -> Hashable:
-    """Return a key in which size symbols are renamed."""
+    """Return a key in which the names of size symbols are replaced as the mapping ``names``
+    says."""
     if isinstance(key, tuple):
         return tuple(with_names(each, names) for each in key)
     if isinstance(key, str) and key:

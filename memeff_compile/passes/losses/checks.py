@@ -76,8 +76,8 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a Decline if the op cannot compute, over ranks, one of the losses and other results
-    (tails) of an output projection which is split over ranks.
+    """For an output projection that is split over ranks, return a Decline if the fused op cannot
+    compute one of the losses or other results (tails) of its logits.
     """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""
@@ -130,8 +130,8 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a Decline if a loss is detached from autograd, or if some of the steps that compute
-    the loss are. Metrics may be detached.
+    """Return a Decline if a loss, or some of the steps that compute the loss, are detached from
+    autograd. Metrics may be detached.
     """
     trains = info.tensor(site.head.node)
     if trains is None or not trains.requires_grad:

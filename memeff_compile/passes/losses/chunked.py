@@ -1,11 +1,11 @@
 """Recognize the op that PyTorch's `F.linear_cross_entropy(options=...)` calls: an output projection
 and its loss in one node.
 
-    loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)             mean, sum
-    losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)  none
+    mean or sum: loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)
+    none: losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)
 
-The options of this function choose how many rows a chunk has and the precision of sums. These
-options do not change the mathematical result, so the pass ignores these options; the op
+The options of `F.linear_cross_entropy` choose how many rows a chunk has and the precision of sums.
+These options do not change the mathematical result, so the pass ignores these options; the op
 memeff::linear_cross_entropy computes sums at least as precisely as PyTorch's function.
 """
 
@@ -31,14 +31,14 @@ _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def is_chunked(tail: Tail) -> bool:
-    """Return whether a loss is written as PyTorch's own op, which does not build N x V logits
-    either."""
+    """Return whether a loss and its output projection are PyTorch's own single op, which builds no
+    N x V logits either."""
     return tail.node is tail.chain.head.node
 
 
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
-    """Describe PyTorch's op as an output projection and a loss, two objects that both refer to the
-    op's node.
+    """Describe PyTorch's chunked op as an output projection and a loss, two objects that both refer
+    to the op's node.
     """
     call = read_one(node)
     if call is None:

@@ -3,8 +3,8 @@ k classes use such gathers.
 
     log_softmax(z)[..., i], softmax(z)[..., i] or z[..., i], written with gather or take_along_dim
 
-For one class per row, `losses/tails.py` reads the log-probability instead, and the op for cross
-entropy computes it.
+For one class per row, `losses/tails.py` reads the log-probability instead, and
+memeff::linear_cross_entropy computes it.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def read_classes(
 
 
 def _comes_from(info: GraphInfo, index: Node, head: Node) -> bool:
-    """Return whether the class indices of a gather are computed from the same logits, as in a
-    router that chooses experts."""
+    """Return whether the class indices of a gather are computed from the logits that it reads, as
+    in a router that chooses experts."""
     seen, queue, first = set[Node](), [index], info.positions[head]
     while queue:
         node = queue.pop()

@@ -2,9 +2,9 @@
 writes their sums.
 
 The module describes the numbers that a loss sums over the classes as a polynomial in probabilities
-and log-probabilities of student and teacher, and in logarithms of a mixture of both. So `kl_div`,
-hand-written sums, symmetric and Jensen-Shannon divergences, and cross entropies with a teacher's
-probabilities all become the six factors in `Coefficients`.
+and log-probabilities of student and teacher, and in logarithms of a mixture of both. So the six
+factors of `Coefficients` can describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon
+divergences, and cross entropies with a teacher's probabilities.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Side:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the output projection, and the steps from the output projection to the softmax."""
+        """Return the nodes of the output projection, and of the steps from it to the softmax."""
         if self.chain is None:
             return ()
         return (*self.chain.head.nodes, *(step.node for step in self.chain.steps))
@@ -109,8 +109,8 @@ class Group:
     """All divergences of one student's logits, in their order, which are rewritten together.
 
     If the pass cannot rewrite one divergence of the group, the graph must build the logits anyway.
-    So the pass checks all divergences of the group before it rewrites the first one, and if it
-    declines one, it declines all for the same reason (`refusal`).
+    So the pass checks all divergences of the group before it rewrites the first one. If it declines
+    one of them, it declines all of them for the reason that the field `refusal` contains.
     """
 
     members: list[Divergence]
@@ -201,7 +201,7 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Recognize a divergence's sum or mean (as the given reduction requires), which may be
+        """Recognize the sum or mean (as ``reduction`` says) of a divergence's terms, possibly
         multiplied by numbers.
         """
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
@@ -276,7 +276,7 @@ class DivergenceReader:
         return Expression(terms), reduction, a["self"]
 
     def expression(self, node: Any, depth: int = 0) -> Expression | None:
-        """Return a node that has one value per class as a polynomial, or None for other nodes."""
+        """Return the polynomial of a node with one value per class, or None for other nodes."""
         number = constant(node)
         if number is not None:
             return Expression({(): number})
@@ -381,8 +381,8 @@ class DivergenceReader:
         return found
 
     def _selected(self, node: Node, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Recognize the rows that a boolean mask selects. The op sums over all rows, and the
-        other rows add zero to the sum.
+        """Recognize a selection of rows by a boolean mask. The fused op sums over all rows; rows
+        that the mask does not select add zero to the sum.
 
         Dynamo captures such a selection if `torch._dynamo.config.capture_dynamic_output_shape_ops`
         is set.
@@ -801,7 +801,7 @@ def _mixed(shares: Mapping[Any, float]) -> Expression | None:
 
 
 def _log_of_sum(left: Expression | None, right: Expression | None) -> Expression | None:
-    """Recognize log(exp(left) + exp(right)), where both are log-probabilities plus numbers."""
+    """Recognize log(exp(left) + exp(right)) of two log-probabilities, each plus a constant."""
     shares: dict[Any, float] = {}
     for part in (left, right):
         if part is None or part.masks:
@@ -831,8 +831,8 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the coefficients of the six sums that the op can compute, or None if the polynomial
-    has other terms, such as those of a third softmax.
+    """Return the coefficients of the six sums that the fused op can compute, or None if the
+    polynomial has other terms, such as those of a third softmax.
     """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}

@@ -1,9 +1,9 @@
-"""Insert the op call that replaces an output projection and its losses, and the few ATen nodes that
-compute each loss from the call's results.
+"""Insert the fused op's call that replaces an output projection and its losses, and the few ATen
+nodes that compute each loss from the call's results.
 
 All tails (losses and other results of the logits) that use the same rows (tokens), the same scale,
-softcap and bias, and the same targets share one op call. Reductions, class weights, label smoothing
-and casts remain ATen nodes over N numbers, which the inner compiler fuses.
+softcap and bias, and the same targets share one call of the fused op. Reductions, class weights,
+label smoothing and casts remain ATen nodes over N numbers, which the inner compiler fuses.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NLL, _LSE, _LOGIT_SUM, _ENTROPY, _TOP = range(5)
 
 
 def filter_settings(options: Options) -> dict[str, float | str | bool]:
-    """Return the gradient filter's settings, as arguments of the op, that differ from the op's
-    defaults."""
+    """Return the gradient filter's settings that differ from the fused op's defaults, as
+    arguments."""
     settings: dict[str, float | str | bool] = {
         "filter_level": options.filter_level,
         "filter_parts": options.linear_cross_entropy_parts,
@@ -47,9 +47,9 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group the tails (losses and other results of the logits) that one op call can compute: they
-    have the same rows, the same scale, softcap and bias, and the same targets, and all their inputs
-    are computed before the first tail.
+    """Group the tails (losses and other results of the logits) that one call of the fused op can
+    compute: they have the same rows, the same scale, softcap and bias, and the same targets, and
+    all their inputs are computed before the first tail.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -65,8 +65,8 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
     """Combine tails (losses and other results of the logits) that use different ranges of the rows,
-    such as chunks, so that one op call over all rows computes the per-row numbers for all these
-    tails.
+    such as chunks, so that one call of the fused op over all rows computes the per-row numbers for
+    all these tails.
 
     The ranges are not combined if together they have less than half of the rows.
     """
@@ -112,8 +112,8 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Go back from a target through reshapes and copies, as far as no later node writes to the
-    memory; return the node that is reached.
+    """Return the earliest node that is reached by going back from a target through reshapes and
+    copies; stop before a node to whose memory the graph may write.
     """
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
@@ -131,11 +131,11 @@ _TARGET_MOVES = named(
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return the nodes to compute again if one op call for ``group`` runs before the group's first
-    tail (a loss or another result of the logits).
+    """Return the nodes to compute again if the fused op's call for ``group`` runs before the
+    group's first tail (a loss or another result of the logits).
 
-    Such nodes compute targets, such as shifted labels that the graph computes after a z-loss, and
-    are integer views and copies of inputs, so computing them again takes almost no time. If
+    Such nodes compute targets, for example shifted labels after a z-loss. They are integer views
+    and copies of inputs, so computing them again takes almost no time. If
     computing these nodes again could give other values, return None.
     """
     first, _ = _place(info, group)
@@ -166,8 +166,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
-    """Return a node that writes to targets or class weights after the op call of ``group`` and
-    before the group's last tail (a loss or another result of the logits). The op reads these
+    """Return a node that writes to targets or class weights after the fused op's call for ``group``
+    and before the group's last tail (a loss or another result of the logits). The op reads these
     tensors when it is called, whereas the losses in the original graph read these tensors later.
     """
     operands = [n for tail in group for n in tail.operands]
@@ -176,7 +176,7 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the op for ``group`` is inserted, and the node's region
+    """Return the node before which the fused op for ``group`` is inserted, and the node's region
     (autograd, autocast and inference modes).
 
     Usually this node computes the group's first loss or other result of the logits. If the first
@@ -193,7 +193,7 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 
 
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
-    """Insert the op and the results of ``group``; return the nodes that are now computed
+    """Insert the fused op and the results of ``group``; return the nodes that are now computed
     earlier."""
     anchor, region = _place(info, group)
     named = min((t.node for t in group), key=info.positions.__getitem__)
@@ -267,7 +267,8 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 
 def gathered(group: Sequence[Tail]) -> list[str]:
-    """Return the names of those per-row values that an op call gathers from all ranks."""
+    """Return the names of those per-row values that a call of the fused op gathers from all
+    ranks."""
     extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
@@ -275,7 +276,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how many times the ranks exchange per-row numbers during an op call."""
+    """Return how many times the ranks exchange per-row numbers during a call of the fused op."""
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
@@ -295,8 +296,8 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 
 
 class GroupEmitter:
-    """Inserts the op call of one group of tails (losses and other results of the logits), and the
-    few ATen nodes that compute each tail from the op's results per row."""
+    """Inserts the fused op's call for one group of tails (losses and other results of the logits),
+    and the few ATen nodes that compute each tail from the op's results per row."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
@@ -315,7 +316,7 @@ class GroupEmitter:
         self._silent = False
 
     def op_call(self) -> None:
-        """Insert the op call for the rows (tokens) that the tails use."""
+        """Insert the fused op's call for the rows (tokens) that the losses of this group use."""
         e, head = self.editor, self.head
         key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
         size = compat.known_size(self.info.value(head.hidden).shape[-1])
@@ -359,8 +360,8 @@ class GroupEmitter:
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _call(self, *operands: Node | None, **settings: Any) -> Node:
-        """Insert a call of the op or, if the output projection's classes are split over ranks, of
-        the op's variant for this case.
+        """Insert a call of the fused op or, if the output projection's classes are split over
+        ranks, of the op's variant for this case.
         """
         e, split = self.editor, self.split
         if split is None:
@@ -426,8 +427,8 @@ class GroupEmitter:
         return e.cast(node, dtype)
 
     def _cut(self, node: Node, dim: int, classes: tuple[int, int] | None = None) -> Node:
-        """Return a view without the classes that no loss reads; the gradient of these classes is
-        zero."""
+        """Return a view of a weight or bias without the classes that no loss reads; their gradient
+        is zero."""
         classes = classes or self.modifiers.classes
         return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 
@@ -442,7 +443,7 @@ class GroupEmitter:
         return self.editor.call(aten.slice.Tensor, vector, 0, shard.first, stop)
 
     def _total_call(self, operands: Sequence[Node | None], low_rank: Sequence[Node]) -> None:
-        """Insert the op that returns the reduced loss together with its gradients."""
+        """Insert the fused op that returns the reduced loss together with its gradients."""
         e, tail = self.editor, self.group[0]
         row_weight = norm = None
         if tail.class_weight is not None or tail.reduction == 1:
@@ -483,8 +484,8 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the op's per-row results, for the rows that the current tail (a loss or
-        another result of the logits) uses."""
+        """Return one of the fused op's per-row results, for the rows that the current tail (a loss
+        or another result of the logits) uses."""
         item = self._items[index]
         value = self.info.tensor(item)
         if self._silent and value is not None and value.requires_grad:
@@ -492,8 +493,8 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
-        """Return how many row moves (reorderings and selections of rows) are applied before the op:
-        those that all tails have in common."""
+        """Return how many row moves (reorderings and selections of rows) are applied before the
+        fused op: those that all losses of this group have in common."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):
@@ -554,7 +555,7 @@ class GroupEmitter:
 
     def result(self, tail: Tail) -> Node:
         """Insert the result of ``tail`` (a loss or another result of the logits), computed from the
-        op's per-row results."""
+        fused op's per-row results."""
         e = self.editor
         self._silent = is_silent(self.info, tail)
         if tail.kind == "loss":
@@ -599,7 +600,7 @@ class GroupEmitter:
 
     def _statistic(self, tail: Tail) -> Node:
         """Return one number per row for ``tail`` (a loss or another result of the logits), computed
-        from the op's per-row results."""
+        from the fused op's per-row results."""
         kind = tail.kind
         if kind in SUMS:
             return self._by_number(self._class_sum(kind), tail.factor)
@@ -613,7 +614,7 @@ class GroupEmitter:
         return entropy
 
     def _class_sum(self, kind: str) -> Node:
-        """Return the sum over the classes of each row's logits or log-probabilities."""
+        """Return, for each row, the sum of its logits or log-probabilities over the classes."""
         e, rows = self.editor, self._rows(_LOGIT_SUM)
         if kind not in ("log_prob", "log_prob_sum"):
             return rows
@@ -621,8 +622,8 @@ class GroupEmitter:
         return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
-        """Select the rows of a loss, or of another result of the logits, from the op's per-row
-        results, and reshape them."""
+        """Select the rows of a loss, or of another result of the logits, from the fused op's
+        per-row results, and reshape them."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)
@@ -638,8 +639,8 @@ class GroupEmitter:
         return rows
 
     def _loss(self, tail: Tail) -> Node:
-        """Compute a loss from the op's results per token as cross_entropy does: apply class weights
-        and label smoothing, then the reduction."""
+        """Compute a loss from the fused op's results per token as cross_entropy does: apply class
+        weights and label smoothing, then the reduction."""
         e = self.editor
         if self.total is not None:
             return self.total
@@ -672,7 +673,7 @@ class GroupEmitter:
         return e.call(aten.mul.Tensor, picked, kept)
 
     def _smooth_rows(self, tail: Tail, kept: Node) -> Node:
-        """Return the sum over the classes of weight * (lse - z), with zero in ignored rows."""
+        """Return the sum of weight * (lse - z) over the classes, with zero in ignored rows."""
         e = self.editor
         lse = self._rows(_LSE)
         if tail.class_weight is None:

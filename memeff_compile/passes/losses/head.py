@@ -1,5 +1,5 @@
-"""Recognize how logits are computed from hidden states: by an output projection, then by row moves
-and pointwise steps.
+"""Recognize how logits are computed from hidden states: by an output projection, then by steps that
+move rows and by pointwise steps.
 
     hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
     bias}*
@@ -9,7 +9,7 @@ as those of LoRA adapters.
 
 Row moves (reorderings and selections of rows) give the same result whether they are applied before
 or after the product. So the rewrite applies row moves to the hidden states. Pointwise steps become
-the arguments ``scale``, ``softcap`` and ``bias`` of the op.
+the arguments ``scale``, ``softcap`` and ``bias`` of the fused op.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ class Step:
     """One node between the output projection and a node that uses the logits.
 
     kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
-    (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (selects some
-    classes), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with
-    its value. If the graph computes the value from a number that the user passed (``dynamic=True``
-    turns such numbers into symbols), a guard on ``symbol`` keeps the value constant. The field
-    ``classes`` has the index of the first selected class and the index after the last one. If a
-    step also moves rows, ``whole`` is the complete ATen call of its node.
+    (no change), ``move`` (class dimension from last to 1), ``detach`` or ``classes`` (selects some
+    classes). Pointwise steps have the kinds ``to``, ``mul``, ``div``, ``tanh``, ``bias`` and
+    ``factor``; their operand is ``value``. If ``value`` is a number that the user passed (a symbol
+    under ``dynamic=True``), a guard on ``symbol`` keeps it constant. The field ``classes`` has
+    the index of the first selected class and the index after the last one. If a step also moves
+    rows, ``whole`` is the complete ATen call of its node.
     """
 
     node: Node
@@ -137,7 +137,7 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two row moves with the same effect on the same rows."""
+        """Return a key that is equal for two steps that move the same rows in the same way."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -151,22 +151,22 @@ class Chain:
 
     @property
     def row_steps(self) -> tuple[Step, ...]:
-        """Return the steps that change the leading dimensions."""
+        """Return those steps that change the leading dimensions of the logits."""
         return tuple(s for s in self.steps if s.kind in ("rows", "reshape"))
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two chains with the same rows in the same order.
-
-        The key contains one entry per row move, up to the last one that selects or reorders rows.
+        """Return a key that is equal for two chains (output projections with the steps after them)
+        whose logits have the same rows in the same order. The key contains one entry per step that
+        moves rows, up to the last one that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether every row of this chain is also a row of the other chain, and both have
-        the same output projection."""
+        """Return whether the logits of this chain (output projection and steps) contain only rows
+        that the logits of the other chain contain too, and both have the same output projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
@@ -188,7 +188,7 @@ class Chain:
 
     @property
     def detached(self) -> bool:
-        """Return whether a step stops the gradient."""
+        """Return whether one of the steps detaches the logits, which stops the gradient."""
         return any(s.kind == "detach" for s in self.steps)
 
     @property
@@ -205,7 +205,7 @@ class Chain:
 
 
 def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the classes that remain after some steps, numbered as before these steps."""
+    """Return the range of classes (start, stop) that all slices of classes in `steps` keep."""
     first = None
     for start, stop in (step.classes for step in steps if step.classes is not None):
         first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
@@ -261,8 +261,8 @@ class HeadReader:
         return self.extend(Chain(head, (), node), upwards[::-1])
 
     def is_wide(self, head: Head) -> bool:
-        """Return whether a linear layer is an output projection, judged by the shape and source of
-        its weight."""
+        """Return whether a linear layer is an output projection, judged by its weight's shape and
+        by the graph inputs from which the weight is computed."""
         return self.has_shape_of_head(head) and self.input_in_weight(head) is None
 
     def has_shape_of_head(self, head: Head) -> bool:
@@ -290,8 +290,8 @@ class HeadReader:
         return None
 
     def masks_parameter(self, head: Head) -> bool:
-        """Return whether a weight is computed from a trained input of the same shape, such as a
-        masked parameter."""
+        """Return whether a weight, such as a masked parameter, is computed from a trained input of
+        the same shape."""
         weight = self.info.value(head.weight)
         values = [self.info.tensor(node) for node in self._sources(head.weight)]
         trained = [value for value in values if value is not None and value.requires_grad]
@@ -321,8 +321,8 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return ``chain`` extended by later nodes, as long as each of them is a step of one of
-        ``kinds``."""
+        """Return ``chain`` extended by later nodes, or a Decline if one of these nodes is not a
+        step of a kind in ``kinds``."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
@@ -483,7 +483,7 @@ class HeadReader:
     def _source(
         self, node: Node, transposed: bool, dtype: torch.dtype, casts: list[Node]
     ) -> tuple[Node, bool]:
-        """Follow a weight or a bias through casts and transposes.
+        """Follow a weight or a bias back through casts and transposes, to the node before them.
 
         Each cast must preserve all values, or must be to the dtype to which the product casts its
         operands anyway.
@@ -508,7 +508,7 @@ class HeadReader:
         return read(node) or (trace(node) if self.tracing else None)
 
     def _chain_operand(self, node: Node) -> Node | None:
-        """Return the operand of ``node`` that contains logits, judged by its shape and source."""
+        """Return the operand that contains logits, judged by shapes and by earlier nodes."""
         if node.op not in ("call_function", "call_method"):
             return None
         if (source := shards.moved(node)) is not None:
@@ -786,7 +786,7 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Turn the pointwise steps of a chain, in order, into arguments of the op.
+    """Turn the pointwise steps after an output projection, in order, into the fused op's arguments.
 
     The arguments are scale, softcap, bias, the tensors that multiply the logits, and the remaining
     classes.
@@ -863,8 +863,8 @@ def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
-    """Insert copies of the row moves among ``steps`` that apply to the hidden states (with last
-    dimension D instead of V).
+    """Insert copies of those ``steps`` that move rows; the copies apply to the hidden states (with
+    last dimension D instead of V).
     """
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
@@ -896,9 +896,8 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Return which kind of row move ``call`` is: same, reshape, rows, move or detach.
-
-    For a call that is not a row move, return None.
+    """Return in which way ``call`` moves rows: same, reshape, rows, move or detach. For any other
+    call, return None.
     """
     op, args = call.op, call.args
     last = rank - 1

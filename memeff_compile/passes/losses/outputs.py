@@ -115,7 +115,7 @@ def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
 
 
 def _why_no_loss(info: GraphInfo, match: Returned) -> str:
-    """Return the reason why a loss outside of the graph could not use the op, or ""."""
+    """Return the reason why a loss outside of the graph could not use the fused op, or ""."""
     if compat.feeds_resumed_code(info.gm):
         return "Dynamo ended the graph here, and the function goes on after it"
     chains = [output.chain for output in match.outputs]
@@ -136,7 +136,7 @@ def _why_no_loss(info: GraphInfo, match: Returned) -> str:
 
 
 def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
-    """Return the reason why the op would not support a loss of the given logits, or ""."""
+    """Return the reason why the fused op would not support a loss of the given logits, or ""."""
     head = chains[0].head
     hidden, weight = info.value(head.hidden), info.value(head.weight)
     vectors = [s.value for chain in chains for s in chain.steps if s.kind == "bias"]
@@ -335,8 +335,8 @@ def _behind(output: LogitsOutput, base: LogitsOutput) -> tuple[Step, ...]:
 def rewrite(
     info: GraphInfo, outputs: Sequence[LogitsOutput], editor: Editor
 ) -> tuple[list[DeferredOutput], list[Note]]:
-    """Replace the outputs by hidden states (or None); return the plan, and the notes for the
-    report."""
+    """Replace returned logits by hidden states or None; return the plan from which the backend
+    makes deferred logits, and the notes for the report."""
     if not outputs:
         return [], []
     values: Any = info.output.args[0]

@@ -2,7 +2,7 @@
 combine the ranks' results.
 
     x = DTensor.from_local(h, mesh, (Replicate,))
-    l = linear(x, W)                          W: Shard(0), this rank's classes
+    l = linear(x, W)  # with W: Shard(0), this rank's classes
     z = l.redistribute(placements=(Replicate,)).to_local()
 
 All ranks of a group must make the same edits, because a collective would hang otherwise. So this

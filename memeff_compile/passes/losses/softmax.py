@@ -33,9 +33,9 @@ _TRANSPARENT = ("rows", "reshape", "same", "move", "detach", "to")
 class Soft:
     """Probabilities or log-probabilities that the graph computes from logits.
 
-    A `Soft` contains the chain of the logits, extended by the row moves (reorderings and selections
-    of rows) that the graph applies to the probabilities, and the nodes from the logits to the
-    probabilities.
+    A `Soft` contains the nodes from the logits to the probabilities, and the `Chain` of the logits
+    (output projection and later steps), extended by the row moves (reorderings and selections of
+    rows) that the graph applies to the probabilities.
     """
 
     chain: Chain
@@ -101,7 +101,7 @@ class SoftmaxReader:
 
     def signed_log_probs(self, node: Any) -> Soft | Decline | None:
         """If a node computes log-probabilities or negated log-probabilities, return them as a
-        `Soft`; the negation may come before or after row moves."""
+        `Soft`; the negation may come before or after steps that move rows."""
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:
@@ -376,5 +376,5 @@ def broadcast_operand(node: Node) -> Node | None:
 
 
 def class_position(chain: Chain, rank: int) -> int:
-    """Return the dimension that contains the classes in a chain's result on this rank."""
+    """Return the classes' dimension in the logits of ``chain``, which have ``rank`` dimensions."""
     return 1 if chain.moved and rank > 1 else max(rank, 1) - 1

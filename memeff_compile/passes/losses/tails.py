@@ -3,7 +3,7 @@ logits.
 
 A *tail* is a node that computes a result from logits, if memeff::linear_cross_entropy can compute
 that result, too. A *site* is an output projection and all tails of its logits. If a node looks like
-a loss but is not recognised, the reader returns a Decline.
+a loss but is not recognised, `TailReader` returns a `Decline`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .targets import INDICES, NUMBERS, OneHot, counts_up, indexed_by_numbers, re
 class Tail:
     """A node whose result the op memeff::linear_cross_entropy can compute from logits.
 
-    kind is, with a target, ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
-    log-probabilities) or ``logit`` (gather on the logits themselves); without a target, ``lse``
-    (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p) or
+    With a target, kind is ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
+    log-probabilities) or ``logit`` (gather on the logits themselves). Without a target, kind is
+    ``lse`` (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p),
     ``mean_logit`` (the sum of p times the logits), ``log_prob_sum`` or ``logit_sum`` (over the
     classes). ``reduction`` is 0 for a number per row, 1 for their mean and 2 for their sum.
     """
@@ -459,7 +459,7 @@ class TailReader:
             yield from self._top(node, {"keepdim": True, **call.args}, (pair, *others))
 
     def _top(self, node: Node, a: Any, through: tuple[Node, ...] = ()) -> Iterable[Tail]:
-        """Recognize an argmax over the classes of logits, probabilities or log-probabilities."""
+        """Recognize an argmax of logits, probabilities or log-probabilities, over the classes."""
         source = a["self"]
         value = self.info.tensor(source)
         if value is None or value.dim() == 0 or not isinstance(a["dim"], int):
@@ -489,7 +489,7 @@ class TailReader:
             yield from self._by_targets(node, a, reduction, term, sign, between, call)
 
     def _mean(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Recognize a mean over the classes of log-probabilities or logits, or over rows and
+        """Recognize a mean of log-probabilities or logits, over the classes or over rows and
         classes."""
         a, reduction = {"dim": None, "keepdim": False, **a}, 1 if a.get("dim") is None else 0
         if self._is_over_a_dimension(a, reduction):
@@ -538,8 +538,8 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail | Decline]:
-        """Recognize a sum over the classes of log-probabilities multiplied by one-hot targets, or
-        by other numbers."""
+        """Recognize log-probabilities that are multiplied by one-hot targets, or by other numbers,
+        and then summed over the classes."""
         left, right = call.args["self"], call.args["other"]
         for logs, targets in ((left, right), (right, left)):
             soft = self.softmax.signed_log_probs(logs)
@@ -585,7 +585,7 @@ class TailReader:
         between: tuple[Node, ...],
         call: Call,
     ) -> Iterable[Tail]:
-        """Recognize a sum over the classes of logits multiplied by one-hot targets."""
+        """Recognize logits that are multiplied by one-hot targets and summed over the classes."""
         left, right = call.args["self"], call.args["other"]
         for logits, targets in ((left, right), (right, left)):
             value, given = self.info.tensor(logits), self.info.tensor(targets)
@@ -625,7 +625,7 @@ class TailReader:
     def _entropy(
         self, node: Node, a: Any, term: Node, sign: int, between: tuple[Node, ...], call: Call
     ) -> Iterable[Tail]:
-        """Recognize a sum over the classes of p log p, p times the logits, or entr(p)."""
+        """Recognize p log p, p times the logits, or entr(p), summed over the classes."""
         value, dims = self.info.value(a["self"]), a["dim"]
         if call.op is aten.mul.Tensor:
             left, right = _unsigned(call.args["self"]), _unsigned(call.args["other"])
@@ -759,9 +759,9 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph also computes a logsumexp over the rows of `tail`, which gathers
-    logits; together, the two form a loss.
+    """Return whether the graph, in addition to the logits that `tail` gathers, computes the
+    logsumexp of the same rows: gathered logits and logsumexps together form a loss.
 
-    In a loop over chunks, each logsumexp may cover only some of these rows.
+    In a loop over chunks, each logsumexp may cover only some of the rows of `tail`.
     """
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)

@@ -1,9 +1,9 @@
 """Recognize how a loss that is written in basic operations selects its target classes: by indexing
 with row positions, or by one-hot tensors.
 
-x[arange(rows), targets]
-one_hot(targets, V), its casts, and a * one_hot + b
-full(rows, V).scatter(-1, targets, number), in place too
+by position:  x[arange(rows), targets]
+by one-hot:   one_hot(targets, V), its casts, and a * one_hot + b;
+              full(rows, V).scatter(-1, targets, number), in place too
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _scattered(
 
 
 def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
-    """Return a new tensor and the calls that write to it before ``reader``, or None."""
+    """Return the node that creates a tensor, and all writes to it before ``reader``, or None."""
     nodes = [node]
     while nodes[0].op == "call_method" and str(nodes[0].target) in ("fill_", "scatter_", "zero_"):
         given = nodes[0].args[0]

@@ -1,9 +1,9 @@
 """Report each output projection of a training graph whose loss was not fused.
 
-This module tells an output projection from a wide layer inside a model by how the graph uses the
-layer's result. The result of an inner layer is an operand of another matrix product. The result of
-an output projection is reduced to at most one number per row, as in a loss, or is an output of the
-graph.
+To distinguish an output projection from a wide layer inside a model, this module looks at how the
+graph uses the layer's result. The result of an inner layer is an operand of another matrix product.
+The result of an output projection is reduced to at most one number per row, as in a loss, or is an
+output of the graph.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _given_in_weight(head: Head, classes: int) -> Decline:
 
 
 def _before(node: Node) -> set[Node]:
-    """Return the nodes, a few calls earlier, from which a node may get logits."""
+    """Return the node and the nodes from whose values it is computed, up to a limit."""
     found, queue = {node}, [node]
     while queue and len(found) < _MAX_NODES:
         fresh = [n for n in queue.pop().all_input_nodes if n not in found]

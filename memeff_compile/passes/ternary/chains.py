@@ -90,7 +90,8 @@ def may_round(gm: GraphModule) -> bool:
 
 
 def rounds(node: Any) -> bool:
-    """Return whether a node a few steps earlier rounds a value or takes its sign."""
+    """Return whether a node, or one of the few nodes from which its value is computed, rounds a
+    value or takes its sign."""
     pending, seen = [(node, 0)], set()
     while pending:
         current, depth = pending.pop()
@@ -138,7 +139,7 @@ def _read(node: Node) -> Quantized:
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
     """Recognize the scale of a whole weight; return the weight from which the graph computes the
-    scale, and whether the scale is in codes per unit or in units per code.
+    scale, and whether the graph multiplies or divides by the scale to get codes.
     """
     chain = _Chain()
     try:
@@ -394,8 +395,8 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
-    """Recognize `levels / t`, or for a scale in units per code `t / levels`; return t and the
-    levels."""
+    """Recognize a scale `levels / t` or, with ``is_step``, `t / levels` (by which the graph
+    divides); return t and the number `levels`."""
     if is_step:
         call = _call_of(scale, "div")
         if call is None:

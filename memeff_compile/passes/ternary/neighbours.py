@@ -34,7 +34,7 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Recognize the norm and the gate that precede `node`; the only users of `node` are `users`.
+    """Recognize the norm and the gate that precede `node`; all users of `node` are in `users`.
 
     If a node of the norm or gate has other users, the graph must compute this node anyway, so the
     node is not included.

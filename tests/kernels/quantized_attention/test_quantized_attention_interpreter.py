@@ -82,10 +82,11 @@ def test_every_level(level: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_heads_that_are_turned_in_parts(dtype: torch.dtype) -> None:
-    """4 bits, heads of 200, which tiles pad to 256; the codes of keys are the reference's."""
+@pytest.mark.parametrize("level", ["8b", "4b"])
+def test_heads_that_are_turned_in_parts(level: str, dtype: torch.dtype) -> None:
+    """Heads of 200, which tiles pad to 256; the codes of keys are the reference's."""
     case = biased(draw(1, 2, 1, 40, 130, 200, dtype), "bias")
-    settings, given = settings_for("4b", with_lse=False), conditions(case)
+    settings, given = settings_for(level, with_lse=False, depth=200), conditions(case)
     made = tiles.pack(case.q, case.k, case.v, given, settings)
     wanted = reference.codes(case.q, case.k, case.v, given, settings)
     found = made.k.view(1, -1, 256)[:, :130].float()

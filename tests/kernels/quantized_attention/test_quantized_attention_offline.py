@@ -21,6 +21,8 @@ from memeff_compile.kernels.quantized_attention.settings import (
     NARROWEST,
     QUERY_ROWS,
     TURNED,
+    WIDEST_E4M3,
+    settings_for,
 )
 from memeff_compile.kernels.quantized_attention.shapes import (
     CORRECT_WARPS,
@@ -119,8 +121,8 @@ def _attention(
 ) -> tuple[Any, Shape]:
     from memeff_compile.kernels.quantized_attention import tiles_kernels
 
-    has_tables = bool(flags["HAS_BOUNDS"])
-    kinds = {"has_tables": has_tables, "has_starts": bool(flags["STARTS"])}
+    kinds = {"has_tables": bool(flags["HAS_BOUNDS"]), "has_starts": bool(flags["STARTS"])}
+    kinds["has_f16"] = value == "fp16"
     shape = shape or shape_for(depth, gpu_of(divmod(capability, 10)), **kinds)
     wide = depth_block(depth, NARROWEST)
     is_described = capability >= 90
@@ -164,17 +166,20 @@ def _tool(name: str, *arguments: object) -> str:
 
 
 def _check(capability: int, depth: int, flags: dict[str, Any]) -> None:
-    value = "fp16" if capability < 89 else "fp8e4nv"
+    level = "4b" if flags["LIMIT"] == 15 else "8b"
+    settings = settings_for(level, has_fp8=capability >= 89, depth=depth)
+    value = {"e4m3": "fp8e4nv", "f16": "fp16"}[settings.values]
+    flags = {**flags, "HAS_REST": settings.restores}
     compiled, shape = _attention(capability, depth, flags, value)
-    # Numbers of the prologue may wait outside of the registers; the loops are read below. Heads of
-    # 256 are fastest with a few more.
-    ptx = within_limits(
-        compiled, capability, (0 if shape.registers is None else 16, 160)[shape.parts > 1]
-    )
+    # Numbers of the prologue may wait outside of the registers; the loops are read below. With
+    # values in parts a few more are fastest.
+    few = 0 if shape.registers is None and depth <= WIDEST_E4M3 else 16
+    ptx = within_limits(compiled, capability, 160 if shape.parts > 1 else few)
     assert re.search(r"s32\.s8\.s8(\.s32)?", ptx), "scores are no products of int8"
     if capability == 90:
         assert re.search(r"wgmma\S*s32\.s8\.s8", ptx)
-        assert re.search(r"wgmma\S*f32\.e4m3\.e4m3", ptx)
+        product = r"e4m3\.e4m3" if value == "fp8e4nv" else r"f16\.f16"
+        assert re.search(rf"wgmma\S*f32\.{product}", ptx)
         assert "cp.async.bulk.tensor" in ptx, "tiles are not loaded by descriptors"
     elif shape.stages > 1 and capability < 90:
         assert "cp.async.cg.shared.global" in ptx, "tiles are not loaded ahead"
@@ -284,7 +289,7 @@ def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
     """Compile the kernels of the preparation."""
     from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
 
-    value = "*fp16" if capability < 89 else "*fp8e4nv"
+    value = "*fp16" if capability < 89 or depth > WIDEST_E4M3 else "*fp8e4nv"
     flags = {"HAS_REST": value == "*fp8e4nv", "EARLY": capability >= 90}
     constants = _preparation(depth, **flags, **changes)
     wide = depth_block(depth, NARROWEST)

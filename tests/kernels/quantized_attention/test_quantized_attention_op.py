@@ -137,9 +137,10 @@ def test_heads_of_4_bits_are_turned_and_keys_have_a_scale_each(
     assert found <= 0.95 * relative_l1(ours(case, level="4b")[0], wanted)
 
 
-def test_heads_of_8_bits_are_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("depth", [64, 200, 256])
+def test_heads_of_8_bits_are_turned(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it 8 bits are further away."""
-    case = biased(draw(1, 2, 2, 384, 384, 64, torch.float32), "channels")
+    case = biased(draw(1, 2, 2, 384, 384, depth, torch.float32), "channels")
     wanted = exact(case)[0]
     found = relative_l1(ours(case, level="8b+f16")[0], wanted)
     monkeypatch.setattr(reference, "turned", unturned)
@@ -420,6 +421,9 @@ def test_engines_and_formats_of_devices() -> None:
     assert has_fp8(torch.device("cpu"))
     assert settings_for("8b", has_fp8=False).values == "f16"
     assert settings_for("8b+f16").values == "f16"
+    for level in ("8b", "4b"):
+        found = [settings_for(level, depth=depth).values for depth in (64, 128, 129, 256)]
+        assert found == ["e4m3", "e4m3", "f16", "f16"]
     assert set(VALUES) > {"e4m3", "f16"}
 
 

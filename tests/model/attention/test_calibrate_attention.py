@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ class Attend(nn.Module):
         super().__init__()
         self.loud = loud
         self.repeats = repeats
+        self.weight = 1.0
         self.mask: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,7 +41,7 @@ class Attend(nn.Module):
             keys = x * self.loud
             causal = self.mask is None
             x = F.scaled_dot_product_attention(x, keys, x, attn_mask=self.mask, is_causal=causal)
-        return x
+        return x * self.weight if self.weight != 1.0 else x
 
 
 class Model(nn.Module):
@@ -86,13 +89,163 @@ def test_the_first_level_that_will_do_is_chosen() -> None:
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.25, 1), (0.5, 2), (0.6, 3), (1.0, 4)])
 def test_the_worst_share_of_calls_gets_the_more_precise_level(share: float, count: int) -> None:
-    table = calibrated(share=share)
+    table = calibrated(share=share, by="attention")
     found = table["scores"]
     worst = sorted(found, key=lambda site: found[site]["4b"][0]["worst"])
     wanted = {site: "8b" if site in worst[:count] else "4b" for site in found}
     assert table["levels"] == wanted
-    assert (table["share"], "min_score" in table) == (share, False)
-    assert f"the worst {share} of calls" in str(table)
+    assert (table["share"], table["by"], "min_score" in table) == (share, "attention", False)
+    assert f"the worst {share} of calls by attention" in str(table)
+
+
+@pytest.mark.parametrize("by", [None, "output"])
+def test_calls_that_change_the_output_most_get_the_more_precise_level(by: str | None) -> None:
+    """The calm layer's score is the worst, but its result hardly counts in the output."""
+    model = Model().eval()
+    model.calm.weight = 1e-4
+    inputs = [draw(seed) for seed in range(3)]
+    table = calibrate_attention(model, inputs, share=0.25, by=by)
+    found = table["scores"]
+    assert min(found, key=lambda site: found[site]["4b"][0]["worst"]) == "calm"
+    changes = {site: change for site, (change,) in table["changes"].items()}
+    assert set(changes) == set(found)
+    assert min(changes, key=lambda site: changes[site]) == "calm"
+    worst = max(changes, key=lambda site: changes[site])
+    assert table["levels"] == {site: "8b" if site == worst else "4b" for site in found}
+    lines = str(table).splitlines()
+    assert "the worst 0.25 of calls by output" in lines[0]
+    assert lines[1].split() == ["site", "calls", "4b", "8b", "output", "chosen"]
+    assert lines[2].split()[0] == worst
+    x = inputs[0]
+    wanted = model(x).float()
+    off = []
+    for level in ("4b", "8b"):
+        with Lower(model.loud, level):
+            off.append((model(x).float() - wanted).square().sum() / wanted.square().sum())
+    assert changes["loud"] == pytest.approx(
+        statistics.mean(
+            calibrate_attention(model, [each], share=0.25, by=by)["changes"]["loud"][0]
+            for each in inputs
+        )
+    )
+    (first,) = calibrate_attention(model, [x], share=0.25, by=by)["changes"]["loud"]
+    assert first == pytest.approx(float(off[0] - off[1]), rel=1e-5)
+
+
+class Lower:
+    """Runs a layer's attention in low bits."""
+
+    def __init__(self, layer: Attend, level: str) -> None:
+        def forward(x: Tensor) -> Tensor:
+            if level == "exact":
+                wide = x.float(), (x * layer.loud).float(), x.float()
+                return F.scaled_dot_product_attention(*wide, is_causal=True).to(x.dtype)
+            found = attend_under_mask(x, x * layer.loud, x, is_causal=True, level=level)
+            assert found is not None
+            return found * layer.weight
+
+        self.layer, self.patch = layer, mock.patch.object(layer, "forward", forward)
+
+    def __enter__(self) -> None:
+        self.patch.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.stop()
+
+
+def test_changes_of_logits_are_divergences() -> None:
+    class Judged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Attend(3.0)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"hidden": x.repeat(1, 9, 1, 1), "logits": 10.0 * self.layer(x).float()}
+
+    model, x = Judged(), draw()
+    wanted = model(x)["logits"].log_softmax(-1)
+    divergence = {}
+    for level in ("4b", "8b", "8b+f16", "exact"):
+        with Lower(model.layer, level):
+            ours = model(x)["logits"].log_softmax(-1)
+        divergence[level] = float((wanted.exp() * (wanted - ours)).sum(-1).mean())
+    for pair in (("4b", "8b"), ("4b", "exact"), ("8b+f16", "exact")):
+        given = {"share": 0.0, "levels": pair}
+        (found,) = calibrate_attention(model, [x], **given)["changes"]["layer"]
+        assert found == pytest.approx(divergence[pair[0]] - divergence[pair[1]], rel=1e-3)
+        assert found > 0.0
+
+
+def test_a_result_in_low_bits_has_the_strides_and_the_dtype_of_the_exact_one() -> None:
+    class Viewed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = F.scaled_dot_product_attention(x, x, x)
+            assert y.dtype == torch.bfloat16
+            return y.view(-1, *x.shape[2:])
+
+    table = calibrate_attention(Viewed(), [draw().float()], share=1.0, by="output")
+    assert table["by"] == "output"
+
+
+@pytest.mark.parametrize("low", [-math.inf, math.nan])
+def test_logits_of_minus_infinity_have_a_divergence_and_nan_has_none(low: float) -> None:
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Attend(3.0)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            logits = self.layer(x).float()
+            logits[..., 2] = low
+            return {"logits": logits}
+
+    table = calibrate_attention(Hides(), [draw()], share=0.0)
+    assert table["by"] == ("output" if low == -math.inf else "attention")
+    assert all(math.isfinite(each) for (each,) in table.get("changes", {}).values())
+
+
+def test_logits_of_one_class_are_compared_as_numbers() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Attend(3.0)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.layer(x).float().mean((1, 2))[:, :1]}
+
+    (found,) = calibrate_attention(Scores(), [draw()], share=0.0)["changes"]["layer"]
+    assert found != 0.0
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (lambda model, x: model(x) is None, "returns no floating-point tensor"),
+        (lambda model, x: {"ids": model(x).argmax(-1)}, "returns no floating-point tensor"),
+        (lambda model, x: model(x + torch.randn_like(x)), "two exact runs on the same input"),
+        (lambda model, x: model(x, 2), None),
+    ],
+)
+def test_outputs_that_cannot_be_compared(run: Any, words: str | None) -> None:
+    """By default, the scores of the calls are compared then; so they are in loops."""
+    inputs = [draw(), draw(1)]
+    table = calibrate_attention(Model().eval(), inputs, share=0.5, run=run)
+    assert table["by"] == "attention"
+    assert "changes" not in table
+    if words is None:
+        table = calibrate_attention(Model().eval(), inputs, share=0.5, run=run, by="output")
+        assert {site: len(found) for site, found in table["changes"].items()} == {
+            "calm": 2, "loud": 2, "twice": 2, "twice#1": 2,
+        }  # fmt: skip
+        each = table["levels"].values()
+        calls = [
+            call for level in each for call in ([level] * 2 if isinstance(level, str) else level)
+        ]
+        assert sorted(calls) == ["4b"] * 4 + ["8b"] * 4
+        return
+    with pytest.raises(CalibrationError, match=words):
+        calibrate_attention(Model().eval(), inputs, share=0.5, run=run, by="output")
 
 
 def test_a_share_counts_calls_not_modules_and_takes_exact() -> None:
@@ -372,6 +525,8 @@ def test_a_score_is_cosine_times_one_less_the_distance() -> None:
         ({"share": -0.5}, "share is -0.5"),
         ({"share": 0.5, "min_score": 0.9}, "share is 0.5; one of them is needed"),
         ({"share": 0.5, "levels": ("4b",)}, "share needs two"),
+        ({"by": "output"}, "together with share"),
+        ({"share": 0.5, "by": "loss"}, "by is 'loss'; 'output' or 'attention' is needed"),
         ({"share": 0.5, "levels": ("exact", "8b")}, "share needs two"),
         ({"levels": ("8b", "exact")}, "levels is"),
         ({"levels": ("8b", "2b")}, "a list of '8b', '8b\\+f16', '4b' is needed"),

@@ -588,6 +588,21 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
     assert len(compilations) == 3
 
 
+def test_the_last_layer_of_a_model_without_a_head_equals_the_others(
+    compilations: list[int],
+) -> None:
+    """The graph ends with a norm, to which the last layer's result goes."""
+    model = _llama().eval().model
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "on"}
+    compiled = torch.compile(model, backend="memeff", options=options)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).last_hidden_state
+        found = compiled(ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, wanted)
+    assert records()["repeated_layers"] == "4 layers of 1 kind, each kind compiled once"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["static", 4])
 def test_a_llama_generates_as_without(compilations: list[int], cache: Any) -> None:
@@ -603,6 +618,57 @@ def test_a_llama_generates_as_without(compilations: list[int], cache: Any) -> No
 
 def _key(function: Callable[..., Any], *inputs: Any) -> Any:
     return structure(torch.fx.symbolic_trace(function), inputs)
+
+
+class Normed(Block):
+    """A block whose norm reads the residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        result: Tensor = super().forward(self.norm(x), scale)
+        return x + result
+
+
+class NormedNet(Net):
+    """The blocks end in a norm, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__([Normed() for _ in range(BLOCKS)])
+        self.last = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_without_gradients_a_norm_belongs_to_the_layer_before(
+    monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
+    pieces: list[list[str]] = []
+    compile_one = compat.compile_with_aot_eager
+
+    def seen(gm: Any, inputs: Any) -> Any:
+        names = [getattr(node.target, "__name__", "") for node in gm.graph.nodes]
+        pieces.append([name for name in names if name in ("rms_norm", "linear")])
+        return compile_one(gm, inputs)
+
+    monkeypatch.setattr(compat, "compile_with_aot_eager", seen)
+    torch.manual_seed(0)
+    model, x = NormedNet().double(), torch.randn(4, WIDTH, dtype=torch.float64)
+    memeff_compile.reset()
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "on"}
+    with torch.set_grad_enabled(trains):
+        found = torch.compile(model, backend="memeff", options=options)(x)
+        expected = model(x)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+    norm, linears = ["rms_norm"], ["linear"] * 3
+    if trains:
+        assert pieces == [["linear"], [*norm, *linears], [*norm, "linear"]]
+    else:
+        assert pieces == [["linear", *norm], [*linears, *norm], ["linear"]]
+    assert records()["repeated_layers"] == f"{BLOCKS} layers of 1 kind, each kind compiled once"
+    memeff_compile.reset()
 
 
 def test_names_and_weights_do_not_count() -> None:
